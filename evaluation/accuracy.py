@@ -10,7 +10,7 @@ UNRANKED = 2**31
 def true_class_rank(scores: Tensor, labels: Tensor) -> Tensor:
     """Return the rank of the true class: (B, classes), (B,) -> (B,) int64. The highest score has rank 0.
 
-    Among equal scores, the class with the smaller number ranks first. NaN ranks before all other scores, and a true
+    Among equal scores, the class with the smaller index ranks first. NaN ranks before all other scores, and a true
     class whose score is NaN gets the rank `UNRANKED`. A diverged classifier is therefore never correct by accident.
     """
     own = scores.gather(1, labels[:, None])  # (B, 1)

@@ -1,6 +1,6 @@
-"""The route of an evaluation: its settings, the features of the labelled images, the scores and the result file.
+"""Common steps of the evaluations on labelled images: read settings, compute features, score them, write the result.
 
-An evaluation of labelled images is one file. It has a class of settings, a function that scores the features, and
+The file of an evaluation has a settings class, a function that scores the features, and
 
     def run(settings: KNNSettings) -> dict[str, Any]:
         return evaluate("knn", settings, score)
@@ -41,7 +41,7 @@ from tessera.runtime.settings import Settings, parse
 
 
 class LabelledSettings(FeatureSettings):
-    """Settings of every evaluation that trains on the features of labelled images and scores others."""
+    """Settings of all evaluations that train on features of labelled images and score other images."""
 
     centre_pixels: ClassVar[bool] = True
     """True if the mean training image is subtracted from the features of `--checkpoint pixels`. Without this
@@ -50,18 +50,18 @@ class LabelledSettings(FeatureSettings):
     train: str | list[str]
     """labelled SHARDS to train on"""
     val: str | list[str] | None
-    """labelled SHARDS that are scored, and choose nothing"""
+    """labelled SHARDS that are scored; never used to choose hyperparameters"""
     output: str | None = None
     """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
 
 
 class LabelledData(NamedTuple):
-    """Features of a training set and of a set that is scored, and the encoder that computed them."""
+    """Features of a training set and of a scored set, and the encoder that computed them."""
 
     train: LabelledFeatures
     """This process's part of the training set."""
     val: LabelledFeatures
-    """This process's part of the set that is scored. Without a second set, `train` itself."""
+    """This process's part of the scored set. If no scored set is given, this is `train`."""
     train_shards: Source
     encoder: Encoder
     file: Path | None
@@ -97,10 +97,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Compute features of labelled images, score them, print the result and write it to a file.
 
-    Return what the file holds, or an empty dictionary on processes other than the main process.
+    Return the contents of the file on the main process, and an empty dictionary on the other processes.
 
     Args:
-        name: name of the evaluation, with which the name of the result file begins.
+        name: name of the evaluation. The name of the result file starts with it.
         settings: settings of the command.
         score: function that scores the features. It is called on all processes.
 

@@ -210,7 +210,8 @@ def extract(
         shards: SHARDS of the images, or opened shards.
         accelerator: accelerator of all processes.
         image_size: side of the images in pixels. None selects the size that the encoder was built for.
-        resize: short side in pixels to which images are resized before the centre crop. None: that of `resize_size`.
+        resize: short side in pixels to which images are resized before the centre crop. None selects the default of
+            `resize_size`.
         batch_size: number of images per forward pass.
         workers: number of loader workers per process. None selects one per free core, at most 8.
         precision: precision of the forward pass: `fp32`, or `bf16` for bfloat16 autocast.
@@ -247,8 +248,8 @@ def extract(
         features.append(encode(single_view(to_model_input(batch.to(device, non_blocking=True)))))
         found.append(batch.labels if batch.labels is not None else torch.full((len(batch),), -1))
         keys += batch.keys
-    # A process has no features if there are fewer images than processes, or if all of its images are corrupt. In
-    # this case, a black image is encoded, to get an empty tensor of the right width.
+    # A process has no features if there are fewer images than processes, or if all of its images are corrupt. It then
+    # encodes a black image to get the width of the features for an empty tensor.
     if not features:
         features = [encode(torch.zeros(1, encoder.preprocessing.channels, size, size, device=device))[:0]]
         found = [torch.zeros(0, dtype=torch.int64)]
@@ -280,7 +281,7 @@ def single_view(batch: Batch) -> Tensor:
 
 @contextmanager
 def encoding(encoder: Encoder, images: Tensor, precision: str) -> Iterator[None]:
-    """Return a context for the forward pass of images (B, C, H, W): `fp32`, or `bf16` for bfloat16 autocast.
+    """Return a context for a forward pass of images (B, C, H, W). `precision` is `fp32`, or `bf16` for autocast.
 
     Raises:
         EvaluationError: the encoder does not accept images of this size. The message names the size.

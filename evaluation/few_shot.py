@@ -2,13 +2,13 @@
 
     accelerate launch evaluation/few_shot.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 
-The features of all images are computed once, from centre crops. For each share, the same share of the images of every
-class is drawn, but at least one image of each class, as in MSN (2204.07141). Each draw gives one accuracy of k-NN
-(`evaluation.knn`) and one of logistic regression (`evaluation.logistic`) with a fixed L2 penalty: nothing is chosen, so
-that no label is needed for a choice.
+The features of all images are computed once, from centre crops. For each share, this percentage of the images of every
+class is drawn, but at least one image per class, as in MSN (2204.07141). Each draw gives one accuracy of k-NN
+(`evaluation.knn`) and one of logistic regression (`evaluation.logistic`). The L2 penalty is fixed, so no further labels
+are needed to choose it.
 
-Whether an image is drawn depends on the seed, the number of the draw, and the names and classes of the training images.
-It does not depend on the number of processes or workers. The images of a smaller share are among those of a larger one.
+The drawn images depend on the seed, the index of the draw, and the names and classes of the training images. They do
+not depend on the number of processes or workers. A larger share of the same draw includes all images of a smaller one.
 
 Shape letters: N training images of this process, A training images of all processes, D features per image.
 """
@@ -42,7 +42,7 @@ class FewShotSettings(LabelledSettings, frozen=True):
     val: str | list[str]
     """labelled SHARDS that are scored"""
     shares: list[Annotated[float, Field(gt=0, le=100)]] = Field([1, 2, 5, 10, 100], min_length=1)
-    """percentages of the training images of each class whose labels are used; at least one image of each class"""
+    """percentages of the training images to use, taken from each class; at least one image of each class is used"""
     draws: int = Field(3, ge=1)
     """number of random draws for each share below 100 %"""
     k: int = Field(20, ge=1)
@@ -50,8 +50,8 @@ class FewShotSettings(LabelledSettings, frozen=True):
     temperature: float = Field(0.07, gt=0)
     """temperature of the vote of k-NN; each neighbour has the weight exp(similarity / temperature)"""
     strength: float = Field(logistic.STRENGTH, gt=0)
-    """weight of half the squared L2 norm of the weights, beside the sum of the cross-entropy over the drawn images; it
-    is 1 / C of scikit-learn's LogisticRegression"""
+    """weight s of the L2 penalty: logistic regression minimises the sum of the cross-entropy over the drawn images plus
+    s / 2 * |W|^2; s is 1 / C of scikit-learn's LogisticRegression"""
     iterations: int = Field(1000, ge=1)
     """largest number of L-BFGS iterations of a logistic regression"""
     seed: int = Field(0, ge=0, lt=2**31)
@@ -61,17 +61,17 @@ class FewShotSettings(LabelledSettings, frozen=True):
 def places_in_class(keys: Sequence[str], labels: Tensor, seed: int, draw: int) -> tuple[Tensor, Tensor]:
     """Shuffle the images of each class. Call this function on all processes.
 
-    The order is that of a hash of the seed, the draw and the name of the sample.
+    The images are sorted by a hash of the seed, the draw and the name of the sample.
 
     Args:
         keys: names of this process's N images.
         labels: classes (N,) of these images.
         seed: seed of all draws.
-        draw: number of the draw.
+        draw: index of the draw.
 
     Returns:
-        Place of each image in the shuffled class (N,), from 0, and number of images in its class (N,), over all
-        processes.
+        For each image of this process, its index within its shuffled class (N,), and the number of images of this class
+        over all processes (N,).
     """
     names = (f"{seed}/{draw}/{key}".encode("utf-8", "surrogateescape") for key in keys)
     hashes = [int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) - 2**63 for name in names]
@@ -80,7 +80,7 @@ def places_in_class(keys: Sequence[str], labels: Tensor, seed: int, draw: int) -
     order = digests.argsort(stable=True)
     order = order[classes[order].argsort(stable=True)]  # class after class, shuffled within each class
     sizes = classes.bincount()
-    first = sizes.cumsum(0) - sizes  # place of the first image of each class in `order`
+    first = sizes.cumsum(0) - sizes  # index of the first image of each class in `order`
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order)) - first[classes[order]]
     start = sum(len(part) for part in parts[: rank()])
@@ -88,9 +88,10 @@ def places_in_class(keys: Sequence[str], labels: Tensor, seed: int, draw: int) -
 
 
 def drawn(places: Tensor, sizes: Tensor, share: float) -> Tensor:
-    """Return a bool mask (N,) of the first `share` percent of the images of each class, and at least one image.
+    """Return a bool mask (N,) that selects the first `share` percent of the images of each class.
 
-    `places` and `sizes` are the return values of `places_in_class`. The number of images of a class is rounded.
+    The number of images of a class is rounded, and is at least 1. `places` and `sizes` are the return values of
+    `places_in_class`.
     """
     return places < (sizes.double() * share / 100).round().clamp(min=1)
 
@@ -122,7 +123,7 @@ def few_shot(
         for places, sizes in shuffled[:draws]:
             mask = drawn(places, sizes, share)
             of_class = torch.cat(all_gather(train.labels[mask])).bincount()
-            # more neighbours than images of a class would be votes of other classes
+            # if k were larger than the number of images of a class, some neighbours would always be of other classes
             images, k = int(of_class.sum()), min(settings.k, int(of_class.max()))
             bank = LabelledFeatures(train.features[mask], train.labels[mask])
             knn = knn_accuracy(bank, val, [k], settings.temperature, classes=classes, device=device)
@@ -155,10 +156,10 @@ def summary(accuracies: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def score(settings: FewShotSettings, data: LabelledData, accelerator: Accelerator) -> Result:
-    """Return the accuracies for each share of the labels. `top1` is that of logistic regression with the fewest."""
+    """Return the accuracies for each share. `top1` is that of logistic regression for the smallest share."""
     rows = few_shot(data.train, data.val, settings, accelerator.device)
     if any(count >= settings.iterations for row in rows for count in row["iterations"]):
-        accelerator.print("A logistic regression ended before it had converged. Raise --iterations.")
+        accelerator.print("A logistic regression did not converge. Raise --iterations.")
     fewest = min(rows, key=lambda row: row["share"])
     entries = {
         "top1": fewest[LOGISTIC]["top1"],

@@ -8,9 +8,9 @@
     --val SHARDS        labelled SHARDS that are scored after each epoch
     --output FOLDER     folder of this run; default: RUN/finetune, or RUN/finetune-step-00001000 for a checkpoint
 
-This command starts pretrain/run.py with `--method finetune`, and passes on all other flags. Fine-tuning therefore has
-the engines, the order of samples, the checkpoints and the resume of pretraining. `--finetune.NAME VALUE` sets the
-method's own settings, such as `--finetune.mixup 0`. `--help finetune` lists them, and `--help all` lists every setting.
+This command starts pretrain/run.py with `--method finetune`, and passes on all other flags. Fine-tuning therefore uses
+the engines, sample order, checkpoints and resume of pretraining. `--finetune.NAME VALUE` sets a setting of the method,
+such as `--finetune.mixup 0`. `--help finetune` lists these settings, and `--help all` lists all settings.
 """
 
 import os
@@ -25,7 +25,7 @@ FLAGS = {"--checkpoint": "--init_from", "--train": "--data", "--val": "--evaluat
 
 
 def command(argv: Sequence[str]) -> list[str]:
-    """Return the flags of pretrain/run.py for the flags of this command.
+    """Translate the flags of this command into flags of pretrain/run.py.
 
     Raises:
         ValueError: a flag is missing.
@@ -39,16 +39,16 @@ def command(argv: Sequence[str]) -> list[str]:
         return flags
     for name in FLAGS:
         if name not in given and not {"--resume", "--config"} & {*given}:
-            raise ValueError(f"{name} is missing. The command needs --checkpoint PATH, --train SHARDS and --val SHARDS")
+            raise ValueError(f"{name} is missing. Give --checkpoint PATH, --train SHARDS and --val SHARDS.")
     if "--output" not in given:
         if "--checkpoint" not in given:
-            raise ValueError("--output is missing. Give --output FOLDER, or --checkpoint PATH")
+            raise ValueError("--output is missing. Give --output FOLDER, or --checkpoint PATH.")
         flags += ["--output", str(default_output(Path(_value(argv, "--checkpoint"))))]
     return flags
 
 
 def default_output(checkpoint: Path) -> Path:
-    """Return the folder of a fine-tuning.
+    """Return the default run folder for fine-tuning a checkpoint.
 
     | `checkpoint` | folder |
     |---|---|
@@ -57,7 +57,7 @@ def default_output(checkpoint: Path) -> Path:
     | any other weight file | FILE without its suffix, with the ending -finetune |
     | timm:NAME | NAME-finetune |
     """
-    if str(checkpoint).startswith("timm:"):  # this script imports nothing, to start quickly
+    if str(checkpoint).startswith("timm:"):  # `published.is_name` is not imported, so that this script starts quickly
         return Path(f"{str(checkpoint).removeprefix('timm:')}-finetune")
     path = checkpoint.expanduser().resolve()  # `latest` is a symbolic link to the folder of a step
     if path.is_file() and path.name != "encoder.safetensors":
@@ -86,4 +86,4 @@ if __name__ == "__main__":
     if {"--help", "-h"} & {*flags}:
         print(__doc__)
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, str(RUN), *flags])  # the process id and the environment stay the same
+    os.execv(sys.executable, [sys.executable, str(RUN), *flags])  # keeps the process id and the environment

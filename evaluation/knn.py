@@ -34,7 +34,7 @@ HEADLINE = 20
 LOW = 2**32 - 1
 """Mask of the low 32 bits of a sort key. These bits hold the index of an image in the bank."""
 NONE = -(2**63)
-"""Sort key where there is no neighbour. It is smaller than the sort key of any neighbour."""
+"""Sort key of a missing neighbour. It is smaller than the sort key of any image."""
 BLOCK_IMAGES = 16
 """Number of consecutive images of the bank that form a block."""
 
@@ -96,7 +96,8 @@ def knn_accuracy(
             keys = _nearest(query, bank, offset, nearest, chunk)
             keys = torch.cat(all_gather(keys.T.contiguous())).T  # (Q, processes * K)
             similarity, index = _unpack(keys.topk(nearest).values)  # (Q, K)
-            votes = (similarity.double() - similarity[:, :1].double()) / temperature  # at most 0, so without overflow
+            # subtract the largest similarity, so that exp does not overflow
+            votes = (similarity.double() - similarity[:, :1].double()) / temperature
             for n, place in _vote(votes.exp(), labels[index], target, k, classes).items():
                 correct[n] += torch.stack([(place < 1).sum(), (place < 5).sum()]).cpu()
     return {n: (int(top1) / len(targets), int(top5) / len(targets)) for n, (top1, top5) in correct.items()}
@@ -156,8 +157,8 @@ def _nearest(query: Tensor, bank: Tensor, offset: int, k: int, chunk: int) -> Te
 def _candidates(similarity: Tensor, offset: int, k: int) -> Tensor:
     """Return sort keys that include those of the k nearest images: (Q, chunk) -> (Q, at most chunk).
 
-    The k nearest images lie in the k blocks of consecutive images with the largest maxima. To select blocks first is
-    several times faster than to select among all images. `similarity` may be overwritten.
+    The k nearest images lie in the k blocks of consecutive images with the largest maxima. Selecting blocks first is
+    several times faster than selecting among all images. `similarity` may be overwritten.
     """
     index = torch.arange(offset, offset + similarity.shape[1], device=similarity.device)
     whole = similarity.shape[1] // BLOCK_IMAGES * BLOCK_IMAGES
@@ -221,7 +222,7 @@ def score(settings: KNNSettings, data: LabelledData, accelerator: Accelerator) -
     if not k:
         raise EvaluationError(f"Every k is larger than the bank of {images} images. Give a smaller --k.")
     if left_out:
-        accelerator.print(f"k {left_out} left out: the bank has {images} images")
+        accelerator.print(f"k {left_out} is left out, because the bank has only {images} images.")
     accuracy = knn_accuracy(data.train, data.val, k, settings.temperature, device=accelerator.device)
     headline = HEADLINE if HEADLINE in k else k[0]
     entries = {

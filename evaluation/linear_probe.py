@@ -4,12 +4,12 @@
 
 The grid has one linear classifier for each combination of learning rate and input. All classifiers are trained together
 by SGD with momentum 0.9 and without weight decay. The learning rates fall to 0 along a cosine. Every epoch uses new
-random crops (area 0.08 to 1) and flips. With `--no-augment`, the encoder runs only once over the centre crops, which
-reduces its work by a factor of about the number of epochs.
+random crops (area 0.08 to 1) and flips. With `--no-augment`, the encoder runs only once, over the centre crops, instead
+of once per epoch.
 
 Learning rate and input are chosen by their accuracy on a held-out part of `--train`, with classifiers that are not
-trained on this part. The reported accuracy is that of a classifier with the chosen learning rate and input that is
-trained on all of `--train`. `--val` is never used to choose. (DINO and DINOv2 report the best accuracy of all epochs or
+trained on this part. A second classifier with the chosen learning rate and input is trained on all of `--train`, and
+its accuracy is reported. `--val` is never used to choose. (DINO and DINOv2 report the best accuracy of all epochs or
 classifiers on the test set, which is optimistic.) Published inputs:
 
     DINO ViT-S      --blocks 4
@@ -17,8 +17,8 @@ classifiers on the test set, which is optimistic.) Published inputs:
     DINOv2          --blocks 1,4 --average_pool both --epochs 10 --head_batch_size 1024
     MAE             --blocks 1 --batch_norm
 
-There are two differences from MAE. `--batch_norm` uses the mean and variance of the centre crops of the whole training
-set, and MAE uses those of each batch of 16,384 images. The optimizer here is SGD, and MAE uses LARS.
+There are two differences from MAE. `--batch_norm` uses the mean and variance over the centre crops of all training
+images, whereas MAE uses those of each batch of 16,384 images. The optimizer here is SGD, whereas MAE uses LARS.
 
 The result does not depend on the number of processes.
 
@@ -134,7 +134,7 @@ def head_inputs(blocks: Sequence[int], average_pool: str, dim: int) -> list[Head
 
 
 def held_out(keys: Sequence[str], share: float) -> Tensor:
-    """Return a bool mask (N,) that is True for held-out samples, which are about the fraction `share` of all samples.
+    """Return a bool mask (N,) of the held-out samples. Their fraction of all samples is about `share`.
 
     The choice depends only on the name of each sample.
     """
@@ -178,7 +178,7 @@ class Heads:
             x: features (b, all columns) of the images that this process has in the step.
             labels: labels (b,) of these images.
             images: number of images in the step, over all processes.
-            factor: number by which the learning rates are multiplied.
+            factor: multiplier of the learning rates.
         """
         error = self.logits(x).softmax(-1)  # (R, b, C)
         error[:, torch.arange(len(labels), device=labels.device), labels] -= 1
@@ -205,12 +205,12 @@ def train_heads(
     of the step, and the gradients are summed over the processes. The learning rates fall to 0 along a cosine.
 
     Args:
-        features_of_epoch: function that returns the features and labels of this process's images for a given epoch
-            number. The tensors may be on any device.
+        features_of_epoch: function that takes the index of an epoch and returns the features and labels of this
+            process's images. The tensors may be on any device.
         counts: number of images of each process.
         groups: pairs of a list of heads and a bool mask over the images of all processes. These heads are trained on
             the images that the mask selects.
-        settings: settings of the command, of which `epochs`, `head_batch_size` and `seed` are used.
+        settings: settings of the command. Only `epochs`, `head_batch_size` and `seed` are used.
     """
     before = sum(counts[: rank()])
     images, start, end = sum(counts), before, before + counts[rank()]
@@ -265,8 +265,8 @@ def probe(
         settings: settings of the command.
         dim: width of the encoder's output.
         device: device of the computation. None selects the device of the features.
-        features_of_epoch: function that returns `train` with the features of a given epoch. With None, every epoch uses
-            the features in `train`.
+        features_of_epoch: function that takes the index of an epoch and returns `train` with the features of this
+            epoch. None uses the features in `train` for every epoch.
 
     Raises:
         EvaluationError: there are several classifiers to choose from, and either no training image or every training

@@ -1,15 +1,15 @@
 """Multinomial logistic regression on extracted features, fitted on all images at once by L-BFGS. The images are spread
 over all processes.
 
-The protocol is that of MSN (2204.07141) and of its code, `logistic_eval.py`: from each feature vector its own mean is
-subtracted, the vector is divided by its L2 norm, and the classifier has no bias. With a weight matrix W, images x_i and
+The protocol is that of MSN (2204.07141) and of its code, `logistic_eval.py`: each feature vector is centred by its own
+mean and divided by its L2 norm, and the classifier has no bias. With a weight matrix W, normalised features x_i and
 labels y_i, it minimises
 
     sum_i cross_entropy(W x_i, y_i) + strength / 2 * |W|^2
 
-MSN minimises the same function divided by the number of images. The probe that a run fits during pretraining (`probe`)
-standardises the features in place of the subtraction, because it ends after few iterations: features that share a large
-mean need many more of them.
+MSN minimises the same function divided by the number of images. The probe during pretraining (`probe`) standardises the
+features instead of centring each vector. It runs only few iterations, and features with a large common mean would need
+many more.
 
 Shape letters: N images of this process, b of them in one chunk, D features per image, C classes.
 """
@@ -30,8 +30,8 @@ STRENGTH = 0.0025
 HISTORY = 10
 """Number of past gradients from which L-BFGS estimates the curvature."""
 TOLERANCE = 1e-6
-"""The fit ends when the largest entry of the gradient is at most this part of its value for weights of 0, or when the
-loss no longer falls. Sums in float32 are not much more exact."""
+"""The fit ends when the largest entry of the gradient is at most this fraction of its value at zero weights, or when
+the loss no longer falls. The rounding errors of float32 do not allow a much smaller value."""
 CHUNK = 8192
 """Number of images whose logits are in memory at a time."""
 
@@ -54,8 +54,8 @@ def probe(train: LabelledFeatures, val: LabelledFeatures, iterations: int, devic
     """Return the top-1 accuracy (0 to 1) on `val` of a classifier that is fitted on `train`.
 
     Each feature is normalised to mean 0 and variance 1 over the training images, and then each feature vector to
-    length 1. The L2 penalty has the weight `STRENGTH`. Call this function on all processes. Beside the features, the
-    memory on `device` does not grow with the number of images.
+    length 1. The L2 penalty has the weight `STRENGTH`. Call this function on all processes. The memory on `device` does
+    not grow with the number of images, unless the features are on this device.
 
     Args:
         train: features (N, D) and labels (N,) of this process's part of the training set.
@@ -83,8 +83,8 @@ def fit(
 ) -> Classifier:
     """Fit the classifier. Call this function on all processes. All processes return the same classifier.
 
-    The computation is in float32. Losses and gradients of chunks are summed in
-    float64, so that the number of processes changes the result only by rounding.
+    The computation is in float32. Losses and gradients of chunks are summed in float64, so that the number of processes
+    changes the result only by rounding.
 
     Args:
         features: normalised features (N, D) of this process's part of the training images.

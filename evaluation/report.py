@@ -40,8 +40,8 @@ class ReportSettings(Settings):
     title: str = "Comparison of runs"
     """heading of the page"""
     features: bool = True
-    """show nearest neighbours and token colours of validation images, for which the encoders and the validation shards
-    are read; --no-features leaves them out"""
+    """show nearest neighbours and token colours of validation images, which needs the encoders and the validation
+    shards; --no-features leaves this part out"""
     val: str | list[str] | None = None
     """SHARDS of the validation images; default: the validation shards of each run"""
     images: int = Field(6, ge=1)

@@ -1,4 +1,4 @@
-"""Results of evaluations: their files and the names of these files, and printed tables."""
+"""Name and write the result files of evaluations, and print results as tables."""
 
 import datetime
 import itertools
@@ -18,7 +18,7 @@ from tessera.runtime.files import atomic_write
 from tessera.runtime.machine import versions
 
 SPLITS = ("train", "training", "val", "valid", "validation", "test", "held-out")
-"""File names that say which part of a data set a shard belongs to, but not which data set."""
+"""File names that tell the split, but not the data set."""
 
 
 class ResultError(UserError, ValueError):
@@ -26,7 +26,7 @@ class ResultError(UserError, ValueError):
 
 
 class Evaluation(NamedTuple):
-    """An evaluation of one encoder, as far as the name of its result file depends on it."""
+    """The properties of an evaluation that determine the name of its result file."""
 
     name: str
     """Name of the evaluation, such as `knn`."""
@@ -53,8 +53,8 @@ def result_path(evaluation: Evaluation, time: datetime.datetime) -> Path | None:
 
     The name of the file is NAME-DATA-STEP-TIME.json, such as knn-cifar10-test-step-00005000-20261124T101530Z.json. DATA
     is the return value of `data_name`. STEP is left out if the encoder file does not name the step of its run. TIME is
-    the end of the evaluation in UTC. If a file of this name exists, a number is added: the result of an evaluation
-    never replaces another one.
+    the end of the evaluation in UTC. If a file of this name exists, a number is added, because a result never replaces
+    another one.
 
     | file of the encoder | path of the result |
     |---|---|
@@ -83,8 +83,8 @@ def result_path(evaluation: Evaluation, time: datetime.datetime) -> Path | None:
 def data_name(shards: str | Sequence[str]) -> str:
     """Return a short name of a data set for file names, such as `cifar10-test` for `data/cifar10-test-*.tar.gz`.
 
-    The name is the constant beginning of the shards' file names. If this beginning is empty or only says which split it
-    is (`val-*.tar`), the name of the folder comes before it. The names of several patterns are joined by `+`.
+    The name is the common prefix of the shards' file names. If the prefix is empty or only tells the split
+    (`val-*.tar`), the name of the folder is put before it. The names of several patterns are joined by `+`.
     """
     patterns = [shards] if isinstance(shards, str) else shards
     return "+".join(dict.fromkeys(_pattern_name(pattern) for pattern in patterns))[:60]
@@ -93,7 +93,7 @@ def data_name(shards: str | Sequence[str]) -> str:
 def _pattern_name(pattern: str) -> str:
     folder, _, file = pattern.rpartition("/")
     beginning = re.sub(r"\.(tar|tar\.gz|json)$", "", re.split(r"[*?\[{]", file)[0])
-    beginning = re.sub(r"([-_.]\d*)?$", "", beginning)  # without the number of the shard
+    beginning = re.sub(r"([-_.]\d*)?$", "", beginning)  # without the index of the shard
     if beginning in ("", "index", *SPLITS):
         named = [part for part in re.split(r"[/:]", folder) if part and not re.search(r"[*?\[{]", part)]
         beginning = "-".join([*named[-1:], *([beginning] if beginning in SPLITS else [])]) or "data"
@@ -103,14 +103,14 @@ def _pattern_name(pattern: str) -> str:
 def write_result(
     evaluation: Evaluation, result: dict[str, Any], columns: Sequence[str], rows: Sequence[Sequence[Any]]
 ) -> dict[str, Any]:
-    """Print a result as a table, write it to a new file, and return what the file holds.
+    """Print a result as a table, write it to a new file, and return the contents of the file.
 
     The file holds `result`, the name of the evaluation, the name of the data set, the step of the encoder, the time,
-    the versions of Python and of packages, and the name of the device. In a run folder, a second file has a short name
-    and always holds the newest result: `evaluation/knn.json`. Call this function only on the main process.
+    the versions of Python and of packages, and the name of the device. In a run folder, a second file with a short
+    name, such as `evaluation/knn.json`, always holds the newest result. Call this function only on the main process.
 
     Args:
-        evaluation: names the file.
+        evaluation: evaluation that determines the name of the file.
         result: scores and settings of the evaluation.
         columns: headings of the table.
         rows: cells of the table. Floats are scores from 0 to 1, printed in percent.

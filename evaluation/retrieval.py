@@ -11,8 +11,8 @@ Equally similar images therefore share a rank, as in scikit-learn's `average_pre
 image of `--train` is a query, and its gallery consists of all other images. A query without any relevant image is left
 out. The gallery is spread over all processes, and no more than `CELLS` similarities are in memory.
 
-Shape letters: N gallery images of this process, Q queries per pass, D features per image, R relevant images of a query
-at most, over all processes.
+Shape letters: N gallery images of this process, Q queries per pass, D features per image, R relevant images of a query,
+padded to the largest number in each process and concatenated over the processes.
 """
 
 import math
@@ -31,8 +31,8 @@ from tessera.runtime.collectives import all_gather, all_reduce_sum, rank
 CELLS = 2**25
 """Largest number of similarities between queries and gallery images that are computed at a time, over all processes."""
 STEPS = 2.0**20
-"""Number of steps into which a cosine from 0 to 1 is divided. A step is larger than the rounding of float32, so that
-copies of an image are equally similar to a query on every device and number of processes."""
+"""Number of steps into which the range of cosines from 0 to 1 is divided. A step is larger than the rounding errors of
+float32, so that copies of an image are equally similar to a query on every device and for any number of processes."""
 EXCLUDED = -2 * STEPS
 """Similarity of an image that is not in the gallery of a query, in steps. It is smaller than any cosine."""
 
@@ -71,7 +71,8 @@ def retrieve(
 
     Args:
         gallery: features (N, D) and labels (N,) of this process's part of the gallery.
-        val: this process's part of the queries. None selects the gallery itself, without the query.
+        val: this process's part of the queries. None uses every image of the gallery as a query, and excludes it from
+            its own gallery.
         device: device of the computation. None selects the device of the features.
         cells: largest number of similarities to compute at a time.
 
@@ -88,7 +89,7 @@ def retrieve(
             similarity = (query @ bank.T).mul_(STEPS).round_()  # (Q, N)
             relevant = labels == target[:, None]  # (Q, N)
             if val is None:
-                own = torch.arange(seen, seen + len(target), device=device) - start  # place of each query in `bank`
+                own = torch.arange(seen, seen + len(target), device=device) - start  # index of each query in `bank`
                 here = ((own >= 0) & (own < len(labels))).nonzero().squeeze(1)
                 similarity[here, own[here]] = EXCLUDED
                 relevant[here, own[here]] = False
@@ -131,7 +132,8 @@ def _at_least(values: Tensor, thresholds: Tensor) -> Tensor:
 
 
 def score(settings: RetrievalSettings, data: LabelledData, accelerator: Accelerator) -> Result:
-    """Return the mean average precision of the queries in `data.val`, or of `data.train` without the query itself."""
+    """Return the mean average precision of the queries in `data.val`. Without `settings.val`, the training images are
+    the queries, each with all others as its gallery."""
     found = retrieve(data.train, None if settings.val is None else data.val, device=accelerator.device)
     protocol = "retrieval, leave one out" if settings.val is None else "retrieval"
     row = [found.queries, found.left_out, found.mean_average_precision]

@@ -2,15 +2,16 @@
 
     accelerate launch evaluation/segmentation.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 
-The samples of the shards are KEY.jpg with KEY.seg.png, a PNG of class numbers (`data.maps`). The tokens of the last
-block pass a batch norm and a 1 x 1 convolution to the classes. The logits are resized bilinearly to the map, and the
-loss is the mean cross-entropy over the pixels that are not ignored. Only the batch norm and the convolution are
-trained: by AdamW, with a linear warm-up and then a linear decay to 0. The confusion matrix of all pixels of `--val`
-gives the IoU of each class, correct / (pixels of the class + pixels predicted as the class - correct), and their mean.
+Each sample of the shards is an image KEY.jpg with a map KEY.seg.png, a PNG of class numbers (`data.maps`). A batch norm
+and a 1 x 1 convolution map the tokens of the last block to the logits of the classes. The logits are resized bilinearly
+to the map, and the loss is the mean cross-entropy over the pixels that are not ignored. Only the batch norm and the
+convolution are trained, by AdamW, with a linear warm-up and then a linear decay to 0. The confusion matrix of all
+pixels of `--val` gives the mean of the IoU over the classes. The IoU of a class is
+correct / (pixels of the class + pixels predicted as the class - correct).
 
 Every training step encodes new images, and no features are kept, so that the memory does not depend on the number of
-images. A run of several processes computes what one process computes, up to rounding. docs/evaluation.md lists the
-differences from DINOv2's own evaluation.
+images. The result does not depend on the number of processes, up to rounding. docs/evaluation.md lists the differences
+from DINOv2's own evaluation.
 
 Shape letters: b images of this process in a step, D features per token, h x w tokens and S x S pixels of an image, K
 classes that are not ignored.
@@ -73,7 +74,7 @@ class SegmentationSettings(EncoderSettings):
     ignore: list[Annotated[int, Field(ge=0, lt=IGNORED)]] = Field([])
     """further values whose pixels are ignored, such as 0 for the official maps of ADE20K"""
     batch_size: int = Field(16, ge=1)
-    """number of images in a training step, over all processes; each process encodes its share of them at a time"""
+    """number of images in a training step, over all processes; each process encodes its share in one forward pass"""
     epochs: int = Field(32, ge=1)
     """number of passes over the training images"""
     lr: float = Field(1e-3, gt=0)
@@ -105,7 +106,7 @@ def patch_tokens(encoder: Encoder, images: Tensor, precision: str) -> Tensor:
 class Head(nn.Module):
     """Batch norm and 1 x 1 convolution: tokens (b, D, h, w) -> logits (b, K, h, w).
 
-    In training mode, the mean and the variance are those of the tokens of all processes. The tokens must not need a
+    In training mode, the mean and the variance are those of the tokens of all processes. The tokens must not require a
     gradient.
     """
 
@@ -147,8 +148,8 @@ class Head(nn.Module):
 def resized(logits: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize logits bilinearly: (b, K, h, w) -> (b, K, *size).
 
-    The result is that of `F.interpolate(logits, size, mode="bilinear")`. Matrix products replace that function, because
-    its gradient on a GPU depends on the order of additions.
+    The result equals that of `F.interpolate(logits, size, mode="bilinear")`. This function uses matrix products,
+    because the gradient of `F.interpolate` is not deterministic on a GPU.
     """
     rows, columns = (
         F.interpolate(torch.eye(side, device=logits.device)[None], length, mode="linear")[0]  # (side, length)
@@ -158,7 +159,7 @@ def resized(logits: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def backward(logits: Tensor, targets: Tensor) -> None:
-    """Compute the gradients of the mean cross-entropy over all pixels of all processes that are not ignored.
+    """Compute the gradients of the mean cross-entropy over the pixels that are not ignored, of all processes.
 
     The logits are resized for one image at a time, which bounds the memory.
 
@@ -187,7 +188,7 @@ def train_head(head: Head, encoder: Encoder, batches: Batches, numbers: Tensor, 
         head: head on the device of the encoder.
         encoder: frozen encoder.
         batches: one batch of this process for each step.
-        numbers: class number of each value of the maps (256,), or 255 for ignored values.
+        numbers: class index of each value of the maps (256,), or 255 for ignored values.
         settings: settings of the command.
 
     Raises:
@@ -247,12 +248,12 @@ def scores(matrix: Tensor, values: Sequence[int]) -> dict[str, Any]:
     """Return the entries of the result file for a confusion matrix (K, K), whose rows are the true classes.
 
     `mean_iou` is the mean of the IoU (0 to 1) over the classes that occur in a map or in a prediction.
-    `pixel_accuracy` is the share of the pixels with the right class, without ignored pixels. The IoU of a class that
-    neither occurs nor is predicted is None.
+    `pixel_accuracy` is the share of correctly classified pixels among those that are not ignored. The IoU of a class
+    that neither occurs nor is predicted is None.
 
     Args:
         matrix: confusion matrix.
-        values: value of each class in the maps (K), by which `per_class` is keyed.
+        values: value of each class in the maps (K). These values are the keys of `per_class`.
 
     Raises:
         EvaluationError: no pixel was counted.
@@ -273,7 +274,7 @@ def scores(matrix: Tensor, values: Sequence[int]) -> dict[str, Any]:
 
 
 def largest_value(opened: Source, accelerator: Accelerator, name: str) -> int:
-    """Return the largest value of all maps other than 255, or -1 if there is none. Call this function on all processes.
+    """Return the largest value other than 255 in all maps, or -1 if there is none. Call this function on all processes.
 
     Each process reads a part of the maps.
 
@@ -289,14 +290,14 @@ def largest_value(opened: Source, accelerator: Accelerator, name: str) -> int:
             values = decode_map(encoded)
         except ImageError as error:
             raise ShardError(
-                f"the segmentation map of {opened.name(number)}: {error}. Correct the member KEY.{MAP}."
+                f"The segmentation map of {opened.name(number)} is invalid: {error}. Correct the member KEY.{MAP}."
             ) from None
         found = max(found, int(values.masked_fill(values == IGNORED, 0).max()) if (values != IGNORED).any() else -1)
     return int(all_reduce_max(torch.tensor(found)))
 
 
 def count_values(train: Source, val: Source, classes: int | None, accelerator: Accelerator) -> int:
-    """Return the number of values of the maps: `classes`, or one more than the largest value in `train`.
+    """Return the number of values of the maps: `classes` if given, else one more than the largest value in `train`.
 
     All maps of `val` are read, so that a damaged map or an unknown class is found before the training.
 
@@ -317,9 +318,9 @@ def count_values(train: Source, val: Source, classes: int | None, accelerator: A
 
 
 def class_numbers(values: int, ignore: Sequence[int]) -> Tensor:
-    """Return the class number of each value of a map: (256,) int64.
+    """Return the class index of each value of a map: (256,) int64.
 
-    The values 0 to `values` - 1 without those of `ignore` are numbered from 0. All other values become 255.
+    The values 0 to `values` - 1, without those in `ignore`, get consecutive indices from 0. All other values get 255.
 
     Raises:
         EvaluationError: no value is left.
@@ -357,7 +358,7 @@ def training_set(
 def run(settings: SegmentationSettings) -> dict[str, Any]:
     """Train the head, compute the mean IoU, print the result and write it to a file.
 
-    Return what the file holds, or an empty dictionary on processes other than the main process.
+    Return the contents of the file on the main process, and an empty dictionary on the other processes.
     """
     accelerator = make_accelerator()
     check_output(settings.output)

@@ -1,4 +1,4 @@
-"""The training set and the validation set of an evaluation: no image is in both, and classes are matched by name."""
+"""Open the training set and the validation set of an evaluation, check that they are disjoint, and match classes."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from tessera.evaluation.features import EvaluationError
 from tessera.runtime.collectives import gather_objects, run_on_all_ranks
 
 MOST_COMPARED = 64
-"""Maximum number of images whose contents are compared, of those with equal names and sizes in both sets."""
+"""Maximum number of image pairs with equal names and sizes whose contents are compared."""
 
 
 def open_splits(train: Shards, val: Shards, source: SourceConfig, accelerator: Accelerator) -> tuple[Source, Source]:
@@ -35,8 +35,8 @@ def open_labelled_splits(
 ) -> tuple[Source, Source]:
     """Open the labelled shards of the training set and of the validation set, and match their classes by name.
 
-    If both sets have class names (classes.json), the labels that are read from the validation set are the class numbers
-    of the training set. If neither set has class names, the labels are read unchanged. Call this function on all
+    If both sets have class names (classes.json), the labels of the validation set are converted to the class indices of
+    the training set. If neither set has class names, the labels are read unchanged. Call this function on all
     processes.
 
     Raises:
@@ -79,8 +79,8 @@ def open_labelled_splits(
 def check_disjoint(train: Source, val: Source) -> None:
     """Check that the validation set has no image of the training set.
 
-    A shard is known by its path, by its file, and by its SHA-256 in `index.json`. Of the images with equal names and
-    sizes in both sets, at most `MOST_COMPARED` are read and compared.
+    Two shards are equal if they have the same path, the same file or the same SHA-256 in `index.json`. If images of the
+    two sets have equal names and sizes, at most `MOST_COMPARED` pairs of them are read and compared.
 
     Raises:
         EvaluationError: a shard of the validation set is a shard of the training set, a link to one or a copy of one,
@@ -99,7 +99,7 @@ def check_disjoint(train: Source, val: Source) -> None:
         try:
             equal = val.image(number) == train.image(other)
         except ShardError:
-            continue  # the evaluation names an unreadable shard, or leaves it out
+            continue  # skip the pair: the evaluation itself reports or skips unreadable shards
         if equal:
             raise EvaluationError(
                 f"The image {val.name(number)} of --val is also in --train, as {train.name(other)}. Images with equal "
@@ -108,7 +108,7 @@ def check_disjoint(train: Source, val: Source) -> None:
 
 
 def _identities(shard: Shard) -> list[str | tuple[int, int]]:
-    """Return the real path and the SHA-256 of a shard and, for a local shard, the device and number of its file."""
+    """Return the real path and the SHA-256 of a shard and, for a local shard, the device and inode of its file."""
     identities: list[str | tuple[int, int]] = [os.path.realpath(shard.path)]
     identities += [shard.sha256.lower()] if shard.sha256 else []
     try:
@@ -119,15 +119,15 @@ def _identities(shard: Shard) -> list[str | tuple[int, int]]:
 
 
 def _samples(opened: Source) -> Iterator[tuple[int, tuple[bytes, int]]]:
-    """Yield all samples: the number in the source, and the name and the size in bytes of the image."""
-    firsts = np.cumsum(opened.counts) - opened.counts  # number of the first sample of each shard
+    """Yield the index of each sample in the source, and the name and the size in bytes of its image."""
+    firsts = np.cumsum(opened.counts) - opened.counts  # index of the first sample of each shard
     for first, shard in zip(firsts.tolist(), opened.shards, strict=True):
         try:
             index = shard.index()
         except ShardError:
             if opened.config.unreadable == "stop":
                 raise
-            continue  # the shard is left out later
+            continue  # the loader skips the shard
         names, start = index.keys.tobytes(), 0
         for number, (end, size) in enumerate(zip(index.ends.tolist(), index.images[:, 1].tolist(), strict=True), first):
             yield number, (names[start:end], size)

@@ -20,8 +20,8 @@ COMMON = 16
 def principal_components(encoder: Encoder, images: Tensor) -> Tensor:
     """Return the first three principal components of the tokens of all images, each with unit variance.
 
-    (Q, C, S, S) -> (Q, 3, h, w) float64. The components of tokens that are all alike are 0. The sign of each component
-    is fixed, so that a picture can be reproduced.
+    (Q, C, S, S) -> (Q, 3, h, w) float64. If all tokens are equal, the components are 0. The sign of each component is
+    fixed, so that a picture can be reproduced.
     """
     features = encoder(images)
     rows, columns = features.grids[0].tolist()
@@ -35,7 +35,7 @@ def principal_components(encoder: Encoder, images: Tensor) -> Tensor:
 
 
 def common_colours(projected: Sequence[Tensor]) -> list[np.ndarray]:
-    """Return the tokens of several encoders in one colour space: each (Q, 3, h, w) -> (Q, h, w, 3) in [0, 1].
+    """Colour the tokens of several encoders in one colour space: each (Q, 3, h, w) -> (Q, h, w, 3) in [0, 1].
 
     The axes of a principal component analysis are arbitrary for each encoder. The components of every encoder are
     therefore rotated or reflected so that they are nearest to those of the first encoder at the same places of the

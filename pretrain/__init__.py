@@ -1,7 +1,7 @@
-"""The methods, the training loop and all that a run needs.
+"""Pretraining: the methods, the training loop, checkpoints and distributed engines.
 
-`tessera.pretrain` names this package and also the function `tessera.pretrain(method=..., data=...)`, so the package can
-be called.
+`tessera.pretrain` is both this package and the function `tessera.pretrain(method=..., data=...)`, so the package can be
+called.
 """
 
 import sys

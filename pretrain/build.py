@@ -1,4 +1,4 @@
-"""Build the method of a run from its settings, with its encoder and the weights from which the run starts."""
+"""Build the method of a run with its encoder, and load their initial weights."""
 
 import logging
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def build_method(config: RunConfig, *, fresh: bool, main: bool | None = None) ->
 
 
 def _build(config: RunConfig, *, fresh: bool, check: bool = True) -> Method:
-    """Build the method of a run. Unlike `build_method`, do not take the weights of another run's heads and teacher.
+    """Build the method of a run. Only the encoder loads weights here; `build_method` also loads heads and teacher.
 
     Args:
         check: True to check the method by a dry forward pass.
@@ -68,12 +68,12 @@ def _build(config: RunConfig, *, fresh: bool, check: bool = True) -> Method:
     try:
         method = METHODS[config.method](encoder, config.method_config, config.steps)
         if fresh and method.needs_start and not config.init_from:
-            raise ValueError("the Gram teacher of gram_start 0 is the teacher of an earlier run. Set --init_from RUN.")
+            raise ValueError("gram_start 0 takes the Gram teacher from an earlier run. Set --init_from RUN.")
         if config.init_from and method.other_encoders() and config.optim.encoder_lr_factor != 1:
             raise ValueError(
-                f"optim.encoder_lr_factor {config.optim.encoder_lr_factor} is for the encoder of init_from, but the "
-                f"encoders {', '.join(method.other_encoders())} start untrained. Set --optim.encoder_lr_factor 1, or "
-                "train them in a run without --init_from."
+                f"optim.encoder_lr_factor {config.optim.encoder_lr_factor} is meant for the encoder that init_from "
+                f"loads, but the encoders {', '.join(method.other_encoders())} start untrained. "
+                "Set --optim.encoder_lr_factor 1, or train these encoders in a run without --init_from."
             )
         if check:
             dry_forward(method)
@@ -87,8 +87,8 @@ def _build(config: RunConfig, *, fresh: bool, check: bool = True) -> Method:
 def _build_empty(config: RunConfig) -> Method:
     """Build the method on the meta device.
 
-    Code of other packages may need the values of a tensor, or keep a tensor that is neither a parameter nor a buffer.
-    The method is then built with all of its weights, and the log says so.
+    A module of another package may read the values of a tensor, or store a tensor that is neither a parameter nor a
+    buffer. In these cases, the method is built in host memory with all of its weights, and a warning is logged.
     """
     try:
         with torch.device("meta"):
@@ -106,7 +106,7 @@ def _build_empty(config: RunConfig) -> Method:
 
 
 def _tensor_attribute(method: Method) -> str | None:
-    """Return a message about an attribute that holds a tensor, but is neither a parameter nor a buffer, if any."""
+    """Return a message that names a tensor attribute that is neither a parameter nor a buffer, or None."""
     for module in method.modules():
         for name, value in vars(module).items():
             values = value if isinstance(value, list | tuple) else [value]
@@ -121,8 +121,8 @@ def _on_main(function: Callable[[], T], main: bool | None) -> T | None:
     If `function` fails, all processes raise an exception.
 
     Args:
-        main: True on the main process, and False on the others. If it is None, the function is called on every process,
-            and nothing is agreed.
+        main: True on the main process, and False on the others. None to call `function` on every process, without
+            communication.
     """
     if main is None:
         return function()
@@ -154,7 +154,7 @@ def compile_blocks(method: Method) -> None:
 
 
 def take_weights(method: Method, other: Method, folder: Path) -> None:
-    """Fill `method` with all weights of `other`, the method of the run in `folder`.
+    """Copy all weights of `other`, the method of the run in `folder`, to `method`.
 
     Raises:
         SettingsError: the weights do not fit.
@@ -165,7 +165,7 @@ def take_weights(method: Method, other: Method, folder: Path) -> None:
         raise SettingsError(f"init_from: {error}") from error
     except RuntimeError as error:
         raise SettingsError(
-            f"The heads of the run {folder} do not fit the settings ({error}). Set the settings of the heads as in "
-            f"{folder / 'config.yaml'}, or start from its encoder alone: --init_from {folder / 'encoder.safetensors'}."
+            f"The heads of the run {folder} do not fit the settings ({error}). Copy the settings of the heads from "
+            f"{folder / 'config.yaml'}, or load only the encoder: --init_from {folder / 'encoder.safetensors'}."
         ) from error
-    log.info("student, teacher and heads start from %s", folder)
+    log.info("Student, teacher and heads are initialised from %s", folder)

@@ -1,4 +1,4 @@
-"""Put the settings of a run together, from defaults, a settings file, and a command line or Python values."""
+"""Merge the settings of a run from defaults, a settings file, and a command line or Python values."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -64,12 +64,14 @@ def expand_resume(argv: Sequence[str]) -> list[str]:
 
 
 def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mapping[str, Any]]) -> RunConfig:
-    """Return validated settings. The defaults are overridden by the preset of the embedded digits if the run has no
-    other data, then by the settings file, and then by `given(model)`, where `model` is the class of the settings.
+    """Return validated settings.
+
+    Each layer overrides the earlier ones: the defaults, the preset of the embedded digits if the run has no other data,
+    the settings file, and `given(model)`, where `model` is the settings class.
 
     Args:
-        early: the given settings that decide which other settings exist and which defaults these have: method, config,
-            output, init_from, resume, encoder.variant and data.shards. Further settings are not used.
+        early: the given settings that determine the settings class and its defaults: method, config, output, init_from,
+            resume, encoder.variant and data.shards. Other settings are ignored.
         given: function that returns all given settings.
     """
     config, output = early.get("config"), early.get("output")
@@ -80,14 +82,14 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
     file = read_yaml(config) if config else read_yaml(own) if own and own.exists() else {}
     file = merge(RunConfig, file)  # `merge` expands short forms such as `data: SHARDS`
     if is_saved(file) and isinstance(file["optim"], Mapping):
-        file["optim"] = {"encoder_lr_factor": 1.0} | dict(file["optim"])  # of runs that are older than this setting
+        file["optim"] = {"encoder_lr_factor": 1.0} | dict(file["optim"])  # older runs lack this setting
     method = early.get("method") or file.get("method", "dino")
     if not isinstance(method, str) or method not in METHODS:
         shown = printable(str(method)[:200])
         raise SettingsError(f"unknown method '{shown}'{suggestion(shown, list(METHODS))} (known: {', '.join(METHODS)})")
     file_data = file.get("data") or {}
     if config and not shards and "shards" not in file_data:  # `shards: null` means the embedded digits
-        raise SettingsError(f"{config} names no data. Give --data SHARDS")
+        raise SettingsError(f"{config} names no data. Give --data SHARDS.")
     digits = PRESETS / f"digits_{method}.yaml"
     use_preset = not (shards or file_data.get("shards")) and digits.exists()
     preset = merge(RunConfig, read_yaml(digits)) if use_preset else {}
@@ -95,11 +97,11 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
     preset_variant = preset.get("encoder", {}).get("variant")
     source = early.get("init_from") or file.get("init_from")
     resumed = own is not None and own.exists()
-    start = started_encoder(source) if isinstance(source, str) and not resumed else {}  # other types are refused below
+    start = started_encoder(source) if isinstance(source, str) and not resumed else {}  # `validate` refuses other types
     variant = encoder or saved or start.get("variant") or preset_variant or "vit_small"
     if own and not config and saved and variant != saved:
         raise SettingsError(
-            f"the run in {output} trains {saved}, not {variant}. Remove --encoder, or choose another --output"
+            f"The run in {output} trains {saved}, not {variant}. Remove --encoder, or choose another --output."
         )
     if variant != preset_variant:  # the preset's encoder settings apply only to the preset's variant
         preset.pop("encoder", None)
@@ -115,15 +117,15 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
 
 
 def without_commands(config: RunConfig, file: Mapping[str, Any], own_values: Mapping[str, Any]) -> RunConfig:
-    """Return settings that forbid to run `pipe:` commands if SHARDS come from a settings file, or for `--dry_run`.
+    """Forbid `pipe:` commands if SHARDS come from a settings file, or for `--dry_run`. Return the new settings.
 
-    A settings file may come from a stranger, so that only `own_values`, from the user, can allow its commands.
+    A settings file may come from an untrusted source, so only `own_values`, which the user gave, can allow commands.
 
     Raises:
-        SettingsError: the settings file allows commands.
+        SettingsError: the settings file sets `source.commands`.
     """
     if (file.get("source") or {}).get("commands") is not None:
-        raise SettingsError("a settings file cannot set source.commands. Give the flag --source.commands")
+        raise SettingsError("A settings file cannot set source.commands. Give the flag --source.commands.")
     from_file = any(
         (file.get(section) or {}).get(name) is not None and name not in (own_values.get(section) or {})
         for section, name in (("data", "shards"), ("evaluation", "train"), ("evaluation", "val"))
@@ -134,29 +136,29 @@ def without_commands(config: RunConfig, file: Mapping[str, Any], own_values: Map
 
 
 def is_saved(file: Mapping[str, Any]) -> bool:
-    """Return True if a settings file has all sections, as the config.yaml of a run has."""
+    """Return True if a settings file has all sections. The config.yaml that a run writes has them all."""
     return all(name in file for name, field in RunConfig.model_fields.items() if section_type(field))
 
 
 def check_method(values: Mapping[str, Any], method: str, where: str = "") -> None:
-    """Check that settings do not set another method than the one that the run trains.
+    """Check that the settings have no section of a method other than `method`, because the run would ignore it.
 
     Raises:
-        SettingsError: the settings hold a section of another method, which the run would ignore.
+        SettingsError: the settings have a section of another method.
     """
     for other in METHODS:
         if other != method and values.get(other):
             name = next(iter(flattened({other: values[other]})))
             raise SettingsError(
                 f"{where}{name} is a setting of the method {other}, but this run trains with {method}. "
-                f"Remove the setting, or choose --method {other}"
+                f"Remove the setting, or choose --method {other}."
             )
 
 
 def one_length(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the layers of settings without the `steps` and `epochs` that a later layer replaces.
+    """Return the layers of settings without the `steps` and `epochs` that a later layer overrides.
 
-    Both set the length of the run, so `epochs` in one layer also replaces `steps` in an earlier layer.
+    Both set the length of the run, so `epochs` in one layer also overrides `steps` in an earlier layer.
     """
     kept: list[Mapping[str, Any]] = []
     replaced: set[str] = set()
@@ -168,10 +170,10 @@ def one_length(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def started_encoder(init_from: str) -> dict[str, Any]:
-    """Return the settings of the encoder that `init_from` names, if its weights are of this project or of timm.
+    """Return the settings of the encoder that `init_from` names.
 
-    The entry "data" holds the number of channels and the normalisation of the images. For other weight files, return an
-    empty dictionary.
+    The entry "data" holds the number of channels and the normalisation of the images. The result is empty for weight
+    files that neither this project nor timm wrote, because they do not describe the encoder.
 
     Raises:
         SettingsError: the folder `init_from` holds no encoder, the description of the encoder cannot be read, or timm

@@ -39,7 +39,7 @@ class DataConfig(Section, frozen=True):
     """mean of each channel, for pixel values from 0 to 1; auto: measured on the shards; default: the values of ImageNet
     for 3 channels, auto for any other number of channels"""
     std: Literal["auto"] | tuple[float, ...] | None = None
-    """standard deviation of each channel, for pixel values from 0 to 1; auto and default: as for data.mean"""
+    """standard deviation of each channel, for pixel values from 0 to 1; auto and the default work as for data.mean"""
 
     @property
     def needs_statistics(self) -> bool:
@@ -47,10 +47,10 @@ class DataConfig(Section, frozen=True):
         return any(given == "auto" or (given is None and self.channels != 3) for given in (self.mean, self.std))
 
     def with_statistics(self, measured: Preprocessing | None = None) -> "DataConfig":
-        """Return the settings with numbers for `mean` and `std`.
+        """Return a copy in which `mean` and `std` are numbers.
 
         Args:
-            measured: Pixel statistics of the shards. They are required if `needs_statistics` is true.
+            measured: Pixel statistics of the shards. Required if `needs_statistics` is true.
 
         Raises:
             SettingsError: the number of values is wrong, `std` is not positive, or `measured` is needed but None.
@@ -62,13 +62,13 @@ class DataConfig(Section, frozen=True):
             if given in (None, "auto"):
                 if fallback is None:
                     raise SettingsError(
-                        f"data.{name} is auto, but the shards were not measured. Set data.{name} to numbers"
+                        f"data.{name} is auto, but the shards were not measured. Set data.{name} to numbers."
                     )
                 given = getattr(fallback, name)
             if len(given) != self.channels:
                 raise SettingsError(
                     f"data.{name} has {len(given)} values, but data.channels is {self.channels}. "
-                    "Give one value per channel"
+                    "Give one value per channel."
                 )
             values[name] = given
         if min(values["std"]) <= 0:
@@ -77,7 +77,7 @@ class DataConfig(Section, frozen=True):
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """Normalisation of the images. Only for settings with numbers for `mean` and `std`."""
+        """Normalisation of the images. `mean` and `std` must be numbers; see `with_statistics`."""
         assert isinstance(self.mean, tuple)
         assert isinstance(self.std, tuple)
         return Preprocessing(self.mean, self.std)
@@ -98,11 +98,10 @@ class EvaluationConfig(Section):
     """Settings of the evaluation and the pictures during training."""
 
     train: str | list[str] | None = None
-    """labelled SHARDS in which neighbours are searched (the bank) and on which the linear probe is fitted; default: the
-    training shards"""
+    """labelled SHARDS of the k-NN bank, on which the linear probe is fitted too; default: the training shards"""
     val: str | list[str] | None = None
-    """labelled SHARDS whose images are classified: by their neighbours and a linear probe, or by the classifier of
-    --method finetune; default: no evaluation"""
+    """labelled SHARDS to classify with k-NN and a linear probe, or with the classifier of --method finetune; default:
+    no evaluation"""
     k: int = Field(default=20, ge=1)
     """number of nearest neighbours (k)"""
     linear_iterations: int = Field(default=100, ge=0)
@@ -118,8 +117,8 @@ class EncoderConfig(Section):
 
     short_form = "variant"
     started: ClassVar[dict[str, Any]] = {}
-    """Settings of the encoder that `init_from` names. They replace the variant's, and the method's defaults and given
-    settings override them."""
+    """Settings of the encoder that `init_from` names. They take precedence over the settings of the variant, but not
+    over the defaults of the method or the given settings."""
 
     variant: str = "vit_small"
     """name of the encoder variant, such as vit_small"""
@@ -144,7 +143,7 @@ class RunConfig(Settings, frozen=True):
     steps: Derived[int] = derived(ge=1)
     """length of the run in optimizer steps; default: 100 epochs"""
     epochs: float | None = Field(default=None, gt=0)
-    """length of the run in epochs, in place of `steps`"""
+    """length of the run in epochs, instead of `steps`"""
     batch_size: Derived[int] = derived(ge=1)
     """number of images per optimizer step, summed over all processes; default: 512, or less for fewer than 25,000
     images"""
@@ -155,8 +154,8 @@ class RunConfig(Settings, frozen=True):
     workers: int | None = Field(default=None, ge=0)
     """number of loader workers per training process; default: one per free core, at most 16"""
     resume: bool = False
-    """resume from the newest complete checkpoint of --output; start from the beginning if there is none; short form for
-    the folder of the run: --resume RUN"""
+    """resume from the newest complete checkpoint of --output; start from the beginning if there is none; --resume RUN
+    is short for --resume --output RUN"""
     overwrite: bool = False
     """delete the run in --output, if there is one, before the new run starts"""
     dry_run: bool = False
@@ -164,9 +163,8 @@ class RunConfig(Settings, frozen=True):
     then exit without training"""
     init_from: str | None = None
     """initial weights of the encoder: a run folder, a weight file of this project, `timm:NAME` for a pretrained model
-    of timm, or a published weight file; all but the last also give the defaults of encoder and data.channels,
-    data.mean, data.std; a run of dinov2 or dinov3 gives a run of these methods the weights of student, teacher and
-    heads too"""
+    of timm, or a published weight file; all but the last also set the defaults of encoder, data.channels, data.mean
+    and data.std; from a run folder of dinov2 or dinov3, a run of either method also takes student, teacher and heads"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """precision of the forward pass; auto: the launcher's precision if the launcher sets one, else bf16 where bf16 is
     faster (on a GPU that supports bf16, and for encoders of 128 channels or more on a CPU with bf16 instructions), else
@@ -206,7 +204,7 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
 
     Args:
         variant: name of the encoder variant.
-        started: settings of the encoder that the run starts from. They become defaults.
+        started: settings of the encoder that `init_from` names. They become defaults.
 
     Raises:
         SettingsError: the variant is unknown.
@@ -236,7 +234,7 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return the settings as YAML text for config.yaml. A run with --config and that file repeats the run."""
+    """Return the settings as YAML text for config.yaml. `--config` with this file repeats the run."""
     values = config.model_dump(mode="json", exclude={"config", "epochs", "resume", "overwrite", "dry_run", "output"})
     del values["source"]["commands"]  # only a flag can allow commands
     others = [name for name in METHODS if name != config.method]

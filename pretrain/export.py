@@ -1,11 +1,11 @@
-"""Export of the encoder or the whole method from a checkpoint of any engine and any number of processes.
+"""Export the encoder or the whole method from a checkpoint, for any engine and any number of processes.
 
     tessera export CHECKPOINT OUTPUT.safetensors [--part encoder|encoder-NAME|student|teacher|method]
 
 CHECKPOINT is a checkpoint or a run folder. For a run folder, the newest checkpoint is exported. `encoders.load` and
-`--init_from` read an exported encoder, and the function `load` of this module reads an exported method. The file of a
-method holds all tensors of the method under their own names: student, teacher, heads and centre for DINO, encoder and
-decoder for MAE. The optimizer is not exported.
+`--init_from` read an exported encoder, and `pretrain.export.load` reads an exported method. The exported file of a
+method is its `state_dict`: student, teacher, heads and centre for DINO, encoder and decoder for MAE. The optimizer is
+not exported.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from tessera.runtime.settings import validate
 MAX_BYTES = 2**24
 """Largest size in bytes of the .json file of an exported method."""
 LARGEST_SIZE = 2**24
-"""Largest whole number among the settings of a method in a checkpoint, such as a number of prototypes."""
+"""Largest integer that a method setting in a checkpoint may have, such as the number of prototypes."""
 LARGEST_STEPS = 2**53
 PARTS = ("encoder", "encoder-NAME", "student", "teacher", "method")
 
@@ -81,14 +81,14 @@ def export(checkpoint: Path, output: Path, part: str = "encoder") -> str:
         raise ValueError(f"{output.parent} is not a folder. Make it first.")
     checkpoint = find(checkpoint)
     if output.resolve().parent == checkpoint:
-        raise ValueError(f"{output} is inside the checkpoint, where additional files count as damage. Write elsewhere.")
+        raise ValueError(f"{output} is inside the checkpoint. A checkpoint must not hold other files. Write elsewhere.")
     trainer = read_trainer(checkpoint)
     verify(checkpoint)
     settings = trainer["settings"]
     try:
         described = {name: settings[name] for name in ("method", "encoder", settings["method"], "steps")}
     except KeyError as error:
-        raise CheckpointError(f"{checkpoint} has no setting {error}. It was written by another program.") from error
+        raise CheckpointError(f"{checkpoint} lacks the setting {error}. Another program wrote it.") from error
     described["step"] = trainer["position"]["step"]
     method = _on_meta(described, checkpoint)
     name = _module_name(method, part)
@@ -107,10 +107,10 @@ def export(checkpoint: Path, output: Path, part: str = "encoder") -> str:
 def load_run(path: Path, methods: Sequence[str], *, weights: bool = True) -> Method | None:
     """Return the method of a run folder or a checkpoint, with its weights. Collective.
 
-    Return None if the run trained with none of `methods`, or the folder has no checkpoint.
+    Return None if the method of the run is not in `methods`, or the folder has no checkpoint.
 
     Args:
-        weights: False for a process that only takes part in reading. It gets a method on the meta device.
+        weights: False to return a method on the meta device. The process still takes part in the collective.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or was written by another version of this program.
@@ -123,7 +123,7 @@ def load_run(path: Path, methods: Sequence[str], *, weights: bool = True) -> Met
         return None
     verify(checkpoint)
     method = _on_meta(settings, checkpoint)
-    with patient_group() as group:  # all processes wait for those that read weights
+    with patient_group() as group:  # processes with `weights=False` wait here until the others have read the weights
         _fill(method if weights else nn.Module(), "method.", checkpoint, group)
     return method
 
@@ -141,14 +141,14 @@ def find(path: Path) -> Path:
         return path.resolve()
     found = list_checkpoints(path / "checkpoints")
     if not found:
-        raise ValueError(f"There is no checkpoint at {path}: no trainer.json and no checkpoints/step-... in it.")
+        raise ValueError(f"{path} holds no checkpoint: neither trainer.json nor checkpoints/step-... is in it.")
     return found[-1].resolve()
 
 
 def find_on_main(path: Path) -> Path | None:
-    """Return the checkpoint that `find` finds on the main process, or None if it finds none. Collective.
+    """Return the result of `find` on the main process, or None if it finds no checkpoint. Collective.
 
-    Processes may see the files of a shared disk at different times.
+    All processes use this result, because a new file on a shared disk may not be visible to all of them yet.
     """
     try:
         found = find(path)
@@ -158,15 +158,15 @@ def find_on_main(path: Path) -> Path | None:
 
 
 def load(path: str | Path) -> Method:
-    """Return the method, with its weights, that an export with `--part method` wrote to `path` (.safetensors).
+    """Load a method that was exported with `--part method` to `path` (.safetensors).
 
     Raises:
-        ValueError: `path` is not an exported method, or its .json is missing or does not fit the weights.
+        ValueError: `path` is not an exported method, or its .json file is missing or does not fit the weights.
     """
     beside = Path(path).with_suffix(".json")
     try:
         described, state = json.loads(read_bounded(beside, MAX_BYTES)), load_file(path)
-        with torch.device("meta"):  # so that memory is taken only for settings that fit the weights
+        with torch.device("meta"):  # check the settings against the weights before allocating memory
             own = build(described).state_dict()
         check_names(state, own, {})
         check_shapes(state, own, {})
@@ -174,15 +174,18 @@ def load(path: str | Path) -> Method:
         check_values({name: tensor for name, tensor in state.items() if tensor.is_floating_point()})
         method.load_state_dict(state)
     except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{path} together with {beside.name} is not an exported method: {error}") from error
+        raise ValueError(f"{path} and {beside.name} are not an exported method: {error}") from error
     return method
 
 
 def build(described: dict[str, Any]) -> Method:
-    """Return a newly initialised method with the settings in the .json file of an exported method.
+    """Build a newly initialised method.
+
+    Args:
+        described: contents of the .json file of an exported method.
 
     Raises:
-        ValueError: the settings are not those of a method.
+        ValueError: `described` does not describe a method.
     """
     try:
         chosen, given, steps = METHODS[described["method"]], described[described["method"]], described["steps"]
@@ -218,10 +221,10 @@ def _module_name(method: Method, part: str) -> str:
 
 
 def _on_meta(described: dict[str, Any], checkpoint: Path) -> Method:
-    """Return the method of a checkpoint on the meta device. `described` holds settings of the checkpoint.
+    """Build the method of a checkpoint on the meta device from `described`, the settings in the checkpoint.
 
     Raises:
-        CheckpointError: the settings are not those of a method.
+        CheckpointError: the settings do not describe a method.
     """
     try:
         with torch.device("meta"):
@@ -231,8 +234,7 @@ def _on_meta(described: dict[str, Any], checkpoint: Path) -> Method:
 
 
 def _fill(module: nn.Module, prefix: str, checkpoint: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Fill `module`, which is on the meta device, with the tensors of `checkpoint` that have names starting with
-    `prefix`."""
+    """Load `module`, which is on the meta device, from the tensors of `checkpoint` whose names start with `prefix`."""
     state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in module.state_dict().items()}
     wanted = {prefix + name: unsharded(tensor) for name, tensor in state.items()}
     try:

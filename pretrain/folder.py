@@ -1,4 +1,4 @@
-"""The folder of a run: claim it, find its newest checkpoint, create it, and delete an old run."""
+"""Create, lock and search the folder of a run, and delete an old run."""
 
 import contextlib
 import logging
@@ -38,15 +38,15 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def claimed(config: RunConfig, main: bool) -> Iterator[Path]:
-    """Yield the folder of a run, in which no other run can write until the context ends. Collective.
+    """Create and lock the folder of a run, and yield its path. The lock keeps other runs out. Collective.
 
-    The main process (`main`) makes the folder and holds its lock. If the run ends before it writes anything, the folder
-    is removed again. With `--dry_run`, nothing is made and nothing is locked.
+    The main process (`main`) creates the folder and holds the lock. If the new folder is still empty at the end, it is
+    removed. With `--dry_run`, nothing is created or locked.
 
     Raises:
         SettingsError: `--resume` is given without `--output`.
         LockedError: another run writes into the folder.
-        RankError: the folder cannot be made or written to.
+        RankError: the folder cannot be created or written to.
     """
     if config.resume and not config.output:
         raise SettingsError("--resume needs --output FOLDER, the folder of the run to continue")
@@ -67,7 +67,7 @@ def _locked_folder(config: RunConfig) -> Iterator[Path]:
         with locked(output):
             yield output
     finally:
-        with contextlib.suppress(OSError):  # a folder that is not empty
+        with contextlib.suppress(OSError):  # rmdir fails if the folder is not empty
             for folder in made:
                 folder.rmdir()
 
@@ -82,10 +82,11 @@ def new_folder(config: RunConfig) -> str:
 
 
 def newest_checkpoint(config: RunConfig, output: Path) -> Path | None:
-    """Return the newest complete checkpoint of the run to continue, or None for a run from the beginning.
+    """Return the newest complete checkpoint of the run to continue, or None if the run starts from the beginning.
 
     Raises:
-        SettingsError: the folder holds a run and `--resume` is not given, or `--resume` finds no run to continue.
+        SettingsError: the folder holds a run, but neither `--resume` nor `--overwrite` is given; both are given; or
+            `--resume` finds no run to continue.
         CheckpointError: `latest` is a folder that is not a copy of a checkpoint.
     """
     shown = printable(str(output))
@@ -94,16 +95,16 @@ def newest_checkpoint(config: RunConfig, output: Path) -> Path | None:
     found = broadcast_object(resume.list_checkpoints(output / "checkpoints"))  # all processes use what rank 0 sees
     holds_run = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
     if config.overwrite and config.resume:
-        raise SettingsError("--overwrite deletes the run that --resume would continue. Give only one of them")
+        raise SettingsError("--overwrite deletes the run that --resume would continue. Give only one of them.")
     if holds_run and not config.resume and not config.overwrite:
         raise SettingsError(
             f"{shown} holds another run. Continue that run with --resume, delete it with --overwrite, or choose "
-            "another --output"
+            "another --output."
         )
     if config.resume and not holds_run and config.data.shards is None and config.config is None:
-        raise SettingsError(f"{shown} holds no run to continue. To start a run there, also give --data or --config")
+        raise SettingsError(f"{shown} holds no run to continue. To start a run there, also give --data or --config.")
     if config.resume and not found:
-        log.info("%s has no checkpoint yet. The run starts from the beginning", output)
+        log.info("%s has no checkpoint yet. The run starts from the beginning.", output)
     return found[-1] if found and config.resume else None
 
 
@@ -117,13 +118,13 @@ def make_folder(output: Path, *, exist_ok: bool = True) -> None:
     try:
         output.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as error:
-        raise SettingsError(f"cannot create {shown}: {error.strerror}. Choose another --output") from error
+        raise SettingsError(f"Cannot create {shown}: {error.strerror}. Choose another --output.") from error
     if not os.access(output, os.W_OK | os.X_OK):
-        raise SettingsError(f"{shown} cannot be written to. Choose another --output")
+        raise SettingsError(f"{shown} cannot be written to. Choose another --output.")
 
 
 def delete_run(output: Path) -> None:
-    """Delete the run in a folder. Other files in the folder stay."""
+    """Delete the files of a run from a folder. Keep all other files."""
     others = [f"encoder-{variant}{ending}" for variant in encoders.VARIANTS for ending in (".safetensors", ".json")]
     for name in (*PARTS, *others):
         path = output / name

@@ -1,4 +1,4 @@
-"""One pretraining run: prepare it from the settings, train, evaluate, and export the encoder."""
+"""Prepare a pretraining run from its settings, train, evaluate, and export the encoder."""
 
 import logging
 from pathlib import Path
@@ -58,7 +58,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if newest:
         resume.check_fits(newest, settings)
         position = resume.read_train_state(newest)
-    torch.manual_seed(config.seed)  # the same seed on all processes, so that all build equal weights
+    torch.manual_seed(config.seed)  # all processes use the same seed to build equal weights
     main = accelerator.is_main_process if engine_class.sends_weights else None
     method = build_method(config, fresh=newest is None, main=main)
     if config.data.shards is not None:
@@ -75,8 +75,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if config.overwrite:
         run_on_all_ranks(lambda: delete_run(output) if accelerator.is_main_process else None)
     engine = engine_class(accelerator, method, config.optim)
-    # A different seed per process, for code that draws from torch's generator. Drop path does not use that generator
-    # (encoders/randomness.py).
+    # Methods that draw from torch's generator need different random numbers on each process. Drop path does not use
+    # this generator (encoders/randomness.py).
     torch.manual_seed(config.seed + 1 + accelerator.process_index)
     if newest:
         resume.restore(newest, accelerator, engine)
@@ -99,8 +99,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
 
 
 def first_batches(given: RunConfig) -> tuple[Prepared, Batches, torch.device]:
-    """Return what a run with the given settings trains on, the loader from its first step, and the device of its
-    batches, without starting the run.
+    """Return the prepared settings and data of a run, its loader from the first step on, and its device. No run starts.
 
     Raises:
         UserError: the shards cannot be read, or the settings do not fit together.
@@ -115,8 +114,8 @@ def loader(config: RunConfig, method: Method, shards: Sources, first_step: int, 
     """Return the loader of this process's training batches, from `first_step` to the last step.
 
     Raises:
-        SettingsError: there are too few images for one batch, or a batch cannot be split equally over the processes and
-            their accumulated forward passes.
+        SettingsError: there are too few images for one batch, or the batch size is not divisible by the number of
+            processes times the number of accumulated forward passes.
     """
     try:
         transform = method.transform()
@@ -147,16 +146,20 @@ def loader(config: RunConfig, method: Method, shards: Sources, first_step: int, 
 
 
 def workers(config: RunConfig, accelerator: Accelerator) -> int:
-    """Return the number of loader workers of this process. config.yaml does not store the number, because the number
-    depends on the machine."""
+    """Return the number of loader workers of this process.
+
+    The default depends on the machine, so it is not stored in config.yaml.
+    """
     return free_cores(accelerator.num_processes) if config.workers is None else config.workers
 
 
 def evaluations(
     config: RunConfig, method: Method, shards: WeightedShards, accelerator: Accelerator
 ) -> tuple[OnlineKNN | None, Accuracy | None]:
-    """Return the k-NN and linear probe of the run, or the accuracy of a supervised method. Both are None without
-    `evaluation.val`."""
+    """Return the online k-NN and the evaluation of a supervised method.
+
+    At most one of the two is set. Both are None without `evaluation.val`.
+    """
     if config.evaluation.val is None:
         return None, None
     train: Any = list(shards) if isinstance(shards, dict) else shards
@@ -220,7 +223,7 @@ def finish_run(run: Run) -> None:
         after = f"{100 * scores.history[-1].accuracy:.1f} % after {run.steps} steps"
         print(f"\n{evaluation.k}-NN accuracy on held-out images: {after} ({baselines(scores)}){linear(scores)}")
     command = f"tessera linear_probe --checkpoint {run.output} --train '{train}' --val '{val}'"
-    # A mirrored digit is not the same digit. On a CPU, new crops for each of 100 epochs would take longer than the run.
+    # Mirroring changes the class of a digit. On a CPU, new crops for each of 100 epochs would take longer than the run.
     if run.config.data.shards is None or run.accelerator.device.type == "cpu":
         command += " --no-augment --batch_norm"
     print(f"encoder: {paths}")

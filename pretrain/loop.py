@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class NonFiniteError(UserError, RuntimeError):
-    """Raised when the loss or the gradient was not finite in too many steps in a row."""
+    """Raised when the loss or the gradient was not finite in `optim.nonfinite_limit` steps in a row."""
 
 
 @dataclass
@@ -84,9 +84,9 @@ class Step:
     stop: bool
     """True if any process received a stop signal."""
     discarded: bool
-    """True if a process waited for data in vain. The step was then not counted, and nothing was updated."""
+    """True if a process got no data before it was asked to stop. The step is then neither applied nor counted."""
     metrics: dict[str, Tensor]
-    """Metrics that the method returned, averaged over this process's forward passes of the step."""
+    """Metrics that the method returned, averaged over the forward passes of this process in this step."""
 
 
 def training_step(run: Run, batches: Iterable[Batch], *, discard: bool = False) -> Step:
@@ -99,7 +99,8 @@ def training_step(run: Run, batches: Iterable[Batch], *, discard: bool = False) 
     statistics = StepStatistics(method)
     losses, metrics = [], []
     for count, batch in enumerate(batches, start=1):
-        # Drop path is drawn from seed, step and sample, so that the result does not depend on the number of processes.
+        # Drop path derives its random numbers from seed, step and sample, so that the result does not depend on the
+        # number of processes.
         samples = None if batch.positions is None else torch.from_numpy(batch.positions)
         with nullcontext() if samples is None else random_keys(config.seed, step, samples):
             loss, numbers = engine.forward_backward(batch, step, last=count == config.accumulate)
@@ -119,8 +120,8 @@ def training_step(run: Run, batches: Iterable[Batch], *, discard: bool = False) 
         engine.step()
         statistics.average()
         method.after_step(step)
-    # An overflow of float16 gradients at a finite loss is normal while the loss scale can still be lowered. Such a step
-    # is therefore not counted in `skipped_in_a_row`.
+    # While the loss scale can still be lowered, float16 gradients may overflow although the loss is finite. This is
+    # normal, so `skipped_in_a_row` does not count such a step.
     overflow = not updated and scaler is not None and math.isfinite(loss) and scaler.get_scale() > 1
     if not updated:
         engine.skip()
@@ -135,10 +136,11 @@ def training_step(run: Run, batches: Iterable[Batch], *, discard: bool = False) 
 
 
 def _agree(loss: Tensor, norm: Tensor, discard: bool) -> list[float]:
-    """Return five numbers, each averaged over all processes: the loss, the gradient norm, a flag that is 1 if loss and
-    norm are finite, a flag that is 1 if a stop was requested, and the flag `discard`. A flag that is not set is 0.
+    """Average five numbers over all processes, and return them: the loss, the gradient norm, and three flags (0 or 1).
 
-    This function is the only part of a training step that waits for the device.
+    The flags are set if loss and norm are finite, if a stop was requested, and if `discard` is True.
+
+    No other part of a training step waits for the device.
     """
     finite = (loss.isfinite() & norm.isfinite()).to(loss.dtype)
     stop = torch.full_like(loss, preemption.stop_requested())
@@ -147,14 +149,14 @@ def _agree(loss: Tensor, norm: Tensor, discard: bool) -> list[float]:
 
 
 def train(run: Run, batches: Iterator[Batch]) -> None:
-    """Train from the step of `run.state` to the last step. Record metrics, evaluate and save checkpoints on the way.
+    """Train from the step in `run.state` to the last step. Also record metrics, evaluate and save checkpoints.
 
-    `batches` starts at the step of `run.state` and yields `config.accumulate` batches per step.
+    `batches` starts at the step in `run.state` and yields `config.accumulate` batches per step.
 
     Raises:
         NonFiniteError: `optim.nonfinite_limit` steps in a row were skipped.
         CollapseError: the run looks collapsed and `health.on_collapse` is `stop`.
-        Preempted: a process received a stop signal; a checkpoint of the last completed step was written.
+        Preempted: a process received a stop signal. A checkpoint of the last completed step was written.
     """
     config, state = run.config, run.state
     alarm = CollapseAlarm(config.health, run.steps, run.method.rank_hint, state.alarm)
@@ -183,7 +185,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
             if _due(config.record_every, state.step) or evaluate or state.step == run.steps:
                 record = _record(run, result, window)
                 if stop and evaluate:
-                    # Do not delay the stop by an evaluation. The resumed run evaluates this step.
+                    # An evaluation would delay the stop. The resumed run evaluates this step.
                     state.unscored = record
                 else:
                     _record_and_score(run, record, micro_batches[0], alarm)
@@ -193,7 +195,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
                     log.log(logging.WARNING if run.recorder else logging.DEBUG, message)
                 window = Window()
             save_due = save_due or state.step % config.checkpoint_every == 0
-            # Do not save after a skipped step, because new checkpoints would replace those written before the failure.
+            # Checkpoints after skipped steps would replace those from before the failure, so wait for an updated step.
             if (save_due and result.updated) or state.step == run.steps or stop:
                 save_due = False
                 _save(run, window, exiting=stop, keep_old=not result.updated)
@@ -203,11 +205,11 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
 
 
 def _next_batches(run: Run, batches: Iterator[Batch], previous: list[Batch]) -> tuple[list[Batch], bool]:
-    """Return the batches of the next step, and False.
+    """Return the batches of the next step, and a flag that tells `training_step` to discard the step.
 
-    If this process was asked to stop and its data does not come, return the batches of the previous step, and True. The
+    If this process was asked to stop while it waits for data, return the batches of the previous step, and True. The
     other processes may already be in the next step and wait for this process in a collective. This process therefore
-    takes part in the step, and the flag makes all processes discard it.
+    takes part in that step, and the flag makes all processes discard it.
 
     Raises:
         WaitInterruptedError: this process was asked to stop while it waited for its first batch.
@@ -217,12 +219,12 @@ def _next_batches(run: Run, batches: Iterator[Batch], previous: list[Batch]) -> 
     except preemption.WaitInterruptedError as error:
         if not previous:
             raise
-        log.warning("%s. Step %d is left out, and the run saves and ends.", error, run.state.step + 1)
+        log.warning("%s. Step %d is discarded. The run saves a checkpoint and ends.", error, run.state.step + 1)
         return previous, True
 
 
 def _save(run: Run, window: "Window", *, exiting: bool, keep_old: bool) -> None:
-    """Write a checkpoint. The time that this takes does not count as training time in `window`."""
+    """Write a checkpoint. Exclude the time that this takes from the training time in `window`."""
     started = time.perf_counter()
     _count_corrupt(run, window)
     run.saver.save(run.state, run.method.trained_encoder(), exiting=exiting, keep_old=keep_old)
@@ -233,7 +235,7 @@ def _exit(run: Run) -> NoReturn:
     """Raise `Preempted` to end a run that received a stop signal and has written its last checkpoint."""
     if run.recorder:
         run.recorder.close()
-    run.accelerator.wait_for_everyone()  # wait, because the launcher kills all processes when one exits
+    run.accelerator.wait_for_everyone()  # the launcher kills all processes when one exits
     raise preemption.Preempted(preemption.message(run.state.step))
 
 
@@ -271,7 +273,7 @@ def _count_corrupt(run: Run, window: Window) -> None:
 
 
 def _on_device(run: Run, batch: Batch) -> Batch:
-    """Return a batch of the loader as input for the method: on this process's device, and normalised."""
+    """Move a batch of the loader to the device of this process, and normalise it as input for the method."""
     return to_model_input(batch.to(run.accelerator.device, non_blocking=True), compile=run.config.compile)
 
 
@@ -280,7 +282,7 @@ def _due(every: int | None, step: int) -> bool:
 
 
 def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
-    """Return the training metrics of this step, averaged over processes. Evaluations are not included. Collective."""
+    """Return the training metrics of this step, averaged over processes, without evaluation metrics. Collective."""
     _count_corrupt(run, window)
     names = sorted(result.metrics)
     means: list[float] = []
@@ -333,7 +335,7 @@ def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None, ala
 
 
 def _classify(run: Run, evaluation: Accuracy) -> dict[str, float]:
-    """Return the accuracies of the classifier, add them to the scores of the run, and log them. Collective."""
+    """Evaluate the classifier, add its accuracies to the scores of the run, log and return them. Collective."""
     found = evaluation.evaluate(run.engine.gather_full_parameters(run.method))
     scores = verdict.Scores(run.state.scores)
     scores.add(run.state.step, found)
@@ -343,7 +345,7 @@ def _classify(run: Run, evaluation: Accuracy) -> dict[str, float]:
 
 
 def _verdict(run: Run, online_knn: OnlineKNN, record: dict[str, Any], alarm: CollapseAlarm) -> str:
-    """Add the accuracy in `record` to the scores of the run, and return the verdict on the run as one line."""
+    """Add the accuracies in `record` to the scores of the run, and return a one-line verdict on the run."""
     step, scores = run.state.step, verdict.Scores(run.state.scores)
     scores.add(step, record)
     if step == 0:
@@ -380,14 +382,14 @@ def _report_skipped(run: Run, result: Step, batches: list[Batch]) -> None:
     """
     step = run.state.step
     if result.overflow:
-        log.info("Step %d was skipped, because a gradient overflowed float16. The loss scale is lowered.", step)
+        log.info("Step %d was skipped because a gradient overflowed float16. The loss scale is lowered.", step)
         return
     reason = f"loss {result.loss}, gradient norm {result.grad_norm}"
     keys = [key for of_rank in gather_objects([key for b in batches for key in b.keys]) for key in of_rank]
     if run.recorder:
         run.recorder.skipped(step, reason, keys)
         log.warning(
-            "Step %d was skipped, because the loss or the gradient was not finite (%s). "
+            "Step %d was skipped because the loss or the gradient was not finite (%s). "
             "The samples of the step are listed in skipped.jsonl.",
             step,
             reason,

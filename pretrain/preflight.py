@@ -1,4 +1,4 @@
-"""Checks before a run starts: a forward pass on the meta device, and the report of `--dry_run`."""
+"""Check a method by a forward pass on the meta device before a run starts, and print the report of `--dry_run`."""
 
 import copy
 import logging
@@ -42,12 +42,12 @@ class Plan:
 
 
 def dry_forward(method: Method) -> None:
-    """Check a method by a forward pass of a copy on the meta device, on which no value is computed.
+    """Check a method by a forward pass of a copy on the meta device, which computes shapes but no values.
 
-    The batch holds crops of a square, a wide and a tall image. There is one batch for each combination of crop sizes
-    that a step can draw. The random generators of the run do not advance. The check is skipped, and the log says so, if
-    the method reads the value of a tensor, because a tensor on the meta device has no values, or if it uses a tensor
-    that is neither a parameter nor a buffer, because such a tensor stays on its device.
+    There is one batch for each combination of crop sizes that a step can draw. Each batch holds crops of a square, a
+    wide and a tall image. The random generators of the run do not advance. The check is skipped with a log message if
+    the method reads tensor values, which do not exist on the meta device, or uses a tensor that is neither a parameter
+    nor a buffer, which the copy does not move to the meta device.
 
     Raises:
         ValueError: the method or its encoder does not support the crops.
@@ -68,11 +68,11 @@ def dry_forward(method: Method) -> None:
             if not ON_META.search(str(error)):
                 raise
             name = type(method).__name__
-            log.info("%s is not checked before the start, as it does not run on the meta device: %s", name, error)
+            log.info("%s is not checked before the run, because it does not run on the meta device: %s", name, error)
 
 
 def _blank_batch(method: Method, transform: Transform, sizes: Sequence[tuple[int, int]]) -> Batch:
-    """Return a batch of black images of the given heights and widths, cropped and masked by a transform of the method.
+    """Return a batch of black images of the given (height, width) sizes, cropped and masked by `transform`.
 
     All images have the label 0.
     """
@@ -84,7 +84,7 @@ def _blank_batch(method: Method, transform: Transform, sizes: Sequence[tuple[int
 
 
 def state_bytes(method: Method) -> int:
-    """Return the memory of weights, buffers, gradients and AdamW's two moments in bytes. All of them are float32."""
+    """Return the size in bytes of the weights, buffers, gradients and AdamW's two moments, all in float32."""
     everything = [*method.parameters(), *method.buffers()]
     trained = [p for p in method.parameters() if p.requires_grad]
     return sum(t.nbytes for t in everything) + 3 * sum(t.nbytes for t in trained)
@@ -93,8 +93,8 @@ def state_bytes(method: Method) -> int:
 def activation_bytes(method: Method, precision: str, images: int) -> int:
     """Return the number of bytes that a forward pass of `images` images keeps for the backward pass.
 
-    The number is extrapolated from real forward passes of two images and of four images. Attention keeps what a fused
-    kernel keeps, as on a GPU. If the crop sizes are drawn for each step, the number is that of the largest crops.
+    The number is extrapolated from forward passes of two and of four images. They use PyTorch's fused attention, which
+    keeps the same tensors as on a GPU. If the crop sizes are drawn for each step, the largest crops count.
     """
     method = copy.deepcopy(method)  # copy, because a forward pass changes the state of the method
     two, four = (_kept_bytes(method, precision, n) for n in (2, 4))
@@ -103,7 +103,7 @@ def activation_bytes(method: Method, precision: str, images: int) -> int:
 
 def _kept_bytes(method: Method, precision: str, images: int) -> int:
     kept: dict[int, int] = {}
-    alive: list[Tensor] = []  # keeps the tensors alive, so that no address is reused
+    alive: list[Tensor] = []  # keep all tensors, because a new tensor at a freed address would not be counted
 
     def count(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -123,7 +123,7 @@ def _kept_bytes(method: Method, precision: str, images: int) -> int:
 
 
 def report(config: RunConfig, method: Method, run: Plan) -> None:
-    """Print the resolved settings of the run, and a table of its length, data and memory."""
+    """Print the resolved settings of the run, and a table of its length, data and memory use."""
     each = config.batch_size // run.processes // config.accumulate
     activations = activation_bytes(method, config.precision, each)
     count = sum(len(source.shards) for source in run.shards.lists)

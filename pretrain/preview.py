@@ -1,10 +1,10 @@
-"""Show the crops and masks that a run draws first, before any run.
+"""Show the crops and masks of the first batch of a run, without starting the run.
 
     tessera preview SHARDS --method dino|lejepa|mae [settings of the run] [--output SHEET.png] [--images N]
 
 All settings of pretrain/run.py are flags, and derived settings get the same values as in the run. The sheet shows the
-first images of the first batch of a run on one process, with the seed and the transform of the run: each row holds the
-whole image and then its crops as the encoder receives them. The hidden tokens of a mask are gray. If the crop sizes
+first images of the first batch, with the seed and the transform of the run, for a run on one process. Each row holds
+the whole image and then its crops as the encoder receives them. The hidden tokens of a mask are gray. If the crop sizes
 are drawn for each step, the crops have the sizes of the first step.
 """
 
@@ -51,7 +51,7 @@ class SheetSettings(Settings):
 def split(argv: Sequence[str]) -> tuple[SheetSettings, list[str]]:
     """Split a command line into the settings of the sheet and the command line of the run.
 
-    SHARDS in front of the first flag become `--data SHARDS`.
+    SHARDS before the first flag become `--data SHARDS`.
 
     Raises:
         SettingsError: a flag has no value, or a value is invalid.
@@ -73,8 +73,10 @@ def split(argv: Sequence[str]) -> tuple[SheetSettings, list[str]]:
 
 
 def first_images(config: RunConfig, images: int) -> tuple[Batch, list[Sample], list[str]]:
-    """Return the first images of a run on one process: a batch as the method receives it, the decoded samples in the
-    order of the batch, and their captions.
+    """Return the first images of a run on one process.
+
+    The result holds a batch as the method receives it, the decoded samples in the order of the batch, and their
+    captions.
 
     Raises:
         UserError: the shards cannot be read, or the settings do not fit together.
@@ -91,7 +93,7 @@ def first_images(config: RunConfig, images: int) -> tuple[Batch, list[Sample], l
 
 
 def _captions(dataset: TrainDataset, opened: Sources, positions: np.ndarray) -> dict[str, str]:
-    """Return the class of each sample by the name of the sample. Samples that replace corrupt images are missing."""
+    """Return a dictionary from sample names to captions. Samples that replace corrupt images are missing."""
     named = [replace(one, classes=one.class_names()) for one in opened.lists]
     found = {}
     for source, shard, sample in zip(*dataset.sampler(positions), strict=True):
@@ -101,7 +103,7 @@ def _captions(dataset: TrainDataset, opened: Sources, positions: np.ndarray) -> 
 
 
 def crop_cells(batch: Batch, number: int) -> list[Cell]:
-    """Return the crops of the image `number` of a batch. A crop with masks is followed by one cell for each mask."""
+    """Return one cell per crop of the image at index `number`. After a crop with masks, add one cell per mask."""
     cells = []
     for place, view in enumerate(batch.views):
         kind = view_name(batch, place)
@@ -122,8 +124,10 @@ def crop_cells(batch: Batch, number: int) -> list[Cell]:
 
 
 def view_name(batch: Batch, place: int) -> str:
-    """Return the name of a view of a batch by its place. Crops that are larger than the global crops, the first view,
-    are those of the Gram teacher of DINOv3."""
+    """Return the name of the view at index `place`.
+
+    View 0 holds the global crops. A view with larger crops is the input of the Gram teacher of DINOv3.
+    """
     if len(batch.views) == 1:
         return "crop"
     sides = [view.images.shape[-1] for view in batch.views if isinstance(view.images, Tensor)]
@@ -144,7 +148,7 @@ def hidden_tokens(view: View, mask: Mask, index: int) -> Tensor:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the sheet of a command line. With `--help`, print both lists of flags instead."""
+    """Write the sheet. With `--help`, print the flags of the sheet and of the run instead."""
     if {"-h", "--help"} & set(argv):
         print(help_text(SheetSettings, "preview.py SHARDS"), end="\n\nsettings of the run:\n\n")
     settings, rest = split(argv)

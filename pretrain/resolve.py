@@ -1,6 +1,6 @@
-"""The settings of a run, from those that the user gave: open the data, measure it, and derive all missing values.
+"""Complete the settings of a run: open the data, measure it, and derive the settings that the user did not give.
 
-`prepare` does this once, for a run, for `--dry_run`, for `tessera preview` and for `tessera.training_batches`.
+Runs, `--dry_run`, `tessera preview` and `tessera.training_batches` all call `prepare`.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from tessera.runtime.machine import keep_freed_memory
 from tessera.runtime.settings import SettingsError, validate
 
 CONTINUED = 0.1
-"""Default of `optim.encoder_lr_factor` for a trained encoder with new heads (docs/methods.md)."""
+"""Default of `optim.encoder_lr_factor` if the encoder is pretrained and the heads are new (docs/methods.md)."""
 T = TypeVar("T")
 
 
@@ -42,13 +42,13 @@ class Prepared(NamedTuple):
     """The settings of a run and its opened data."""
 
     config: RunConfig
-    """Settings in which all values are set."""
+    """Settings with all derived values."""
     shards: WeightedShards
     """SHARDS to train on: those of the user, or those of the embedded digits."""
     sources: Sources
     """The opened shards."""
     fingerprint: str
-    """Hash of the data that determine the order of samples."""
+    """Hash of everything that determines the sample order; see `fingerprint`."""
 
     @property
     def images(self) -> int:
@@ -62,7 +62,7 @@ def prepare(given: RunConfig, accelerator: Accelerator) -> Prepared:
     Raises:
         UserError: the shards cannot be read, or the settings do not fit together.
     """
-    with first_of_node_first():  # the first process fills the caches that the others use
+    with first_of_node_first():  # the first process of each node fills the caches for the others
         shards, given = training_shards(given)
         sources = open_sources(shards, source=given.source)
     fingerprint = agree(sources.lists, given.stream.buffers(sources.lists))
@@ -79,16 +79,16 @@ def resolve(
 
     Args:
         images: Number of training images.
-        statistics: Pixel statistics of the shards. They are required if `config.data.needs_statistics` is true.
-        classes: Number of classes of the training images. It is required if the method is supervised and has no number
-            of classes.
+        statistics: Pixel statistics of the shards. Required if `config.data.needs_statistics` is true.
+        classes: Number of classes of the training images. Required if the method is supervised and its settings do not
+            give this number.
 
     Raises:
         SettingsError: a setting is invalid, or two settings contradict each other.
     """
     batch_size = config.batch_size or default_batch_size(images)
     if config.steps and config.epochs:
-        raise SettingsError("steps and epochs both set the length of the run. Give only one of them")
+        raise SettingsError("steps and epochs both set the length of the run. Give only one of them.")
     steps = config.steps or max(int((config.epochs or 100) * images / batch_size), 1)
     method = METHODS[config.method]
     size = RunSize(images, batch_size, steps, classes, config.accumulate)
@@ -98,7 +98,8 @@ def resolve(
     method_config, optim = method.resolve(config.method_config, optim, size)
     if optim.warmup_steps >= steps:
         raise SettingsError(
-            f"optim.warmup_steps is {optim.warmup_steps}, but must be less than the length of the run, {steps} steps"
+            f"optim.warmup_steps is {optim.warmup_steps}, but the run has only {steps} steps. "
+            "Set optim.warmup_steps to a smaller number."
         )
     data = config.data.with_statistics(statistics)
     if isinstance(method_config, ColorConfig):
@@ -108,7 +109,7 @@ def resolve(
             raise SettingsError(f"{config.method}: {error}") from error
     defaults = method.encoder_defaults(method_config, config.encoder.variant, size)
     if config.init_from:
-        defaults.pop("layer_scale", None)  # a trained encoder with new factors near 0 would have to start again
+        defaults.pop("layer_scale", None)  # a new layer scale near 0 would undo the pretraining
     encoder = _resolved_encoder(config, defaults, data.channels)
     given = {name: getattr(config, name) for name in config.model_fields_set}
     own = {"steps": steps, "epochs": None, "batch_size": batch_size, "optim": optim, "data": data, "encoder": encoder}
@@ -120,7 +121,7 @@ def resolve(
 
 
 def _has_new_heads(config: RunConfig, method: type[Method]) -> bool:
-    """Return True if the run starts from a trained encoder without heads."""
+    """Return True if `init_from` gives a pretrained encoder but no heads. Collective."""
     if config.init_from is None:
         return False
     return not gives_heads(config.init_from, method.continues)
@@ -132,21 +133,20 @@ def default_batch_size(images: int) -> int:
 
 
 def _resolved_encoder(config: RunConfig, defaults: dict[str, Any], channels: int) -> EncoderConfig:
-    """Return the encoder settings, completed by the method's defaults and the number of image channels."""
+    """Return the encoder settings with the method's defaults and the number of image channels filled in."""
     variant, started, given = config.encoder.variant, config.encoder.started, config.encoder_settings
     unused = encoders.family(variant).unused_settings(encoders.VARIANTS[variant] | started | given)
     given = started | {name: value for name, value in defaults.items() if name not in unused} | given
     own = given.get("channels", getattr(config.encoder, "channels", channels))
     if own != channels and "channels" in given:
-        raise SettingsError(f"encoder.channels is {own}, but data.channels is {channels}. Remove encoder.channels")
+        raise SettingsError(f"encoder.channels is {own}, but data.channels is {channels}. Remove encoder.channels.")
     if own != channels:
         given["channels"] = channels
     return type(config.encoder)(**given)
 
 
 def gives_heads(init_from: str, methods: Sequence[str]) -> bool:
-    """Return True if a run that starts from `init_from` takes its heads, too: it is a run of one of `methods`.
-    Collective."""
+    """Return True if `init_from` is a run of one of `methods`, so that its heads can be loaded too. Collective."""
     checkpoint = find_on_main(Path(init_from))  # None for a weight file, a name, or a folder without a checkpoint
     return checkpoint is not None and read_trainer(checkpoint)["settings"]["method"] in methods
 
@@ -158,8 +158,8 @@ def chosen_precision(config: RunConfig) -> str:
     and fp32 elsewhere; see `faster_in_bf16`.
 
     Raises:
-        SettingsError: the precision is fp16, and the machine has no CUDA device; or `encoder.bf16_residuals` is true,
-            and the precision is not bf16.
+        SettingsError: the precision is fp16, but the machine has no CUDA device; or `encoder.bf16_residuals` is true,
+            but the precision is not bf16.
     """
     precision = config.precision
     if precision == "auto":
@@ -167,11 +167,11 @@ def chosen_precision(config: RunConfig) -> str:
         if precision == "no" and faster_in_bf16(config):
             precision = "bf16"
     if precision == "fp16" and not torch.cuda.is_available():
-        raise SettingsError("--precision fp16 needs a CUDA device, and this machine has none. Use bf16 or fp32")
+        raise SettingsError("--precision fp16 needs a CUDA device, but this machine has none. Use bf16 or fp32.")
     precision = {"no": "fp32"}.get(precision, precision)
     if precision != "bf16" and config.encoder_settings.get("bf16_residuals"):
         raise SettingsError(
-            f"encoder.bf16_residuals needs --precision bf16, and the precision of this run is {precision}"
+            f"encoder.bf16_residuals needs --precision bf16, but the precision of this run is {precision}"
         )
     return precision
 
@@ -179,8 +179,8 @@ def chosen_precision(config: RunConfig) -> str:
 def faster_in_bf16(config: RunConfig) -> bool:
     """Return True if the device computes the encoder's matrix products faster in bf16 than in fp32.
 
-    This holds for a GPU that supports bf16. It also holds for a CPU with instructions for bf16 (AVX512-BF16 or AMX) and
-    an encoder whose output has 128 channels or more. In narrower encoders, the conversions take as long as they save.
+    This is so on a GPU that supports bf16. On a CPU with bf16 instructions (AVX512-BF16 or AMX), it is so for encoders
+    with at least 128 output channels. In narrower encoders, the conversions take as much time as bf16 saves.
     """
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported()
@@ -205,23 +205,23 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
     accelerator = processes.make_accelerator(
         # DeepSpeed's own mixed precision would cast the teacher's weights, so its engine uses autocast (zero.py)
         mixed_precision="no" if deepspeed or precision == "fp32" else precision,
-        # False, because accelerate does not prepare the loader and thus does not know where the loader ends.
+        # accelerate does not prepare the loader, so it cannot detect the end of the loader
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=config.accumulate, sync_with_dataloader=False
         ),
-        # gradients are then views of DDP's communication buckets and take no additional memory
+        # with this option, gradients are views of DDP's communication buckets and need no additional memory
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     if accelerator.device.type == "cpu":
-        keep_freed_memory()  # each step allocates the same tensors
+        keep_freed_memory()  # each step allocates tensors of the same sizes
     return accelerator, engines.select(accelerator, precision, config.accumulate)
 
 
 def training_shards(config: RunConfig) -> tuple[WeightedShards, RunConfig]:
     """Return the SHARDS to train on, and the settings of the run.
 
-    Without --data, the run trains on the embedded digits. The returned settings then evaluate on the digits too, unless
-    the user gave other SHARDS for the evaluation.
+    Without --data, the run trains on the embedded digits. The evaluation then also uses the digits, unless the user
+    gave other SHARDS for it.
     """
     if config.data.shards is not None:
         return config.data.shards, config
@@ -244,18 +244,20 @@ def agree(opened: list[Source], buffers: list[int]) -> str:
     for rank, (other, images, lacking) in enumerate(seen):
         if other != seen[0][0]:
             message = (
-                f"process {rank} sees {images} images and process 0 sees {seen[0][1]}, "
+                f"Process {rank} sees {images} images, and process 0 sees {seen[0][1]} images, "
                 "but all processes must see the same shards"
             )
             if differ := sorted(set(lacking) ^ set(seen[0][2]))[:MOST_LISTED]:
                 message += f". Only one of the two processes can read: {', '.join(differ)}"
-            raise ShardError(f"{message}. Start again, or check the disks of the nodes")
+            raise ShardError(f"{message}. Start again, or check the disks of the nodes.")
     return own
 
 
 def fingerprint(opened: list[Source], buffers: list[int]) -> str:
-    """Return a hash of the data that determine the sample order: the names, image counts and order of the shards, and
-    the sizes of the shuffle buffers."""
+    """Return a hash of everything that determines the sample order.
+
+    These are the names, image counts and order of the shards, and the sizes of the shuffle buffers.
+    """
     counts = [shard for source in opened for shard in source.identity]
     return hashlib.sha256(json.dumps([counts, buffers]).encode()).hexdigest()
 

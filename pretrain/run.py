@@ -10,7 +10,7 @@ from tessera.runtime import preemption, streams
 
 if __name__ == "__main__":
     streams.protect()
-    faulthandler.enable()  # a crash, and a loader worker that does not answer, print where they were
+    faulthandler.enable()  # a crashed process, or a loader worker that hangs, prints its stack
     preemption.end_with_launcher()
     preemption.listen()  # handle signals before the imports below, which take seconds
 
@@ -18,9 +18,8 @@ if __name__ == "__main__":
 # On two shared cores, training at times fell to 38 images/s by default, but never below 275 images/s with PASSIVE.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# CUDA's allocator reads this variable at its first allocation. With images of their own sizes, or crops of several
-# sizes, the sizes of tensors change from step to step. Segments that can grow serve all sizes, so that less memory lies
-# idle.
+# CUDA's allocator reads this variable at its first allocation. With images at native sizes, or crops of several sizes,
+# tensor sizes change from step to step. Expandable segments serve all sizes, so less memory is lost to fragmentation.
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -33,9 +32,9 @@ from tessera.runtime.errors import UserError, without_controls
 def main(argv: list[str] | None = None) -> int:
     """Train with the settings of a command line, and return the exit code.
 
-    0: the run is done. 2: the user has to change something. 69: another process of the run was lost. 75: the run
-    received SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, saved and stopped, and --resume continues the run. 130: interrupted by
-    Ctrl-C before the first step, or by a second Ctrl-C, without saving.
+    0: the run is complete. 2: the user must change the settings, the data or the disk. 69: another process of the run
+    was lost. 75: the run received SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, saved and stopped; --resume continues the run.
+    130: Ctrl-C interrupted the run before the first step, or a second Ctrl-C interrupted it, without saving.
     """
     handler = _log_handler()
     handler.addFilter(_escape_controls)
@@ -52,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         _complain(f"process {rank}: {error}")
         return watchdog.EXIT_CODE
     except preemption.WaitInterruptedError as stop:
-        _complain(f"process {rank}: {stop}. --resume continues from the last checkpoint")
+        _complain(f"process {rank}: {stop}. --resume continues from the last checkpoint.")
         return preemption.EXIT_CODE
     except UserError as error:
         if rank == 0:
@@ -66,24 +65,23 @@ def main(argv: list[str] | None = None) -> int:
         return preemption.EXIT_CODE
     except KeyboardInterrupt:
         _complain(
-            "the run was interrupted. To continue from the last checkpoint, start again with --resume and the folder "
-            "of this run"
+            "The run was interrupted. To continue from the last checkpoint, start again with --resume and the folder "
+            "of this run."
         )
         return 130
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EROFS):
-            _complain(f"{error.strerror}: {error.filename}. Choose another path")
+            _complain(f"{error.strerror}: {error.filename}. Choose another path.")
             return 2
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        _complain(f"{error}. Free some space and continue with --resume")
+        _complain(f"{error}. Free some space and continue with --resume.")
         return 2
     return 0
 
 
 def _log_handler() -> logging.Handler:
-    """Return rich's log handler for a terminal, or a plain handler for a log file, because rich would wrap the lines of
-    the file."""
+    """Return rich's log handler for a terminal. Return a plain handler for a log file, where rich would wrap lines."""
     if not sys.stderr.isatty():
         return logging.StreamHandler()
     from rich.logging import RichHandler
@@ -92,7 +90,7 @@ def _log_handler() -> logging.Handler:
 
 
 def _escape_controls(record: logging.LogRecord) -> bool:
-    """Escape the control characters in a message of the log, because it may hold names from outside."""
+    """Escape the control characters in a log message. File names in the message may contain them."""
     record.msg, record.args = without_controls(record.getMessage()), None
     return True
 

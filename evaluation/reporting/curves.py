@@ -19,7 +19,7 @@ DASHES = ("solid", "dashed", "dotted", "dashdot")
 INK, FAINT = "#010203", "#040506"
 """Colours of text and of grid lines in a chart. `to_svg` replaces both by colours of the page."""
 STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text, in the font of the page
+    "svg.fonttype": "none",  # write text as text elements, which use the font of the page
     "font.family": "sans-serif",
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -57,21 +57,21 @@ class Chart:
 
     title: str
     lines: Mapping[str, Mapping[int, float]]
-    """Values by step, by the name of the run."""
+    """Dictionary from the name of a run to its values by step."""
     reference: float | None = None
     """Value of the raw pixels, drawn as a horizontal line."""
 
 
 def looks(runs: Sequence[RunFolder]) -> dict[str, Look]:
-    """Return the look of each run. The dashes change when all colours are used."""
+    """Return the look of each run. Once all colours are used, they repeat with other dashes."""
     styles = [Look(color, dashes) for dashes in DASHES for color in PALETTE]
     return dict(zip((run.name for run in runs), islice(cycle(styles), len(runs)), strict=True))
 
 
 def charts(runs: Sequence[RunFolder]) -> list[Chart]:
-    """Return the charts of some runs: evaluations that scored a run at several steps, and losses.
+    """Return one chart for each evaluation that scored a run at several steps, and one chart of the losses per method.
 
-    Losses of different methods are in different charts, because they cannot be compared.
+    Losses of different methods cannot be compared.
     """
     found = []
     for name in dict.fromkeys(name for run in runs for name in run.scores):
@@ -88,7 +88,7 @@ def charts(runs: Sequence[RunFolder]) -> list[Chart]:
 
 
 def draw(chart: Chart, axes: Axes, look: Mapping[str, Look]) -> None:
-    """Draw a chart. Few values are also marked by dots."""
+    """Draw a chart. Lines with at most 20 values also have dots."""
     for name, line in chart.lines.items():
         if line:
             dots = "o" if len(line) <= 20 else ""
@@ -106,7 +106,7 @@ def draw(chart: Chart, axes: Axes, look: Mapping[str, Look]) -> None:
 
 def to_svg(chart: Chart, look: Mapping[str, Look]) -> str:
     """Return a chart as an SVG element whose text and grid take the colours of the page."""
-    with rc_context(STYLE | {"svg.hashsalt": chart.title}):  # so that two charts of a page share no id
+    with rc_context(STYLE | {"svg.hashsalt": chart.title}):  # no two charts of a page share an id
         figure = Figure(figsize=(4.6, 2.9), layout="constrained")
         draw(chart, figure.subplots(), look)
         text = io.StringIO()

@@ -58,13 +58,13 @@ class Seen(NamedTuple):
 
     run: str
     rows: list[list[Tile]]
-    """Shown images, each with its nearest neighbours behind it, the nearest first."""
+    """One row per shown image: the image, followed by its nearest neighbours, the nearest first."""
     tokens: list[np.ndarray]
     """Colours of the tokens of each shown image, (h, w, 3) uint8."""
 
 
 class Group(NamedTuple):
-    """Runs that were given the same images."""
+    """Pictures of runs that encoded the same images."""
 
     shards: str
     """Short name of the SHARDS of the images."""
@@ -127,7 +127,7 @@ def examine(
 
 
 def evenly_spaced(count: int, total: int) -> np.ndarray:
-    """Return `count` numbers from 0 to `total` - 1, evenly spaced; all numbers if `count` is larger than `total`.
+    """Return `count` evenly spaced indices from 0 to `total` - 1, or all indices if `count` is larger than `total`.
 
     Shards may be sorted by class, so the first images alone could lack classes.
     """
@@ -142,7 +142,7 @@ class _Encoded(NamedTuple):
     tiles: list[Tile]
     """The images of the bank (N)."""
     queries: list[int]
-    """Rows of the shown images in the bank (Q)."""
+    """Indices of the shown images in the bank (Q)."""
     projected: Tensor
     """First three principal components of the tokens of the shown images, (Q, 3, h, w)."""
 
@@ -186,7 +186,7 @@ def _encode(run: RunFolder, opened: Source, images: int, bank: int, accelerator:
 def _tiles(
     images: Tensor, labels: list[int], preprocessing: Preprocessing, names: tuple[str, ...] | None
 ) -> list[Tile]:
-    """Return normalised images (B, C, S, S) as tiles of at most `TILE` pixels. `labels` is empty without labels."""
+    """Return normalised images (B, C, S, S) as tiles of at most `TILE` pixels. `labels` may be empty."""
     shown = F.adaptive_avg_pool2d(colours(images, preprocessing), min(images.shape[-1], TILE))  # (B, 3, s, s)
     texts = [names[label] if names and label < len(names) else str(label) for label in labels] or [""] * len(images)
     pixels = shown.permute(0, 2, 3, 1).cpu().numpy()
@@ -198,9 +198,9 @@ def _bytes(image: np.ndarray) -> np.ndarray:
 
 
 def _neighbours(encoded: _Encoded, count: int) -> list[list[Tile]]:
-    """Return the shown images, each with its nearest neighbours by cosine similarity behind it. An image is not its own
-    neighbour."""
+    """Return one row per shown image: the image, followed by its nearest neighbours by cosine similarity. An image is
+    not its own neighbour."""
     similarity = encoded.features[encoded.queries] @ encoded.features.T  # (Q, N)
-    similarity[torch.arange(len(encoded.queries)), encoded.queries] = torch.inf  # comes first
+    similarity[torch.arange(len(encoded.queries)), encoded.queries] = torch.inf  # the image itself comes first
     nearest = similarity.topk(min(count + 1, similarity.shape[1]), dim=1).indices.tolist()
     return [[encoded.tiles[number] for number in numbers] for numbers in nearest]

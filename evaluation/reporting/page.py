@@ -18,7 +18,8 @@ from tessera.evaluation.reporting.runs import RunFolder
 from tessera.evaluation.reporting.table import MISSING, Table
 
 MOST_SETTINGS = 8
-"""Number of columns of settings from which those that differ only between methods are hidden at first."""
+"""Largest number of settings that are all shown at first. If there are more, the page at first hides the settings that
+differ only between methods."""
 FIRST_PICTURES = ("attention", "pca", "reconstruction", "crops")
 """Order of the pictures on the page. Other pictures follow."""
 
@@ -35,7 +36,7 @@ def render(
     Args:
         title: heading of the page.
         table: table of the runs.
-        groups: pictures that need the encoders.
+        groups: nearest neighbours and token colours, as returned by `examine`.
         pictures: return value of `run_pictures`.
         problems: sentences that say what is missing on the page.
     """
@@ -72,7 +73,8 @@ def _data_url(content: bytes) -> str:
 
 
 def run_pictures(runs: Sequence[RunFolder]) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """Return the newest pictures as data URLs, by the kind of picture and by the name of the run.
+    """Return the newest pictures of each run as data URLs. The outer keys are kinds of pictures, the inner keys are
+    names of runs.
 
     Also return sentences about pictures that cannot be read.
     """
@@ -95,7 +97,7 @@ def run_pictures(runs: Sequence[RunFolder]) -> tuple[dict[str, dict[str, str]], 
 
 
 def machine_facts(run: RunFolder) -> dict[str, str]:
-    """Return facts about the last start of a run with a machine.jsonl, and the number of its starts, by heading."""
+    """Return facts about the hardware, speed and starts of a run, by heading. The run must have a machine.jsonl."""
     last: dict[str, Any] = run.machines[-1]
     versions = last.get("versions")
     versions = versions if isinstance(versions, dict) else {}

@@ -1,6 +1,6 @@
 """Read run folders: settings, metrics, results of evaluations, pictures and hardware.
 
-A file that is missing or damaged does not stop the reader. `RunFolder.problems` says what could not be read.
+A missing or damaged file raises no error. `RunFolder.problems` tells which files could not be read.
 """
 
 import json
@@ -17,13 +17,14 @@ from tessera.runtime.errors import UserError
 from tessera.runtime.settings import SettingsError, flattened, read_yaml
 
 SCORES = {"top1": "", "mean_iou": " (mIoU)", "mean_average_precision": " (mAP)"}
-"""Keys of a result file that can hold the score of the evaluation, from 0 to 1, with the text that follows the name of
-the protocol. The first key of this list counts."""
+"""Keys of a result file that can hold the score (0 to 1), with the text to append to the name of the protocol. If a
+file has several of these keys, the first one counts."""
 ONLINE = {
     "knn_top1": ("evaluation.k", "{}-NN in training"),
     "linear_top1": ("evaluation.linear_iterations", "linear probe of {} iterations in training"),
 }
-"""Metrics that are scores of evaluations during training: the setting that its name contains, and its name."""
+"""Metrics that are scores of evaluations during training. The values are a setting and the name of the evaluation, in
+which the value of the setting replaces the braces."""
 
 
 class ReportError(UserError, ValueError):
@@ -32,10 +33,10 @@ class ReportError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run folder as far as it could be read."""
+    """The readable contents of a run folder."""
 
     name: str
-    """Shortest part of the path that tells this run from the other runs of the report."""
+    """Last parts of the path that distinguish this run from the other runs of the report."""
     folder: Path
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of config.yaml with dotted names."""
@@ -123,7 +124,7 @@ def is_run(folder: Path) -> bool:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return the last parts of each path, as many as are needed so that the names differ."""
+    """Return the last n parts of each path, with the smallest n for which all names differ."""
     count = 1
     while len({folder.parts[-count:] for folder in folders}) < len(folders):
         count += 1
@@ -152,7 +153,7 @@ def read_run(folder: Path, name: str) -> RunFolder:
     )
     found: dict[str, dict[int, float]] = {}
     for _, evaluation, step, score in sorted(read_results(folder, problems), key=lambda result: result[0]):
-        # a score without a step belongs to the newest step of the run; of several scores of a step, the newest counts
+        # A score without a step is assigned to the last step of the run. A newer score replaces an older one.
         found.setdefault(evaluation, {})[run.last_step if step is None else step] = score
     found |= {run.online_name(metric): curve for metric in ONLINE if (curve := run.curve(metric))}
     run.scores.update({evaluation: dict(sorted(curve.items())) for evaluation, curve in found.items()})
@@ -162,8 +163,8 @@ def read_run(folder: Path, name: str) -> RunFolder:
 def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON lines file. Nothing is yielded if the file does not exist.
 
-    A damaged line is left out, and a sentence is added to `problems`. The last line of a run that was killed may be
-    incomplete, which is no problem.
+    A damaged line is left out, and a sentence is added to `problems`. A damaged last line is left out silently, because
+    a killed run may leave an incomplete line.
     """
     try:
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
@@ -184,14 +185,14 @@ def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
 def read_results(folder: Path, problems: list[str]) -> Iterator[tuple[str, str, int | None, float]]:
     """Yield time, name, step and score of the results in the JSON files below RUN/evaluation.
 
-    The time is ISO 8601 text, or an empty string if the file does not name it, and the step is None if the file does
-    not name it. A damaged file adds a sentence to `problems`.
+    The time is ISO 8601 text, or an empty string if the file has no time. The step is None if it cannot be determined.
+    A damaged file adds a sentence to `problems`.
     """
     for path in sorted((folder / "evaluation").rglob("*.json")):
         if path.with_suffix(WEIGHTS.removeprefix("encoder")).exists():
-            continue  # describes an encoder that an evaluation keeps
+            continue  # the file describes an encoder that an evaluation keeps
         if any(path.parent.glob(f"{path.stem}-*.json")):
-            continue  # such as knn.json, the copy of the newest knn-....json
+            continue  # the file is a copy of the newest result, such as knn.json for knn-....json
         try:
             found = json.loads(path.read_text())
         except (OSError, ValueError) as error:
@@ -208,7 +209,7 @@ def read_results(folder: Path, problems: list[str]) -> Iterator[tuple[str, str, 
 
 
 def _step(found: dict[str, Any], path: Path) -> int | None:
-    """Return the step of a result from the file, from the checkpoint that it names, or from the folder of the file."""
+    """Return the step of a result. It is named in the file, in the path of the checkpoint, or in the file's folder."""
     if isinstance(found.get("step"), int):
         return found["step"]
     named = re.findall(r"step-(\d+)", f"{found.get('checkpoint', '')} {path.parent.name}")

@@ -118,7 +118,7 @@ def make_columns(runs: Sequence[RunFolder]) -> list[Column]:
 
 
 def score_columns(runs: Sequence[RunFolder]) -> list[Column]:
-    """Return a column for each evaluation, with the score of the newest step. Evaluations of most runs come first.
+    """Return one column per evaluation, with the score of the newest step. The most common evaluations come first.
 
     If the untrained encoder was evaluated, a second column has its score.
     """
@@ -133,7 +133,7 @@ def score_columns(runs: Sequence[RunFolder]) -> list[Column]:
 
 
 def _newest(run: RunFolder, name: str) -> Cell:
-    """Return the newest score of an evaluation, with its step if the run has gone on since."""
+    """Return the newest score of an evaluation, with its step if the run has done more steps since."""
     if name not in run.scores:
         return Cell()
     step, score = list(run.scores[name].items())[-1]
@@ -146,7 +146,7 @@ def _percent(score: float | None) -> Cell:
 
 
 def fact_columns(runs: Sequence[RunFolder]) -> list[Column]:
-    """Return columns with the newest loss, and with how far a run is, how long it took, and on which device."""
+    """Return columns for the newest loss, the number of steps done, the training time and the device."""
     losses = [list(run.curve("loss").values())[-1:] for run in runs]
     totals = ["" if run.finished else f" of {run.settings.get('steps', '?')}" for run in runs]
     devices = [str(run.machines[-1].get("device", MISSING)) if run.machines else MISSING for run in runs]
@@ -171,7 +171,7 @@ def fact_columns(runs: Sequence[RunFolder]) -> list[Column]:
 
 
 def setting_columns(runs: Sequence[RunFolder]) -> list[Column]:
-    """Return a column for each setting that differs between two runs. The settings of other methods do not count."""
+    """Return a column for each setting that differs between two runs. Runs without the setting are ignored."""
     columns = []
     for name in dict.fromkeys(name for run in runs for name in run.settings):
         if name.startswith(IRRELEVANT):

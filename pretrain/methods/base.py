@@ -46,9 +46,9 @@ class RunSize:
         return self.images >= LARGE
 
     def small_lr(self, base: float) -> float:
-        """Return the `optim.lr` whose peak learning rate is `base` * sqrt(batch size / 1024).
+        """Return the `optim.lr` that gives the peak learning rate `base` * sqrt(batch size / 1024).
 
-        `optim.lr` is the learning rate for 256 images, which `optim.lr_scaling` linear scales.
+        `optim.lr` is the learning rate for a batch of 256 images. `optim.lr_scaling` must be linear.
         """
         return float(f"{base * math.sqrt(self.batch_size / 1024) * 256 / self.batch_size:.3g}")
 
@@ -66,22 +66,22 @@ class Method(nn.Module):
     Every trainable parameter must get a gradient at each step. The constructor therefore freezes the parameters of the
     encoder that the method does not use, with `encoders.unused.freeze_unused`.
 
-    Tensors of a method are parameters or buffers, so that engines move them and checkpoints hold them. A forward pass
-    changes only running statistics, which are buffers of modules with a true attribute `track_running_stats`, such as
-    torch's batch norm. The training loop averages them over processes after a step, and restores them after a skipped
-    step. A method changes other buffers in `after_step`.
+    Every tensor of a method must be a parameter or a buffer, so that engines can move it and checkpoints can store it.
+    `forward` may change only running statistics, the buffers of modules whose attribute `track_running_stats` is true,
+    such as torch's batch norm. The training loop averages running statistics over processes after a step, and restores
+    them after a skipped step. A method changes other buffers in `after_step`.
     """
 
     Config: ClassVar[type[Section]]
     """class of the method's settings, which become the flags `--NAME.setting`"""
     image_size: int
-    """side of the images in pixels for the evaluation during training"""
+    """side in pixels of the images that the evaluation during training encodes"""
 
     @staticmethod
     def resolve(config: Any, optim: OptimConfig, size: RunSize) -> tuple[Section, OptimConfig]:
-        """Return the settings of the method and of the optimizer, with values for all settings that were not given.
+        """Return the settings of the method and of the optimizer, with all missing values filled in.
 
-        A method may give a default to any setting of the optimizer; see `Section.filled`.
+        A method may set the default of any optimizer setting; see `Section.filled`.
 
         Args:
             config: The method's settings as the user gave them, of type `Config`.
@@ -100,8 +100,8 @@ class Method(nn.Module):
         An implementation must not wait for the device. Under gradient accumulation, a step has several forward passes.
 
         Args:
-            batch: Normalised images, one view for each entry of `transform().views`. A view with n crops of B images
-                is (n * B, C, H, W), where crop i of image j has the index i * B + j, or packed.
+            batch: Normalised images, with one view for each entry of `transform().views`. A view with n crops of B
+                images is packed, or a tensor (n * B, C, H, W) in which crop i of image j has index i * B + j.
             step: Number of optimizer steps before this one.
         """
         raise NotImplementedError
@@ -115,24 +115,28 @@ class Method(nn.Module):
         each of these modules is clipped separately."""
         raise NotImplementedError
 
-    # Defaults of settings, and the course of a run.
+    # Defaults of settings, and hooks of a run.
 
     small_settings: ClassVar[dict[str, Any]] = {}
     """settings for images of 16 pixels and the smallest encoders, used by tests and benchmarks"""
     continues: ClassVar[tuple[str, ...]] = ()
-    """names of methods from whose runs `init_from` takes all weights (`start_from`), not only those of the encoder"""
+    """names of methods whose runs can initialise all weights of this method (`start_from`), not only the encoder"""
     needs_start: bool = False
-    """True if the settings are those of a later phase, which starts from the run of an earlier phase (`init_from`)"""
+    """True if the settings require an earlier run to start from (`init_from`)"""
 
     @staticmethod
     def encoder_defaults(config: Any, variant: str, size: RunSize) -> dict[str, Any]:
-        """Return the method's defaults for settings of an encoder variant, which the user may override. `config` holds
-        the method's resolved settings. `encoders.supported` leaves out the settings that the variant does not take."""
+        """Return the method's defaults for the settings of an encoder variant. Settings that the user gives override
+        these defaults.
+
+        `config` holds the method's resolved settings. Use `encoders.supported` to drop the settings that the variant
+        does not support.
+        """
         del config, variant, size
         return {}
 
     def start_from(self, other: "Method") -> None:
-        """Take the weights of all parts from a method of `continues`.
+        """Copy the weights of all parts from `other`, a method named in `continues`.
 
         Raises:
             ValueError: the weights of the encoder do not fit.
@@ -147,22 +151,21 @@ class Method(nn.Module):
         """
 
     def after_skip(self, step: int) -> None:
-        """Do what is due after a step whose update was skipped. Collective."""
+        """Apply scheduled changes, for example to a teacher, after a step whose update was skipped. Collective."""
 
     def frozen(self) -> dict[str, int]:
-        """Return the parameters that are frozen at the start of the run, and for how long: prefix of parameter names ->
-        number of steps with learning rate 0."""
+        """Return the parameters that are frozen at the start of the run. The keys are prefixes of parameter names, and
+        the values are numbers of steps with learning rate 0."""
         return {}
 
     def other_encoders(self) -> dict[str, Encoder]:
-        """Return the encoders that a run trains and exports beside `trained_encoder`, by name. The run does not
-        evaluate them."""
+        """Return additional encoders, by name. A run trains and exports them, but evaluates only `trained_encoder`."""
         return {}
 
     def units(self) -> list[list[nn.Module]]:
         """Return the blocks of each encoder, in the order in which they run.
 
-        An engine that shards weights gathers one block at a time, and the next block in advance.
+        An engine that shards weights gathers one block at a time and prefetches the next one.
         """
         return [flat_blocks(part) for part in self.modules() if isinstance(part, Encoder)]
 
@@ -194,9 +197,9 @@ class Method(nn.Module):
         return {}
 
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
-        """Return the signs of collapse in the metrics of one step: kind of collapse -> message.
+        """Return the signs of collapse in the metrics of one step, as a dict from kind of collapse to message.
 
-        The message names settings to change. The alarm itself checks the rank of the features.
+        The message names settings to change. The rank of the features need not be checked, because the alarm does it.
         """
         return {}
 
@@ -209,10 +212,9 @@ class Method(nn.Module):
         return [*rank, "Try more steps, or another optim.lr."]
 
     def panels(self, batch: Batch, images: int) -> dict[str, list[list[Tensor]]]:
-        """Return pictures of the method's predictions for the first `images` of a batch.
+        """Return pictures of the method's predictions for the first `images` images of a batch, by name.
 
-        The keys of the dictionary are names. Each value has one row per image, and a row is a list of normalised
-        pictures (C, H, W).
+        Each value has one row per image, and a row is a list of normalised pictures (C, H, W).
         """
         return {}
 

@@ -1,8 +1,8 @@
 """Cross-entropy of the logits of DINO (2104.14294) and iBOT (2111.07832), in chunks of rows.
 
-The float32 values of many rows and 65,536 prototypes occupy gigabytes, and each operation reads and writes all of them.
-Here, float32 values exist for one chunk of rows at a time. The forward pass also computes the gradient and writes it in
-place of the logits, in the precision of the logits; the backward pass multiplies it by a factor per row.
+Float32 logits of many rows and 65,536 prototypes occupy gigabytes, and each operation reads and writes all of them.
+This module therefore converts only one chunk of rows at a time to float32. The forward pass also computes the gradient
+and overwrites the logits with it, in their precision. The backward pass multiplies the gradient by one factor per row.
 
 If all rows fit in one chunk, torch's autograd computes the gradient from the formulas in `pretrain.methods.losses`.
 
@@ -24,11 +24,12 @@ CHUNK_BYTES = 2**28
 """Largest size of a chunk of logits in float32, in bytes."""
 
 Targets = Callable[[slice], Iterator[tuple[slice, Tensor]]]
-"""Function from a chunk of rows to pairs: crops of equal weight, and the target of these crops, (n, K) float32."""
+"""Function that takes a chunk of rows and yields pairs: a slice of crops with equal weights, and the target of these
+crops, (n, K) float32."""
 
 
 def crop_loss(logits: Tensor, teacher: Tensor, temperature: float, local_weight: float = 1.0) -> Tensor:
-    """Return the loss of `dino_loss`. The values of `logits` are lost.
+    """Return the loss of `dino_loss`. `logits` may be overwritten.
 
     Args:
         logits: (S, B, K) logits of the student for all crops, global crops first.
@@ -39,7 +40,7 @@ def crop_loss(logits: Tensor, teacher: Tensor, temperature: float, local_weight:
     if _one_chunk(logits):
         return dino_loss(F.log_softmax(logits.float() / temperature, dim=-1), teacher, local_weight)
     (crops, images, _), views = logits.shape, len(teacher)
-    # weight of a pair times the number of pairs of a crop, which is smaller by one for a global crop
+    # weight of a pair times the number of pairs of a crop: `views` for a local crop, `views` - 1 for a global crop
     weights = teacher.new_full((crops, images), views * local_weight)
     weights[:views] = views - 1
     weights /= images * (views * crops - views)
@@ -65,10 +66,11 @@ def token_loss(
     teacher_temperature: float,
     centering: Centering,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss of `ibot_loss`, and of the teacher's distributions the entropies in nats (M,) and the most
-    probable prototypes (M,). The values of `student` are lost. Collective if the centring is sinkhorn.
+    """Return the loss of `ibot_loss`, and two properties of each of the teacher's distributions: its entropy in nats
+    (M,) and its most probable prototype (M,). Collective if the centring is sinkhorn.
 
-    Processes may have different numbers of rows, also if only some of them compute in chunks.
+    `student` may be overwritten. The number of rows may differ between processes, even if only some of them compute in
+    chunks.
 
     Args:
         student: (M, K) logits of the student for hidden tokens.
@@ -99,11 +101,11 @@ def token_loss(
 
 @torch.no_grad()
 def sinkhorn_offset(logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
-    """Return the offsets of the prototypes with which `sinkhorn` equals softmax(logits / temperature + offset).
+    """Return one offset per prototype, such that `sinkhorn` equals softmax(logits / temperature + offset). Collective.
 
-    The last of `sinkhorn`'s operations scales each row to a sum of 1, as softmax does. All operations before multiply
-    rows and prototypes by factors, of which softmax needs those of the prototypes. The sums over the rows of all
-    processes are those of `sinkhorn`, in the same order. Collective.
+    `sinkhorn` multiplies rows and prototypes by factors, and finally scales each row to a sum of 1. Softmax also scales
+    each row to a sum of 1, so only the factors of the prototypes are needed. The sums over the rows of all processes
+    are computed in the same order as in `sinkhorn`.
 
     Args:
         logits: (N, K) of any precision; N may differ between processes.
@@ -123,25 +125,26 @@ def sinkhorn_offset(logits: Tensor, temperature: float, iterations: int = 3) -> 
                 sums += assignment.sum(0)
             else:
                 sums += ((assignment @ factors).clamp_(min=1e-30) * rows).reciprocal_() @ assignment
-        # Without an upper bound, the factor of a prototype that no row is near could be infinite.
+        # Without an upper bound, the factor of a prototype could become infinite if no row is near this prototype.
         factors = (factors / all_reduce_sum(sums * factors).clamp(min=1e-30) / logits.shape[1]).clamp_(max=1e30)
     return factors.log()
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The sum over crops s and rows i of weights[s, i] times the cross-entropy between a target and the student."""
+    """Sum over crops s and rows i of weights[s, i] times the cross-entropy between target and student."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, weights: Tensor, temperature: float, targets: Targets) -> Tensor:
         crops, rows, prototypes = logits.shape
         values = logits.detach()
         divisor = values.new_full((1,), temperature, dtype=torch.promote_types(values.dtype, torch.float32))
-        products = divisor.new_zeros(crops, rows)  # of targets and the student's log-probabilities
+        products = divisor.new_zeros(crops, rows)  # dot products of the targets and the student's log-probabilities
         for chunk in _chunks(rows, crops * prototypes):
             for group, target in targets(chunk):
                 part = values[group, chunk]  # (crops of the group, n, K)
                 logs = F.log_softmax(part / divisor, dim=-1)
-                # The crops of a group have equal weights. A batched matrix product would round the sums by up to 1e-5.
+                # The crops of a group have equal weights, so their log-probabilities are summed first. A batched matrix
+                # product would add rounding errors of up to 1e-5.
                 total = logs[0] if len(logs) == 1 else logs.sum(0)  # (n, K)
                 products[group.start, chunk] = (total * target).sum(-1)
                 if ctx.needs_input_grad[0]:
@@ -164,7 +167,7 @@ def _one_chunk(logits: Tensor) -> bool:
 
 
 def _chunks(rows: int, width: int) -> Iterator[slice]:
-    """Yield slices of `rows` rows, each of which has `width` values."""
+    """Split `rows` rows of `width` values into chunks of at most `CHUNK_BYTES`, and yield them as slices."""
     step = max(CHUNK_BYTES // (4 * width), 1)
     for first in range(0, rows, step):
         yield slice(first, min(first + step, rows))

@@ -68,7 +68,7 @@ class DINO(TeacherStudent):
     section = "dino"
 
     def __init__(self, encoder: Encoder, config: DINOConfig, steps: int) -> None:
-        """Build the student, and copy the student to make the teacher. `steps` is the length of the run."""
+        """Build the student, and the teacher as a copy of the student. `steps` is the length of the run."""
         freeze_unused(encoder, sides(config), packed=True)
         c = config
         kinds: dict[str, Any] = {"layers": c.head_layers, "batch_norm": c.batch_norm, "fixed_length": c.norm_last_layer}

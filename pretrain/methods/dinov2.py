@@ -1,8 +1,9 @@
 """DINOv2 (2304.07193): DINO on pooled features, iBOT (2111.07832) on hidden tokens, and KoLeo (1806.03198).
 
-The student sees global crops of which some tokens are hidden, and local crops. The teacher, the moving average of the
-student, sees whole global crops. The student is trained to match the teacher's output for other crops of the same
-image, and for the hidden tokens of the same crop. KoLeo spreads the student's features evenly over the sphere.
+The student sees local crops, and global crops in which some tokens are hidden. The teacher, the moving average of the
+student, sees the global crops without hidden tokens. The student is trained to match the teacher's output for other
+crops of the same image, and for the hidden tokens of the same crop. KoLeo spreads the student's features evenly over
+the sphere.
 
 Shape letters: B images per process; G global crops, L local crops and S = G + L crops per image; T tokens of the global
 crops, M of them hidden; D width of the encoder; K prototypes.
@@ -40,7 +41,7 @@ from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import Derived, derived
 
 SAME_FEATURES = -math.log(1e-3)
-"""KoLeo of features whose nearest neighbours have a distance of 0.001"""
+"""KoLeo loss of features whose nearest neighbours are 0.001 apart"""
 
 
 class DINOv2Config(TeacherStudentConfig, frozen=True):
@@ -52,9 +53,9 @@ class DINOv2Config(TeacherStudentConfig, frozen=True):
     local_scale: Areas = (0.05, 0.32)
     """smallest and largest area of a local crop before the resize, as a share of the image's area"""
     blur_global1: Share = 0.0
-    """probability that the first global crop is blurred; the paper means 1, but the official code inverts it"""
+    """probability that the first global crop is blurred; 1 in the paper, but the official code inverts it"""
     blur_global2: Share = 0.9
-    """probability that the second global crop is blurred; the paper means 0.1, but the official code inverts it"""
+    """probability that the second global crop is blurred; 0.1 in the paper, but the official code inverts it"""
     norm_last_layer: bool = False
     """fix the norm of every prototype vector at 1"""
     linear_last_layer: Derived[bool] = derived()
@@ -62,9 +63,9 @@ class DINOv2Config(TeacherStudentConfig, frozen=True):
     ibot_weight: float = Field(default=1.0, ge=0)
     """weight of the iBOT loss, the cross-entropy between teacher and student for hidden tokens"""
     koleo_weight: float = Field(default=0.1, ge=0)
-    """weight of the KoLeo loss of each of the two global crops"""
+    """weight of the KoLeo loss, which is summed over the two global crops"""
     mask_probability: Share = 0.5
-    """share of the global crops of which the student sees only a part of the tokens"""
+    """share of the global crops in which tokens are hidden from the student"""
     mask_ratio: Areas = (0.1, 0.5)
     """smallest and largest share of hidden tokens in a masked global crop; tokens are hidden in blocks"""
     fill_masks: bool = False
@@ -82,8 +83,8 @@ class DINOv2Config(TeacherStudentConfig, frozen=True):
 def resolve(config: DINOv2Config, optim: OptimConfig, size: RunSize) -> tuple[DINOv2Config, OptimConfig]:
     """Return the settings of DINOv2 and of the optimizer, with derived values for settings that are not given.
 
-    For data sets of ImageNet's size, the result is the published recipe for ImageNet-1k, with warm-ups as shares of the
-    run. For smaller data sets, the values are derived as those of DINO.
+    For data sets of ImageNet's size, the result is the published recipe for ImageNet-1k, with warm-ups that scale with
+    the length of the run. For smaller data sets, the values are derived as for DINO.
     """
     steps = size.steps
     long = size.large and steps >= 200 * size.epoch
@@ -112,7 +113,10 @@ def resolve(config: DINOv2Config, optim: OptimConfig, size: RunSize) -> tuple[DI
 
 
 def second_head(config: DINOv2Config, first: dict[str, Any]) -> dict[str, int]:
-    """Return the default sizes of the second head: those of the first, given in `config` or derived in `first`."""
+    """Return the default sizes of the second head, which equal the sizes of the first head.
+
+    The sizes of the first head are the given values in `config`, or else the defaults in `first`.
+    """
     given = config.model_dump(include={"prototypes", "hidden_dim", "bottleneck_dim"}, exclude_none=True)
     return {f"ibot_{name}": (first | given)[name] for name in ("prototypes", "hidden_dim", "bottleneck_dim")}
 
@@ -127,11 +131,11 @@ class DINOv2(TeacherStudent):
     config: DINOv2Config
 
     def __init__(self, encoder: Encoder, config: DINOv2Config, steps: int) -> None:
-        """Build the student, and copy the student to make the teacher. `steps` is the length of the run.
+        """Build the student, and the teacher as a copy of the student. `steps` is the length of the run.
 
         Raises:
-            ValueError: the encoder has no mask token, or global crops have only one token, or a setting of the second
-                head is given without a second head.
+            ValueError: the encoder has no mask token, a global crop has only one token, or two settings contradict
+                each other; see `check`.
         """
         self.check(encoder, config)
         freeze_unused(encoder, sides(config), tokens=True, masked=True, packed=True)
@@ -157,11 +161,11 @@ class DINOv2(TeacherStudent):
         name = type(encoder).__name__
         rows, columns = encoder.grid(config.global_size, config.global_size)
         if getattr(encoder, "mask_token", None) is None:
-            raise ValueError(f"{name} has no mask token, which replaces hidden tokens. Set encoder.mask_token to true.")
+            raise ValueError(f"{name} has no mask token to replace hidden tokens. Set encoder.mask_token to true.")
         if rows * columns < 2:
             raise ValueError(
-                f"A global crop of {config.global_size} pixels is one token of {name}, so that hiding it would leave "
-                f"nothing visible. Set global_size to at least {2 * encoder.stride}."
+                f"A global crop of {config.global_size} pixels is only one token of {name}. If it is hidden, nothing "
+                f"is visible. Set global_size to at least {2 * encoder.stride}."
             )
         if config.linear_last_layer and config.norm_last_layer:
             raise ValueError("norm_last_layer needs prototypes with weight norm. Set linear_last_layer to false.")
@@ -169,7 +173,7 @@ class DINOv2(TeacherStudent):
         if not config.separate_head and second != (config.prototypes, config.hidden_dim, config.bottleneck_dim):
             raise ValueError(
                 "ibot_prototypes, ibot_hidden_dim and ibot_bottleneck_dim describe a second head. Set separate_head to "
-                "true, or remove them."
+                "true, or remove these settings."
             )
 
     @staticmethod
@@ -236,7 +240,7 @@ class DINOv2(TeacherStudent):
                 features = pooled.float().split(logits.shape[1])[: view.crops]  # G times (B, D)
                 terms["koleo_loss"] = c.koleo_weight * torch.stack([koleo_loss(crop) for crop in features]).sum()
             masked = weights.sum()  # share of the crops that have hidden tokens
-            # weighted as the loss, so that the metric does not depend on the number of processes
+            # use the weights of the loss, so that the metric does not depend on the number of processes
             entropy = (entropies * weights).sum() / masked.clamp(min=1e-6)
         # Keep the indices instead of the distributions, which would occupy memory until the next step.
         self._last = (seen.pooled.float(), {"": target.flatten(0, 1).argmax(-1), "ibot_": best})
@@ -246,7 +250,7 @@ class DINOv2(TeacherStudent):
 
     @staticmethod
     def _token_head(half: nn.ModuleDict) -> nn.Module:
-        """Return the head for hidden tokens of the student or the teacher."""
+        """Return the head that `half`, the student or the teacher, applies to hidden tokens."""
         return half["ibot_head" if "ibot_head" in half else "head"]
 
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
@@ -257,8 +261,8 @@ class DINOv2(TeacherStudent):
             signs |= output_signs(self.section, "ibot", loss, entropy, math.log(c.ibot_prototypes))
         if c.koleo_weight > 0 and (koleo := record["koleo_loss"] / (2 * c.koleo_weight)) > SAME_FEATURES:
             signs["equal features"] = (
-                f"KoLeo is {koleo:.2f}: the distance between the features of an image and those of the nearest image "
-                f"is {math.exp(-koleo):.1e}, so that all images have nearly equal features. Try a lower optim.lr, a "
-                f"longer optim.warmup_steps, or a higher {self.section}.koleo_weight."
+                f"KoLeo is {koleo:.2f}: the distance between the features of an image and of its nearest neighbour is "
+                f"{math.exp(-koleo):.1e}. All images have nearly equal features. Try a lower optim.lr, a longer "
+                f"optim.warmup_steps, or a higher {self.section}.koleo_weight."
             )
         return signs

@@ -1,8 +1,8 @@
 """DINOv3 (2508.10104): DINOv2 with Sinkhorn-Knopp centring, constant schedules, and Gram anchoring.
 
 In a long run, the patch tokens of DINOv2 lose their local detail. In the last part of a run, Gram anchoring keeps the
-similarities between the student's tokens of a crop near those of an earlier teacher, the Gram teacher, which is frozen
-and is replaced a few times by the current teacher.
+similarities between the student's tokens of a crop near those of the Gram teacher. The Gram teacher is a frozen copy of
+the teacher at an earlier step, and is replaced by a newer copy a few times.
 
 Shape letters: as in `pretrain.methods.dinov2`; P tokens of a global crop.
 """
@@ -34,7 +34,7 @@ from tessera.runtime.settings import Derived, derived
 
 
 class CropSizes(NamedTuple):
-    """Sides of the crops of a step in pixels. The names are those of the settings."""
+    """Sides in pixels of the crops of a step, with the names of the settings."""
 
     global_size: int
     local_size: int
@@ -42,13 +42,13 @@ class CropSizes(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "CropSizes":
-        """Return the sizes that are written as `global/local/gram` or `global/local`."""
+        """Parse sizes that are written as `global/local/gram` or `global/local`."""
         sides = [int(side) for side in text.split("/")]
         return cls(sides[0], sides[1], sides[-1] if len(sides) > 2 else sides[0])
 
 
 def checked_sizes(given: dict[str, float] | None) -> dict[str, float] | None:
-    """Return combinations of crop sizes and their probabilities, smallest sizes first.
+    """Check combinations of crop sizes and their probabilities, and return them, smallest sizes first.
 
     Raises:
         ValueError: there is no combination, a combination is not written as `global/local/gram` or `global/local`, or a
@@ -58,11 +58,13 @@ def checked_sizes(given: dict[str, float] | None) -> dict[str, float] | None:
         return None
     for text, probability in given.items():
         if not re.fullmatch(r"[1-9]\d*/[1-9]\d*(/[1-9]\d*)?", text):
-            raise ValueError(f"{text!r} is no combination of crop sizes. Write global/local/gram, as in 512/112/768")
+            raise ValueError(
+                f"{text!r} is not a combination of crop sizes. Write global/local/gram, as in 512/112/768."
+            )
         if not 0 < probability < math.inf:
-            raise ValueError(f"the probability of {text} must be a positive number. Leave out unused combinations")
+            raise ValueError(f"The probability of {text} must be a positive number. Leave out unused combinations.")
     if not given:
-        raise ValueError("there is no combination of crop sizes. Give at least one, or leave out the setting")
+        raise ValueError("There is no combination of crop sizes. Give at least one, or leave out the setting.")
     return dict(sorted(given.items(), key=lambda item: CropSizes.parse(item[0])))
 
 
@@ -89,26 +91,26 @@ class DINOv3Config(DINOv2Config, frozen=True):
     gram_warmup_steps: Derived[int] = derived(ge=0)
     """number of steps after gram_start over which the weights of the Gram loss and of local crops change linearly"""
     gram_refresh_steps: Derived[int] = derived(ge=1)
-    """number of steps after which the Gram teacher again becomes a copy of the teacher"""
+    """number of steps after which a new copy of the teacher replaces the Gram teacher"""
     gram_refreshes: int = Field(default=3, ge=0)
     """number of times that the Gram teacher is replaced after gram_start"""
     gram_size: Derived[int] = derived(ge=1)
-    """side of the crops that the Gram teacher sees, in pixels; its tokens are resized to the student's grid; default:
-    global_size, so that it sees the student's crops without masks"""
+    """side in pixels of the crops for the Gram teacher, whose tokens are resized to the student's grid; default:
+    global_size; the Gram teacher then sees the student's global crops without masks"""
     sizes: Annotated[dict[str, float] | None, AfterValidator(checked_sizes)] = None
     """combinations of global_size, local_size and gram_size, one of which is drawn for each step: a mapping from
     global/local/gram (or global/local) to a relative probability, such as {512/112/768: 0.3, 768/160/1152: 0.7}; the
-    three settings are then those of the combination with the largest global crops; default: the same sizes at every
+    three settings then default to the combination with the largest global crops; default: the same sizes at every
     step"""
     local_weight: float = Field(default=0.5, ge=0)
-    """factor of the DINO loss of local crops after the warm-up of the Gram loss; before, the factor is 1"""
+    """factor of local crops in the DINO loss after the warm-up of the Gram loss; the factor is 1 before gram_start"""
 
 
 def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[DINOv3Config, OptimConfig]:
     """Return the settings of DINOv3 and of the optimizer, with derived values for settings that are not given.
 
-    For data sets of ImageNet's size, the schedules are those of the published ViT-7B, as shares of the run, and the
-    heads are those of the recipe for ImageNet-1k. For smaller data sets, the values are derived as those of DINOv2.
+    For data sets of ImageNet's size, the schedules are those of the published ViT-7B, scaled to the length of the run,
+    and the heads are those of the recipe for ImageNet-1k. For smaller data sets, the values are derived as for DINOv2.
     """
     steps = size.steps
     start = 5 * steps // 6 if config.gram_start is None else config.gram_start
@@ -125,8 +127,9 @@ def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[DI
         "clip": 30.0 if size.large else 3.0,
         "clip_by": "module",
     }
-    continued = config.gram_start == 0  # the Gram teacher is the teacher of an earlier run, which this run continues
-    # Sinkhorn assigns the rows of a forward pass, over all processes, evenly to the prototypes.
+    continued = config.gram_start == 0  # the run continues an earlier run, whose teacher is the Gram teacher
+    # Sinkhorn spreads the rows of a forward pass of all processes evenly over the prototypes, so the number of rows
+    # limits the number of prototypes.
     rows = 2 * size.batch_size // size.accumulate
     most = (32 if size.large else 8) * rows  # published: 262,144 prototypes for 8,192 rows
     head = head_defaults(size)
@@ -151,12 +154,12 @@ def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[DI
 
 
 def combinations(config: DINOv3Config) -> dict[str, DINOv3Config]:
-    """Return the settings of each combination of crop sizes, by its text in `sizes`."""
+    """Return a copy of the settings for each combination of crop sizes, by its key in `sizes`."""
     return {text: config.model_copy(update=CropSizes.parse(text)._asdict()) for text in config.sizes or ()}
 
 
 class DINOv3(DINOv2):
-    """The DINOv3 method: DINOv2, and the Gram teacher, an encoder without heads."""
+    """The DINOv3 method: DINOv2 with a Gram teacher, which is an encoder without heads."""
 
     Config = DINOv3Config
     resolve = staticmethod(resolve)
@@ -185,20 +188,20 @@ class DINOv3(DINOv2):
 
     @classmethod
     def check_sizes(cls, encoder: Encoder, config: DINOv3Config) -> None:
-        """Raise `ValueError` if the encoder cannot see the crops of `sizes`, or if other settings contradict them."""
+        """Raise `ValueError` if the encoder or other settings do not allow the crop sizes of `sizes`."""
         for text, one in combinations(config).items():
             try:
                 if any(side % encoder.stride for side in CropSizes.parse(text)):
-                    raise ValueError(f"A side is not a multiple of the {encoder.stride} pixels of a token.")
+                    raise ValueError(f"A side is not a multiple of {encoder.stride} pixels, the side of a token.")
                 cls.check(encoder, one)
             except ValueError as error:
                 raise ValueError(f"sizes {text}: {error}") from error
         own = CropSizes(config.global_size, config.local_size, config.gram_size)
         if config.sizes and own not in map(CropSizes.parse, config.sizes):
             raise ValueError(
-                f"global_size {own.global_size}, local_size {own.local_size} and gram_size {own.gram_size} are not one "
-                f"of the combinations of sizes: {', '.join(config.sizes)}. Leave out the three settings, or give those "
-                "of one combination."
+                f"global_size {own.global_size}, local_size {own.local_size} and gram_size {own.gram_size} are not a "
+                f"combination in sizes ({', '.join(config.sizes)}). Remove the three settings, or set them to one of "
+                "these combinations."
             )
 
     @staticmethod
@@ -214,8 +217,10 @@ class DINOv3(DINOv2):
         return MixedCrops([self.crops_with_gram(one) for one in combinations(c).values()], list(c.sizes.values()))
 
     def crops_with_gram(self, c: DINOv3Config) -> Transform:
-        """Return the transform for the crop sizes and masks of `c`, with the crops of the Gram teacher if they are
-        larger than the global crops."""
+        """Return the transform for the crop sizes and masks of `c`.
+
+        If `c.gram_size` is larger than the global crops, the transform adds a view for the Gram teacher.
+        """
         crops = self.crops(c)
         larger = self.gram_teacher is not None and c.gram_size > c.global_size
         return ResizedView(crops, c.gram_size) if larger else crops
@@ -227,11 +232,11 @@ class DINOv3(DINOv2):
         return self
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return loss and metrics of a batch as for DINOv2, which has one more view if the Gram teacher sees larger
-        crops: the global crops without colour changes (G * B, C, gram_size, gram_size). Crops may have other sizes at
-        each step.
+        """Return loss and metrics of a batch as in DINOv2.
 
-        The loss is the sum of the metrics `dino_loss`, `ibot_loss`, `koleo_loss` and `gram_loss`.
+        If the Gram teacher sees larger crops, the batch has one more view: the global crops without colour changes,
+        (G * B, C, gram_size, gram_size). The crop sizes may change from step to step. The loss is the sum of the
+        metrics `dino_loss`, `ibot_loss`, `koleo_loss` and `gram_loss`.
         """
         c, views = self.config, batch.views
         if c.gram_weight == 0:
@@ -244,7 +249,7 @@ class DINOv3(DINOv2):
         if weight > 0:
             terms["gram_loss"] = weight * self._gram_loss(tokens, views[0], views[-1] if larger else views[0])
         metrics["gram_loss"] = terms["gram_loss"].detach()
-        # share of the DINO term in ln K, if the output is uniform
+        # DINO term of a uniform output, as a fraction of ln K
         others, local = views[0].crops - 1, sum(view.crops for view in (views[1:-1] if larger else views[1:]))
         metrics["dino_share"] = tokens.new_full((), (others + local_weight * local) / max(others + local, 1))
         return torch.stack(list(terms.values())).sum(), metrics
@@ -255,13 +260,13 @@ class DINOv3(DINOv2):
         return linear(since, self.config.gram_warmup_steps, 0.0, self.config.gram_weight) if since >= 0 else 0.0
 
     def _gram_loss(self, tokens: Tensor, view: View, seen: View) -> Tensor:
-        """Return the Gram loss of the student's tokens (T, D) of the global crops in `view`, which the Gram teacher
-        sees in `seen`."""
+        """Return the Gram loss of the student's tokens (T, D) of the global crops in `view`. `seen` holds the same
+        crops as input of the Gram teacher."""
         assert self.gram_teacher is not None
         assert isinstance(view.images, Tensor)
         assert isinstance(seen.images, Tensor)
         with torch.no_grad():
-            anchor = self.gram_teacher(seen.images).tokens  # tokens of the Gram teacher's grid
+            anchor = self.gram_teacher(seen.images).tokens  # on the Gram teacher's grid
         grid, gram_grid = (self.trained_encoder().grid(*one.shape[-2:]) for one in (view.images, seen.images))
         with full_precision(tokens):
             crops = tokens.float().unflatten(0, (-1, math.prod(grid)))  # (G * B, P, D)
@@ -273,18 +278,18 @@ class DINOv3(DINOv2):
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        """Move the teacher and the centres as for DINOv2, and replace the Gram teacher when it is due."""
+        """Update the teacher and the centres as in DINOv2, and replace the Gram teacher on schedule."""
         super().after_step(step)
         self.after_skip(step)
 
     @torch.no_grad()
     def after_skip(self, step: int) -> None:
-        """Replace the Gram teacher when it is due, also after a skipped step."""
+        """Replace the Gram teacher on schedule. The schedule also counts skipped steps."""
         if self.gram_teacher is not None and self.replaces_gram_teacher(step):
             ema.copy(self.gram_teacher, self.teacher["encoder"])
 
     def replaces_gram_teacher(self, step: int) -> bool:
-        """Return True if the Gram teacher becomes a copy of the teacher after a step."""
+        """Return True if a copy of the teacher replaces the Gram teacher after step `step`."""
         since = step + 1 - self.config.gram_start
         if since == 0:
             return True

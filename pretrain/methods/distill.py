@@ -1,8 +1,8 @@
 """Distillation of a frozen encoder: a student learns to predict the teacher's features of the same images.
 
-The teacher is any encoder of this project, with weights of a run or with published weights. The pooled features and
-the features of the tokens are matched by separate projections and losses, as in AM-RADIO (2312.06709) with one teacher.
-Several students may learn from the same features of the teacher in one run, as in DINOv3 (2508.10104).
+The teacher is any encoder of this project, with weights of a run or with published weights. Pooled features and token
+features have separate projections and losses, as in AM-RADIO (2312.06709) with one teacher. Several students may learn
+from the same teacher features in one run, as in DINOv3 (2508.10104).
 
 Shape letters: B images per process; N tokens of all images on the student's grid; D width of the student, E of the
 teacher; h and w rows and columns of tokens of an image.
@@ -41,12 +41,12 @@ class DistillConfig(RandomCropConfig):
     """encoder to learn from: a run folder, a checkpoint in it, a weight file of this project, or a published weight
     file"""
     teacher_hash: str | None = None
-    """SHA-256 of the teacher's weights and settings; default: computed. A run stops if the teacher has another hash"""
+    """SHA-256 of the teacher's weights and settings; the run stops if the teacher has another hash; default: computed
+    from the teacher"""
     teacher_size: int | None = Field(default=None, ge=1)
     """side in pixels to which a crop is resized for the teacher; default: `size`"""
     students: str | list[str] | dict[str, dict[str, Any]] | None = None
-    """variants of more encoders that learn from the teacher beside `encoder`, or a mapping from variants to encoder
-    settings; default: none"""
+    """variants of additional student encoders, or a mapping from variants to encoder settings; default: none"""
     pooled_weight: float = Field(default=1.0, ge=0)
     """weight of the loss of the pooled features; 0: the pooled features are not matched"""
     token_weight: float = Field(default=1.0, ge=0)
@@ -64,15 +64,16 @@ class DistillConfig(RandomCropConfig):
 
 
 def resolve(config: DistillConfig, optim: OptimConfig, size: RunSize) -> tuple[DistillConfig, OptimConfig]:
-    """Return the settings of distillation and of the optimizer, with the hash of the teacher and the encoder settings
-    of the students beside `encoder`.
+    """Return the settings of distillation and of the optimizer, with all missing values filled in.
+
+    They include the hash of the teacher and the encoder settings of the additional students.
 
     For data sets of ImageNet's size, the learning rate is that of AM-RADIO: 1e-3 for 1024 images. The other values are
     choices of this project.
 
     Raises:
-        SettingsError: no teacher is given, it cannot be read, its hash is not `teacher_hash`, or a student is given
-            twice or is unknown.
+        SettingsError: no teacher is given, the teacher cannot be read, its hash is not `teacher_hash`, or a student is
+            unknown or given twice.
     """
     optim_defaults = {
         "lr": 2.5e-4 if size.large else size.small_lr(4e-3),
@@ -84,22 +85,22 @@ def resolve(config: DistillConfig, optim: OptimConfig, size: RunSize) -> tuple[D
         "clip": 3.0,
     }
     if not config.pooled_weight and not config.token_weight:
-        raise SettingsError("distill.pooled_weight and distill.token_weight are both 0. Set one of them to 1")
+        raise SettingsError("distill.pooled_weight and distill.token_weight are both 0. Set one of them to 1.")
     try:
         found = teacher_hash(teacher_file(config.teacher))
     except (OSError, ValueError) as error:
         raise SettingsError(f"distill.teacher: {error}") from error
     if config.teacher_hash not in (None, found):
         raise SettingsError(
-            f"distill.teacher {config.teacher} is not the teacher with which the run started: its hash is {found}, and "
-            f"distill.teacher_hash is {config.teacher_hash}. Give the teacher of the run, or start a new run"
+            f"distill.teacher {config.teacher} is not the teacher with which the run started. Its hash is {found}, but "
+            f"distill.teacher_hash is {config.teacher_hash}. Give the teacher of the run, or start a new run."
         )
     config = config.model_copy(update={"students": resolved_students(config, size) or None})
     return config.filled({"teacher_hash": found}), optim.filled(optim_defaults)
 
 
 def resolved_students(config: DistillConfig, size: RunSize) -> dict[str, dict[str, Any]]:
-    """Return the encoder settings of the students beside `encoder`, by variant, with the defaults of `encoder`.
+    """Return the encoder settings of the additional students, by variant. Their defaults are those of `encoder`.
 
     Raises:
         SettingsError: a student is given twice or is unknown.
@@ -112,7 +113,7 @@ def resolved_students(config: DistillConfig, size: RunSize) -> dict[str, dict[st
 
 
 def student_settings(config: DistillConfig) -> dict[str, dict[str, Any]]:
-    """Return the encoder settings that `students` gives, by variant.
+    """Return the encoder settings that the user gave in `students`, by variant.
 
     Raises:
         SettingsError: a student is given twice.
@@ -122,12 +123,12 @@ def student_settings(config: DistillConfig) -> dict[str, dict[str, Any]]:
     given = [config.students] if isinstance(config.students, str) else config.students or []
     variants = [variant.strip() for words in given for variant in words.split(",")]
     if twice := [variant for variant in variants if variants.count(variant) > 1]:
-        raise SettingsError(f"distill.students: {twice[0]} is given twice. Remove one of them")
+        raise SettingsError(f"distill.students: {twice[0]} is given twice. Remove one of the two.")
     return {variant: {} for variant in variants}
 
 
 def student_defaults(config: DistillConfig, variant: str, size: RunSize) -> dict[str, Any]:
-    """Return the defaults of the encoder settings of a student."""
+    """Return the default encoder settings of a student."""
     small = {} if size.large else {"init": "xavier", "position_init": "sincos"}
     return encoders.supported(variant, {"image_size": config.size, "drop_path": 0.0} | small)
 
@@ -179,7 +180,7 @@ class Teacher:
         """Return the teacher's features of images (B, C, H, W) that are normalised by `preprocessing`.
 
         Raises:
-            EncoderError: the teacher does not support images of its size.
+            EncoderError: the teacher does not support images of `size` pixels.
         """
         if images.shape[-2:] != (self.size, self.size):
             images = F.interpolate(images, size=(self.size, self.size), mode="bicubic", antialias=True)
@@ -187,11 +188,11 @@ class Teacher:
         try:
             return self._encode(images)
         except EncoderError as error:
-            hint = f"distill.teacher_size sets the size of these images, which is {self.size} pixels."
-            raise EncoderError(f"The teacher does not support its images: {error} {hint}") from error
+            hint = f"The side of these images is distill.teacher_size, {self.size} pixels."
+            raise EncoderError(f"The teacher does not support its input images: {error} {hint}") from error
 
     def _encode(self, images: Tensor) -> Features:
-        if images.is_meta:  # the check before a run needs only the shapes
+        if images.is_meta:  # the dry forward pass before a run needs only shapes
             tensors = {**dict(self.encoder.named_parameters()), **dict(self.encoder.named_buffers())}
             empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
             return torch.func.functional_call(self.encoder, empty, (images,))
@@ -206,18 +207,18 @@ def load_teacher(path: str | None, size: int) -> Teacher:
     Raises:
         ValueError: there is no encoder at `path`, its format is not recognised, or an image is smaller than a token.
     """
-    with torch.device("cpu"):  # an export builds methods on the meta device
+    with torch.device("cpu"):  # the teacher needs its weights, even if an export builds the method on the meta device
         encoder, _ = fitting(teacher_file(path), None, {})
     if min(encoder.grid(size, size)) < 1:
         raise ValueError(
-            f"Images of {size} pixels are smaller than a token of the teacher, which has {encoder.stride} pixels. "
+            f"Images of {size} pixels are smaller than a token of the teacher, whose side is {encoder.stride} pixels. "
             "Raise distill.teacher_size."
         )
     return Teacher(encoder, size)
 
 
 def renormalized(images: Tensor, given: Preprocessing, wanted: Preprocessing) -> Tensor:
-    """Return images (B, C, H, W) that are normalised by `given` as images that are normalised by `wanted`."""
+    """Convert images (B, C, H, W) from the normalisation `given` to the normalisation `wanted`."""
     if given == wanted:
         return images
     images = images.clone()
@@ -261,7 +262,7 @@ def match_loss(predicted: Tensor, target: Tensor, kind: Match) -> Tensor:
 
 
 def make_projection(dim: int, width: int, config: DistillConfig) -> nn.Module:
-    """Return the projection of features of the student to the width of the teacher: (N, D) -> (N, E)."""
+    """Return a projection from the student's width to the teacher's width: (N, D) -> (N, E)."""
     if config.projection == "linear":
         return nn.Linear(dim, width)
     hidden = config.hidden_dim or width
@@ -269,13 +270,13 @@ def make_projection(dim: int, width: int, config: DistillConfig) -> nn.Module:
 
 
 def matches(config: DistillConfig) -> dict[str, tuple[float, Match]]:
-    """Return weight and loss of each kind of features that is matched: `pooled`, `token`, or both."""
+    """Return weight and loss of each kind of features to match: `pooled`, `token`, or both."""
     kinds = {"pooled": (config.pooled_weight, config.pooled_loss), "token": (config.token_weight, config.token_loss)}
     return {kind: (weight, loss) for kind, (weight, loss) in kinds.items() if weight}
 
 
 def make_projections(encoder: Encoder, width: int, config: DistillConfig) -> nn.ModuleDict:
-    """Freeze the parts of a student that are not used, and return its projections by kind of features.
+    """Freeze the unused parameters of a student, and return its projections by kind of features.
 
     Args:
         encoder: the student.
@@ -290,23 +291,23 @@ def make_projections(encoder: Encoder, width: int, config: DistillConfig) -> nn.
 def make_student(
     variant: str, settings: dict[str, Any], main: Encoder, width: int, config: DistillConfig
 ) -> nn.ModuleDict:
-    """Return `encoder` and `projections` of a student beside that of `encoder`.
+    """Build an additional student, and return its `encoder` and its `projections`.
 
-    Its initial weights follow from the seed of torch's generator, so that they do not depend on other students. The
-    state of the generator does not change.
+    The initial weights depend on the seed of torch's generator, but not on the other students. The state of the
+    generator does not change.
 
     Args:
         variant: encoder variant of the student.
         settings: encoder settings of the student.
-        main: the student of `encoder`, which takes the same images.
+        main: encoder of the first student, which takes the same images.
         width: width of the teacher.
         config: settings of distillation.
 
     Raises:
-        EncoderError: the encoder does not support the settings or the images, or `main` is of the same variant.
+        EncoderError: the encoder does not support the settings or the images, or `main` has the same variant.
     """
     if main.settings["variant"] == variant:
-        raise EncoderError(f"distill.students: {variant} is the encoder of the run already. Remove one of them.")
+        raise EncoderError(f"distill.students: {variant} is already the encoder of the run. Remove one of the two.")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(torch.initial_seed())
         try:
@@ -319,8 +320,8 @@ def make_student(
             return nn.ModuleDict({"encoder": encoder, "projections": make_projections(encoder, width, config)})
         except EncoderError as error:
             raise EncoderError(
-                f"distill.students: {variant} does not support the images: {error} distill.size, their side, is "
-                f"{config.size} pixels."
+                f"distill.students: {variant} does not support the images: {error} The side of these images is "
+                f"distill.size, {config.size} pixels."
             ) from error
 
 
@@ -346,8 +347,8 @@ class Distill(Method):
         teacher = self._teacher.encoder
         if teacher.channels != encoder.channels:
             raise ValueError(
-                f"The teacher takes images of {teacher.channels} channels, but the student's images have "
-                f"{encoder.channels}. Choose another distill.teacher."
+                f"The teacher takes images with {teacher.channels} channels, but the student's images have "
+                f"{encoder.channels} channels. Choose another distill.teacher."
             )
         self.encoder, self.projections = encoder, make_projections(encoder, teacher.dim, config)
         others = student_settings(config).items()
@@ -382,8 +383,8 @@ class Distill(Method):
         return torch.stack(losses).sum(), metrics
 
     def _students(self) -> dict[str, tuple[Encoder, nn.ModuleDict]]:
-        """Return the encoder and the projections of each student. The keys start the names of metrics: an empty text
-        for the student of `encoder`, and `VARIANT/` for the others."""
+        """Return the encoder and the projections of each student. The keys are prefixes of metric names: empty for the
+        first student, and `VARIANT/` for the others."""
         others = {f"{name}/": (one["encoder"], one["projections"]) for name, one in self.others.items()}
         return {"": (self.encoder, self.projections)} | others
 
@@ -396,7 +397,7 @@ class Distill(Method):
             target = wanted.pooled.float() if kind == "pooled" else resized_tokens(wanted, tuple(own.grids[0].tolist()))
             with full_precision(predicted):
                 loss = match_loss(predicted, target, match)
-            # Relative to the size of the features, because the cosine does not fix the size of the predictions.
+            # The spread is relative to the mean magnitude, because the cosine loss does not fix this magnitude.
             spread, teacher_spread = (
                 x.detach().std(0, correction=0).mean() / x.detach().abs().mean().clamp(min=1e-12)
                 for x in (predicted, target)

@@ -30,7 +30,7 @@ from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import Section, SettingsError
 
 UNDECAYED = ("pos_embed", "cls_token", "dist_token", "reg_token")
-"""Substrings of the names of parameters that have no weight decay in MAE's fine-tuning."""
+"""Parameters whose names contain one of these substrings have no weight decay, as in MAE's fine-tuning."""
 HEAD_STD = 2e-5
 """Standard deviation of the classifier's initial weights, as in MAE's main_finetune.py."""
 
@@ -49,11 +49,11 @@ class FinetuneConfig(Section):
     rotation: Degrees = 0.0
     """largest rotation of a crop about its centre in either direction, in degrees; corners are filled by reflection"""
     classes: int | None = Field(default=None, ge=2)
-    """number of classes, whose labels are numbered from 0; default: counted in the labels of the training shards"""
+    """number of classes; labels are 0 to classes - 1; default: counted in the labels of the training shards"""
     mixup: Strength = 0.8
-    """parameter a of the distribution Beta(a, a) of the mixing weight of mixup; 0: no mixup"""
+    """parameter a of mixup, whose mixing weights have the distribution Beta(a, a); 0: no mixup"""
     cutmix: Strength = 1.0
-    """parameter a of the distribution Beta(a, a) of the area that CutMix keeps; 0: no CutMix"""
+    """parameter a of CutMix, where the share of the area to keep has the distribution Beta(a, a); 0: no CutMix"""
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
     """share of the target that is spread equally over all classes"""
     randaugment: float = Field(default=9.0, ge=0, le=HIGHEST)
@@ -91,7 +91,7 @@ def mixed_cross_entropy(logits: Tensor, labels: Tensor, partner: Tensor, share: 
 
     Args:
         logits: class scores, (B, K) float32.
-        labels: class number of each image, (B,) int64.
+        labels: class index of each image, (B,) int64.
         partner: index of the image with which each image is mixed, (B,) int64.
         share: weight of each image's own label, (B,) float32.
         smoothing: share of the target that is spread equally over all classes.
@@ -102,7 +102,7 @@ def mixed_cross_entropy(logits: Tensor, labels: Tensor, partner: Tensor, share: 
 
 
 class Finetune(Method):
-    """Fine-tuning: an encoder, and a linear classifier of its pooled features. Both are trained."""
+    """Fine-tuning of an encoder together with a linear classifier of its pooled features."""
 
     Config = FinetuneConfig
     resolve = staticmethod(resolve)
@@ -121,7 +121,7 @@ class Finetune(Method):
             raise ValueError("The number of classes is not set. Set finetune.classes.")
         side = config.size or encoder.settings["image_size"]
         if not isinstance(side, int):
-            raise ValueError(f"The encoder was built for images of {side} pixels. Set finetune.size to one side.")
+            raise ValueError(f"The encoder was built for images of {side} pixels. Set finetune.size to one number.")
         self.config, self.image_size, self.classes = config, side, config.classes
         freeze_unused(encoder, [side])
         encoder.no_weight_decay = (*encoder.no_weight_decay, *UNDECAYED)
@@ -149,7 +149,7 @@ class Finetune(Method):
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a batch with labels and one view: B images, (B, C, H, W).
 
-        The images are first changed by RandAugment, then erased, then mixed. All random numbers are functions of seed,
+        The images are first changed by RandAugment, then erased, then mixed. All random numbers depend only on seed,
         step and sample.
 
         Raises:
@@ -172,10 +172,11 @@ class Finetune(Method):
             return mixed_cross_entropy(logits, labels, partner, share, self.config.label_smoothing), {}
 
     def _augmented(self, images: Tensor, preprocessing: Preprocessing) -> tuple[Tensor, Tensor]:
-        """Augment, erase and mix images: (B, C, H, W) -> (B, C, H, W), and the weight of each own label (B,)."""
+        """Augment, erase and mix images: (B, C, H, W) -> (B, C, H, W). Also return the weight (B,) of each image's own
+        label."""
         c, size = self.config, (images.shape[2], images.shape[3])
         keys = next_keys(len(images))
-        if keys is None:  # outside of a training run, as encoders do
+        if keys is None:  # outside of a training run, draw random keys, as drop path does
             keys = torch.randint(2**BITS, (len(images),))
         rngs = generators(keys)
         if c.randaugment:

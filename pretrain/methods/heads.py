@@ -46,9 +46,9 @@ class BatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with full_precision(x):
             x32 = x.float()
-            # Without any row, the mean must not be 0 / 0, or the gradient of the weight would not be finite.
+            # If no process has a row, a mean of 0 / 0 would make the gradient of the weight NaN.
             rows = all_reduce_sum(x32.new_full((), len(x))).clamp(min=1)
-            # Subtract the mean before squaring, because mean(x^2) - mean(x)^2 would cancel most digits of float32.
+            # Subtract the mean before squaring, because mean(x^2) - mean(x)^2 can cancel most digits of float32.
             centred = x32 - all_reduce_sum(x32.sum(0)) / rows
             variance = all_reduce_sum(centred.square().sum(0)) / rows  # (D,)
             return (centred * (self.weight * torch.rsqrt(variance + self.eps)) + self.bias).to(x.dtype)
@@ -65,7 +65,7 @@ class Head(nn.Module):
         layers: number of linear layers before the prototypes.
         batch_norm: add batch norm after each linear layer except the last.
         fixed_length: fix the norm of every prototype vector at 1.
-        linear: use prototypes without weight norm, as in DINOv3. `fixed_length` is then not used.
+        linear: use prototypes without weight norm, as in DINOv3. `fixed_length` is then ignored.
     """
 
     def __init__(
@@ -97,6 +97,6 @@ class Head(nn.Module):
             self.last_layer = Prototypes(bottleneck_dim, prototypes, fixed_length=fixed_length)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The epsilon is larger in float16, in which 1e-12 is 0.
+        # float16 needs a larger epsilon, because it rounds 1e-12 to 0
         x = self.mlp(x)
         return self.last_layer(F.normalize(x, dim=-1, eps=1e-6 if x.dtype == torch.float16 else 1e-12))

@@ -1,7 +1,8 @@
-"""LeJEPA (2511.08544): views of an image are pulled to one embedding, and the embeddings to a normal distribution.
+"""LeJEPA (2511.08544): the views of an image learn equal embeddings, and all embeddings a normal distribution.
 
-There is one encoder, which gets all gradients: no teacher, no moving average, no stop-gradient and no predictor. What
-keeps the embeddings from collapsing is SIGReg, a test of normality along random directions.
+There is one encoder, and the embeddings of all views pass gradients to it: there is no teacher, no moving average, no
+stop-gradient and no predictor. SIGReg, a test of normality along random directions, keeps the embeddings from
+collapsing.
 
 Shape letters: B images per process and N images of all processes; V crops per image (global and local); D width of the
 embeddings; M random directions; T points at which SIGReg compares characteristic functions.
@@ -40,7 +41,7 @@ REFERENCE_IMAGES = 256
 def scaled_blur(side: int) -> tuple[float, float]:
     """Return the range of the blur's standard deviation for global crops of `side` pixels.
 
-    Below 128 pixels, the blur shrinks with the crops, because it would remove most of what a small crop shows.
+    Below 128 pixels, the blur shrinks with the crops, because a larger blur would remove most details of a small crop.
     """
     factor = side / 224 if side < SMALL_SIDE else 1
     return round(BLUR_SIGMA[0] * factor, 3), round(BLUR_SIGMA[1] * factor, 3)
@@ -64,8 +65,8 @@ class LeJEPAConfig(MultiCropConfig, frozen=True):
     1 - lambda; for N images, the ratio of the two weights is multiplied by 256 / N; default: 0.05, or 0.02 for fewer
     than 100,000 images"""
     directions: Derived[int] = derived(ge=1)
-    """number of random directions along which SIGReg tests the embeddings (M), drawn anew at every step; default: 1024,
-    or 256 for fewer than 100,000 images"""
+    """number of random directions (M) along which SIGReg tests the embeddings; new directions are drawn at every step;
+    default: 1024, or 256 for fewer than 100,000 images"""
     hidden_dim: Derived[int] = derived(ge=1)
     """width of the projector's hidden layers; default: 2048, or 512 for fewer than 100,000 images"""
     output_dim: Derived[int] = derived(ge=1)
@@ -80,9 +81,9 @@ def resolve(config: LeJEPAConfig, optim: OptimConfig, size: RunSize) -> tuple[Le
     """Return the settings of LeJEPA and of the optimizer, with derived values for settings that are not given.
 
     For data sets of ImageNet's size, the result is the published recipe: learning rate 5e-4, which falls to a
-    thousandth of its peak, and weight decay 0.05. The length of the warm-up is not published, and is that of DINO. A
-    smaller data set gets lambda, directions and embeddings of the published recipe for Imagenette, a narrower projector
-    and the learning rate of DINO (docs/methods.md).
+    thousandth of its peak, and weight decay 0.05. The warm-up is that of DINO, because its length is not published. For
+    a smaller data set, lambda, `directions` and `output_dim` are those of the published recipe for Imagenette, the
+    projector is narrower, and the learning rate is that of DINO (docs/methods.md).
     """
     optim_defaults = {
         "lr": 5e-4 if size.large else size.small_lr(4e-3),
@@ -121,8 +122,7 @@ class Projector(nn.Sequential):
 def draw_directions(dim: int, count: int, step: int, device: torch.device) -> Tensor:
     """Return random unit vectors as the columns of a matrix (D, M) float32.
 
-    The vectors depend only on their number, on their width and on the step. All processes therefore get the same
-    vectors.
+    The vectors depend only on `dim`, `count` and `step`, so all processes get the same vectors.
     """
     generator = torch.Generator().manual_seed(step)
     drawn = torch.randn(dim, count, generator=generator, device="cpu")
@@ -137,7 +137,7 @@ def sigreg(embeddings: Tensor, directions: Tensor) -> Tensor:
         statistic[v, m] = N * integral over t from -3 to 3 of  |mean over n of exp(i t x[v, n, m]) - phi(t)|^2 * phi(t)
         sigreg = mean over v, m of  statistic[v, m]
 
-    The integral is computed on [0, 3] with the trapezoid rule and doubled, and the means over n are those of all
+    The integral is computed on [0, 3] with the trapezoid rule and doubled. The means over n include the images of all
     processes. The statistic is 0.402 * N if all embeddings are 0, and about 1.05 for any N if the embeddings are normal
     with mean 0 and variance 1.
 
@@ -158,7 +158,7 @@ def sigreg(embeddings: Tensor, directions: Tensor) -> Tensor:
 
 
 def invariance_loss(embeddings: Tensor) -> Tensor:
-    """Return the mean squared distance between each embedding and the mean over the views of its image, as a scalar.
+    """Return the mean squared difference between each embedding and the mean embedding of its image, as a scalar.
 
         loss = mean over v, n, d of  (embeddings[v, n, d] - mean over w of embeddings[w, n, d]) ** 2
 
@@ -171,8 +171,8 @@ def invariance_loss(embeddings: Tensor) -> Tensor:
 def scaled_weight(weight: float, images: int) -> float:
     """Return the weight of SIGReg for `images` images per forward pass of all processes.
 
-    SIGReg of embeddings that are not normal grows with the number of images. The ratio of the weights of SIGReg and of
-    the invariance is therefore divided by the number of images, so that the two terms are balanced alike for every
+    For embeddings that are not normal, SIGReg grows with the number of images. The ratio of its weight to that of the
+    invariance is therefore divided by the number of images, so that the balance of the two terms does not depend on the
     batch size. For 256 images, the result is `weight`.
     """
     ratio = weight / (1 - weight) * REFERENCE_IMAGES / images
@@ -180,7 +180,7 @@ def scaled_weight(weight: float, images: int) -> float:
 
 
 class LeJEPA(Method):
-    """The LeJEPA method: an encoder, and a projector that makes embeddings of the encoder's pooled features."""
+    """The LeJEPA method: an encoder, and a projector that maps the encoder's pooled features to embeddings."""
 
     Config = LeJEPAConfig
     resolve = staticmethod(resolve)
@@ -226,7 +226,7 @@ class LeJEPA(Method):
             normality, invariance = sigreg(embeddings, directions), invariance_loss(embeddings)
             loss = weight * normality + (1 - weight) * invariance
         rows = embeddings.detach().flatten(0, 1)  # (V * B, D)
-        # For views without relation, the invariance is (1 - 1 / V) times the variance of the embeddings.
+        # If views of an image are unrelated, the invariance is (1 - 1 / V) times the variance of the embeddings.
         variance = rows.var(0, correction=0).mean()
         unrelated = (1 - 1 / crops) * variance
         metrics = {"sigreg": normality.detach(), "invariance": invariance.detach(), "embedding_std": variance.sqrt()}
@@ -242,7 +242,7 @@ class LeJEPA(Method):
         signs = {}
         if record["embedding_std"] < 0.1:
             signs["constant"] = (
-                f"embedding_std {record['embedding_std']:.3f} is near 0, and should be near 1: the embeddings are the "
+                f"embedding_std {record['embedding_std']:.3f} is near 0, but should be near 1: the embeddings are the "
                 f"same for every image, and sigreg is {record['sigreg']:.1f}. Try a higher lejepa.sigreg_weight, or a "
                 "lower optim.lr."
             )
@@ -258,8 +258,8 @@ class LeJEPA(Method):
         found = []
         if record["sigreg"] > 10:
             found.append(
-                f"The embeddings are not normal: sigreg is {record['sigreg']:.1f}, and is about 1 for normal "
-                "embeddings. Try a higher lejepa.sigreg_weight."
+                f"The embeddings are not normal: sigreg is {record['sigreg']:.1f}, but about 1 for normal embeddings. "
+                "Try a higher lejepa.sigreg_weight."
             )
         if record["view_difference"] > 0.8:
             found.append(

@@ -17,11 +17,11 @@ from tessera.runtime.errors import UserError
 Centering = Literal["mean", "sinkhorn"]
 
 NEAREST = 1e-4
-"""smallest distance between normalised features that KoLeo distinguishes; the gradient of a smaller distance is 0"""
+"""lower bound of the distances between normalised features in KoLeo; the gradient of a smaller distance is 0"""
 
 
 def teacher_distribution(logits: Tensor, center: Tensor, temperature: float, centering: Centering) -> Tensor:
-    """Return the centred and sharpened distributions of a teacher with the given float32 logits: (N, K) -> (N, K)."""
+    """Return the teacher's distributions, centred and sharpened, for its float32 logits: (N, K) -> (N, K)."""
     if centering == "sinkhorn":
         return sinkhorn(logits, temperature)
     return F.softmax((logits - center) / temperature, dim=-1)
@@ -31,8 +31,8 @@ def teacher_distribution(logits: Tensor, center: Tensor, temperature: float, cen
 def sinkhorn(logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
     """Return Sinkhorn-Knopp assignments over the rows of all processes (SwAV, 2006.09882): (N, K) -> (N, K).
 
-    Each row of the result is a distribution over the prototypes. Summed over all rows, all prototypes have about the
-    same weight.
+    Each row of the result is a distribution over the prototypes. The sum over all rows is about the same for each
+    prototype.
 
     Args:
         logits: (N, K) float32; N may differ between processes, and may be 0.
@@ -83,8 +83,8 @@ def token_weights(mask: Mask) -> Tensor:
     """Return the weight of each hidden token in the iBOT loss: (M,) float32 on the CPU.
 
     The weight of a token is 1 / (number of hidden tokens of its crop * number of crops). All masked crops thus have the
-    same weight, and crops without hidden tokens count as crops whose loss is 0, as in the official code. The crops of
-    the mask all have the same number of tokens.
+    same weight, and crops without hidden tokens count as crops whose loss is 0, as in the official code. All crops of
+    the mask must have the same number of tokens.
     """
     hidden = len(mask.hidden) // len(mask.lengths) - mask.lengths  # (G * B,)
     return torch.repeat_interleave(1 / (hidden.clamp(min=1) * len(hidden)), hidden)
@@ -95,8 +95,8 @@ def koleo_loss(features: Tensor) -> Tensor:
 
         loss = - mean over i of  log max(min over j != i of |x[i] - x[j]|, NEAREST),  x[i] = features[i] / |features[i]|
 
-    The official code searches the neighbour of an image among the images of the same process, and adds 1e-8 to the
-    distance, which float16 rounds to 0.
+    The official code searches the nearest neighbour only among the images of the same process. It adds 1e-8 to the
+    distance, which has no effect in float16, where 1e-8 is rounded to 0.
 
     Args:
         features: (B, D) float32, one row per image of this process. B is equal on all processes.
@@ -120,7 +120,7 @@ def koleo_loss(features: Tensor) -> Tensor:
 
 
 def gram_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the mean squared difference between the cosine similarities of tokens of the student and of a teacher.
+    """Return the mean squared difference between the cosine similarities of the student's and a teacher's tokens.
 
         loss = mean over crops n, over tokens p, q of n, of  (cos(student[n, p], student[n, q]) - cos(teacher[n, p],
         teacher[n, q])) ** 2

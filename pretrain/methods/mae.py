@@ -31,7 +31,7 @@ from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.collectives import all_reduce_max
 
 NO_CONTRAST = 0.01
-"""Contrast of targets (`target_contrast`) at or below which all patches are equal, apart from rounding errors."""
+"""Threshold of `target_contrast`. At or below it, all patches count as equal, because of rounding errors."""
 LOOKED_AT = 256
 """Number of patches per process from which `target_contrast` is computed."""
 
@@ -41,7 +41,7 @@ ENCODERS: dict[type[Encoder], dict[str, Any]] = {
 }
 """the paper's encoder settings, for encoders that have them"""
 SMALL: dict[type[Encoder], dict[str, Any]] = {ViT: {"pool": "mean"}}
-"""encoder settings for small data sets: the mean of the patch tokens says more about an image than the class token"""
+"""encoder settings for small data sets, where the mean of the patch tokens is a better feature than the class token"""
 
 
 class MAEConfig(RandomCropConfig):
@@ -59,7 +59,7 @@ class MAEConfig(RandomCropConfig):
     decoder_dim: int | None = Field(default=None, ge=4, multiple_of=4)
     """width of the decoder; default: the encoder's width rounded down to a multiple of 32, at most 512"""
     decoder_depth: int | None = Field(default=None, ge=0)
-    """number of decoder blocks; 0: the decoder is one linear layer; default: 0 if `drop` is false, else 8, but 2 for
+    """number of decoder blocks; 0: the decoder is one linear layer; default: 0 if `drop` is false, else 8, or 2 for
     encoders with fewer than 12 blocks"""
     decoder_heads: int | None = Field(default=None, ge=1)
     """number of attention heads of the decoder; default: one head per 32 channels of the decoder's width"""
@@ -96,7 +96,7 @@ def resolve(config: MAEConfig, optim: OptimConfig, size: RunSize) -> tuple[MAECo
 def make_decoder(encoder: Encoder, config: MAEConfig, *, drop: bool) -> NarrowTransformer:
     """Return the decoder, which predicts the pixels of all tokens: (V or T, D) -> (T, P).
 
-    Its default settings are those of the published decoder, with width 512 and 16 heads, for the published encoders.
+    For the published encoders, the defaults are those of the published decoder: width 512 and 16 heads.
 
     Raises:
         ValueError: the width is not a multiple of the number of heads, or the depth is 0 and `drop` is true.
@@ -163,11 +163,12 @@ class MAE(Method):
         _check(encoder, config, self.drop)
         self.encoder = encoder
         self.decoder = make_decoder(encoder, config, drop=self.drop)
-        # the decoder then also sees the pooled features
+        # if true, the decoder also takes the pooled features as input
         self.class_token = getattr(encoder, "pool", None) == "class" and len(self.decoder.blocks) > 0
-        # a norm or a pooling that only makes the pooled features stays as it is, also if the decoder sees them
+        # `pooled=False` freezes a norm or a pooling layer that only computes the pooled features, even if the decoder
+        # takes these features as input
         freeze_unused(encoder, [config.size], pooled=False, tokens=True, masked=True, drop=self.drop)
-        # of the last forward pass, for health(): pooled features (B, D), and targets of some patches (N, P)
+        # for health(): pooled features (B, D) and targets of some patches (N, P) of the last forward pass
         self._pooled: Tensor | None = None
         self._some_targets: Tensor | None = None
 
@@ -284,7 +285,7 @@ def _check(encoder: Encoder, config: MAEConfig, drop: bool) -> None:
             f"{name} takes only images of one size. Set mae.native to false, or choose a vit, rope_vit or navit."
         )
     if not config.native and (config.smallest_size or config.token_budget):
-        raise ValueError("mae.smallest_size and mae.token_budget need images of many sizes. Set mae.native to true.")
+        raise ValueError("mae.smallest_size and mae.token_budget need native images. Set mae.native to true.")
     if not config.native and config.size % encoder.stride:
         sizes = sorted({max(config.size // encoder.stride, 1), -(-config.size // encoder.stride)})
         raise ValueError(

@@ -26,14 +26,14 @@ from tessera.runtime.collectives import all_reduce_sum
 from tessera.runtime.settings import Derived, derived
 
 TERMS = ("dino_loss", "ibot_loss", "koleo_loss")
-"""metrics that hold the terms of the loss, each as it is optimised"""
+"""metrics that hold the terms of the loss, including their weights"""
 
 
 class TeacherStudentConfig(MultiCropConfig, frozen=True):
     """Settings that DINO, DINOv2 and DINOv3 share."""
 
     prototypes: Derived[int] = derived(ge=2)
-    """number of prototypes, which is the number of outputs of the head (K)"""
+    """number of prototypes (K), the outputs of the head"""
     hidden_dim: Derived[int] = derived(ge=1)
     """width of the head's hidden layers; default: 2048, or 512 for fewer than 100,000 images"""
     bottleneck_dim: Derived[int] = derived(ge=1)
@@ -66,7 +66,7 @@ class TeacherStudentConfig(MultiCropConfig, frozen=True):
 
 
 def head_defaults(size: RunSize) -> dict[str, Any]:
-    """Return the default sizes of a head. The number of prototypes falls with the number of images."""
+    """Return the default sizes of a head. A smaller data set has fewer prototypes."""
     return {
         "prototypes": 2 ** round(math.log2(min(max(size.images / 8, 256), 65536))),
         "hidden_dim": 2048 if size.large else 512,
@@ -76,7 +76,7 @@ def head_defaults(size: RunSize) -> dict[str, Any]:
 
 
 def default_momentum(steps: int, horizon: float) -> float:
-    """Return a momentum whose average spans about a sixth of a short run, and `horizon` steps of a long run."""
+    """Return the EMA momentum for an averaging window of `steps / 6` steps, at least 10 and at most `horizon`."""
     return round(1 - 1 / min(max(steps / 6, 10), horizon), 6)
 
 
@@ -86,11 +86,11 @@ class TeacherStudent(Method):
     After each step, the parameters and running statistics of the teacher move towards those of the student (`ema`). The
     teacher is always in eval mode.
 
-    A second head, `ibot_head`, has an output, a centre and metrics of its own, whose names start with `ibot_`.
+    A second head, `ibot_head`, has its own output, centre and metrics, whose names start with `ibot_`.
     """
 
     section: ClassVar[str]
-    """name of the method, with which the names of its settings start"""
+    """name of the method, which is the prefix of its settings"""
     config: Any
     """settings of the method"""
     small_settings: ClassVar[dict[str, Any]] = {
@@ -103,11 +103,11 @@ class TeacherStudent(Method):
     }
 
     def __init__(self, student: Mapping[str, nn.Module], config: TeacherStudentConfig, steps: int) -> None:
-        """Take the modules of the student, and copy them to make the teacher.
+        """Build the teacher as a copy of the student.
 
         Args:
-            student: `encoder`, `head`, and `ibot_head` if there is a second head.
-            config: settings with all values.
+            student: modules of the student: `encoder`, `head`, and `ibot_head` if there is a second head.
+            config: resolved settings.
             steps: length of the run.
         """
         super().__init__()
@@ -118,12 +118,12 @@ class TeacherStudent(Method):
         self.center: Tensor
         self._pending: dict[str, PendingCenter] = {}
         self._add_center("", config.prototypes)
-        # the teacher's pooled features in the last forward pass, and the most probable prototype of each row of each
-        # output; for health()
+        # for health(): the teacher's pooled features in the last forward pass, and a dict from the prefix of an output
+        # to the index of the most probable prototype of each row
         self._last: tuple[Tensor, dict[str, Tensor]] | None = None
 
     def _add_center(self, output: str, prototypes: int) -> None:
-        """Add the centre of an output of the teacher. `output` starts the names of its buffer and metrics."""
+        """Add the centre of an output of the teacher. `output` is the prefix of the output's buffer and metrics."""
         self.register_buffer(f"{output}center", torch.zeros(prototypes))
         self._pending[output] = PendingCenter()
 
@@ -134,10 +134,15 @@ class TeacherStudent(Method):
 
     @torch.no_grad()
     def crop_targets(self, pooled: Tensor, view: View, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the teacher's distributions of global crops (G, B, K) for its pooled features (G * B, D), and metrics.
+        """Return the teacher's distributions of the global crops (G, B, K), and metrics.
 
-        `teacher_spread` is the standard deviation of the logits over the rows, averaged over the prototypes and divided
-        by the temperature.
+        The metric `teacher_spread` is the standard deviation of the logits over the rows, averaged over the prototypes
+        and divided by the temperature.
+
+        Args:
+            pooled: the teacher's pooled features of the global crops, (G * B, D).
+            view: the global crops.
+            step: number of optimizer steps before this one.
         """
         logits = self.teacher["head"](pooled).float()  # (G * B, K)
         temperature = self.temperature(step)
@@ -204,13 +209,13 @@ class TeacherStudent(Method):
             norm = "" if c.batch_norm else f"{self.section}.batch_norm, "
             found.append(
                 f"The teacher's logits hardly differ between images: teacher_spread is {record['teacher_spread']:.2f}, "
-                f"and should be above 1. Try {norm}encoder.init xavier, encoder.position_init sincos, or a higher "
+                f"but should be above 1. Try {norm}encoder.init xavier, encoder.position_init sincos, or a higher "
                 "optim.lr."
             )
         if record["prototypes_used"] < c.prototypes / 16:
             sinkhorn = f", or {self.section}.centering sinkhorn" if c.centering == "mean" else ""
             found.append(
-                f"The images of the batch fall on {record['prototypes_used']:.0f} of {c.prototypes} prototypes. Try "
+                f"The images of the batch use only {record['prototypes_used']:.0f} of {c.prototypes} prototypes. Try "
                 f"fewer {self.section}.prototypes{sinkhorn}."
             )
         if terms := ", ".join(f"{term} {record[term]:.3f}" for term in TERMS if term in record):
@@ -218,20 +223,20 @@ class TeacherStudent(Method):
         return [*found, *super().advice(record)]
 
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
-        # the share of ln K that the loss of a uniform output has, where local crops count less (DINOv3)
+        # Local crops count less in DINOv3, so the loss of a uniform output is only `dino_share` times ln K.
         loss = record["dino_loss" if "dino_loss" in record else "loss"] / record.get("dino_share", 1.0)
         return output_signs(self.section, "dino", loss, record["teacher_entropy"], math.log(self.config.prototypes))
 
 
 class PendingCenter:
-    """Sums of the teacher's logits over the forward passes of one step, of which the centre needs the mean."""
+    """Sums of the teacher's logits over the forward passes of one step, to update the centre with their mean."""
 
     def __init__(self) -> None:
         # the step, and a vector (K + 1,): the sum of the logits over the rows, and the number of rows
         self._sums: tuple[int, Tensor] | None = None
 
     def add(self, step: int, logits: Tensor) -> None:
-        """Add the logits (N, K) of a forward pass. Sums of an earlier step are discarded: that step was skipped."""
+        """Add the logits (N, K) of a forward pass. Discard the sums of an earlier step, because it was skipped."""
         sums = logits.sum(0, dtype=torch.promote_types(logits.dtype, torch.float32))  # (K,)
         sums = torch.cat([sums, sums.new_full((1,), len(logits))])  # (K + 1,)
         self._sums = (step, self._sums[1] + sums if self._sums and self._sums[0] == step else sums)
@@ -239,20 +244,20 @@ class PendingCenter:
     def move(self, center: Tensor, momentum: float) -> None:
         """Move `center` (K,) towards the mean of the step's logits over the rows of all processes. Collective.
 
-        Without any row, the centre stays where it is.
+        If there are no rows, the centre does not change.
 
         Raises:
             RuntimeError: no logits were added in this step.
         """
         if self._sums is None:
-            raise RuntimeError("after_step was called without a forward pass of the same step.")
+            raise RuntimeError("after_step was called before a forward pass of the same step. Call forward first.")
         sums = all_reduce_sum(self._sums[1])  # (K + 1,)
         center.lerp_(torch.where(sums[-1] > 0, sums[:-1] / sums[-1], center), 1 - momentum)
         self._sums = None
 
 
 def output_signs(section: str, term: str, loss: float, entropy: float, most: float) -> dict[str, str]:
-    """Return the signs of collapse in the teacher's output for one term of the loss: kind of collapse -> message.
+    """Return the signs of collapse in the teacher's output for one term of the loss, as in `Method.collapse_signs`.
 
     Args:
         loss: cross-entropy per crop or per hidden token, in nats.

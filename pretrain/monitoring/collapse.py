@@ -1,4 +1,4 @@
-"""Detection of feature collapse: the effective rank of the features, and an alarm."""
+"""Detect feature collapse: the effective rank of the features, and an alarm."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from tessera.runtime.errors import UserError
 from tessera.runtime.settings import Section
 
 EQUAL = 1e-5
-"""Features of images are equal if they differ by less than this fraction of their norm."""
+"""Features count as equal if their differences from the mean are smaller than this fraction of their norm."""
 
 
 class HealthConfig(Section):
@@ -37,10 +37,10 @@ class CollapseError(UserError, RuntimeError):
 def effective_rank(features: Tensor) -> float:
     """Return the effective rank of the features of all processes (RankMe, 2210.02885).
 
-    The effective rank is the exponential of the entropy of the centred features' singular values, normalised to sum
-    to 1. It is 0 if all rows are equal up to rounding errors, at most the smaller of D and the number of rows, and NaN
-    if a feature is not finite. All processes get the same number, so that a collapse stops all of them at the same
-    step.
+    The singular values of the centred features are normalised to sum to 1. The effective rank is the exponential of
+    their entropy. It is at most the smaller of D and the number of rows. It is 0 if all rows are equal up to rounding
+    errors, and NaN if a feature is not finite. All processes get the same value, so a collapse stops all of them at the
+    same step.
 
     Args:
         features: (N, D); N may differ between processes.
@@ -52,7 +52,7 @@ def effective_rank(features: Tensor) -> float:
     gram = all_reduce_sum(centred.T @ centred)
     if not gram.isfinite().all():
         return math.nan
-    # the norm of the centred features, because rounding errors of float32 have all directions, and thus a high rank
+    # Check for equal features first, because their rounding errors in float32 have all directions, thus a high rank.
     if gram.trace() <= EQUAL**2 * max((gram.trace() + rows * mean.square().sum()).item(), 1e-60):
         return 0.0
     values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
@@ -75,7 +75,7 @@ class CollapseAlarm:
         Args:
             config: settings of the alarm.
             steps: length of the run in optimizer steps.
-            rank_hint: advice that the warning about a fallen rank gives, such as settings to change.
+            rank_hint: advice in the warning about a fallen rank, such as settings to change.
             memory: state of the alarm, empty for a new run. The alarm updates the dictionary in place, so that a
                 checkpoint can store the state.
         """

@@ -35,7 +35,7 @@ from tessera.runtime.collectives import all_gather, all_reduce_max, all_reduce_s
 PIXEL_SIDE = 32
 """Side in pixels to which larger images are shrunk before the k-NN accuracy of the raw pixels is computed."""
 TOP = 5
-"""Number of classes among which top-5 accuracy looks for the true class."""
+"""Number of classes with the highest scores. An image counts in top-5 accuracy if its true class is one of them."""
 
 
 class OnlineEvaluation:
@@ -55,7 +55,7 @@ class OnlineEvaluation:
             config: settings of the evaluation. `config.val` names the labelled SHARDS of the scored images.
             train: labelled SHARDS of the training images of the evaluation, such as the bank of k-NN.
             image_size: side of the images in pixels.
-            accelerator: accelerator of the run, which knows the processes and the device.
+            accelerator: accelerator of the run.
             source: options for reading remote shards.
 
         Raises:
@@ -70,10 +70,10 @@ class OnlineEvaluation:
     def extract(
         self, model: nn.Module, encoder: Encoder, shards: list[Source], feature: Callable[[Encoder, Tensor], Tensor]
     ) -> list[LabelledFeatures]:
-        """Return the features of centre crops of each of `shards`, as `evaluation.features.extract` does.
+        """Return the features of centre crops for each item of `shards`; see `evaluation.features.extract`.
 
-        `model`, of which `encoder` is a part, is in eval mode meanwhile. Its mode (train or eval) and the random states
-        are the same afterwards.
+        `model` contains `encoder`, and is in eval mode during the extraction. Afterwards, its mode (train or eval) and
+        the random states are restored.
         """
         training = model.training
         model.eval()
@@ -87,7 +87,7 @@ class OnlineEvaluation:
 
 
 class OnlineKNN(OnlineEvaluation):
-    """k-NN and linear probe of an encoder, with the same features."""
+    """k-NN and linear probe on the same features of an encoder."""
 
     queries = 0
     """Number of scored images; known after the first evaluation."""
@@ -105,7 +105,7 @@ class OnlineKNN(OnlineEvaluation):
         return self._first
 
     def evaluate(self, encoder: Encoder, *, pixels: bool = False) -> dict[str, float]:
-        """Return the top-1 accuracies, 0 to 1: of k-NN as `knn_top1`, and of the linear probe as `linear_top1`.
+        """Return the top-1 accuracies, 0 to 1: `knn_top1` for k-NN, and `linear_top1` for the linear probe.
 
         The linear probe is left out if `config.linear_iterations` is 0.
 
@@ -115,7 +115,7 @@ class OnlineKNN(OnlineEvaluation):
                 pixels, and the mean image of the bank is subtracted.
 
         Raises:
-            EvaluationError: at the first evaluation, if `check_labels` refuses the labels.
+            EvaluationError: the labels fail `check_labels`, which only the first evaluation calls.
         """
         feature = pooled_and_pixels if pixels else pooled
         train, val = self.extract(encoder, encoder, [self.train, self.val], feature)
@@ -150,12 +150,13 @@ class Accuracy(OnlineEvaluation):
     """Accuracy of the classifier of a supervised method."""
 
     def evaluate(self, method: Method) -> dict[str, float]:
-        """Return the top-1 and top-5 accuracies, 0 to 1, as `val_top1` and `val_top5`, and the number `val_images`.
+        """Return the top-1 and top-5 accuracies, 0 to 1, as `val_top1` and `val_top5`, and the number of images as
+        `val_images`.
 
-        Among equal scores, the class with the smaller number ranks first.
+        Among equal scores, the class with the smaller index ranks first.
 
         Raises:
-            EvaluationError: there is no readable image, or a label is not the number of a class.
+            EvaluationError: there is no readable image, or a label is not a class index.
         """
 
         def best_classes(_: Encoder, images: Tensor) -> Tensor:
@@ -172,7 +173,11 @@ class Accuracy(OnlineEvaluation):
 
 
 def _check_classes(labels: Tensor, classes: int) -> None:
-    """Check the labels (N,) of this process's images, on all processes."""
+    """Check the labels of all processes. `labels` (N,) are those of this process. Call this on all processes.
+
+    Raises:
+        EvaluationError: there is no readable image, or a label is not a class index.
+    """
     ends = torch.stack([labels.max(), -labels.min()]) if len(labels) else torch.full((2,), -(2**62))
     largest, smallest = (int(end) for end in all_reduce_max(ends))
     if largest == -(2**62):
@@ -188,10 +193,10 @@ def _check_classes(labels: Tensor, classes: int) -> None:
 def write_accuracy(config: RunConfig, output: Path, scores: Scores) -> None:
     """Print the accuracies of a finished run, and write them to a result file. Call it only on the main process.
 
-    The result belongs to the encoder that the run started from. If `init_from` is a run, a checkpoint or an encoder of
+    The result describes the encoder that the run started from. If `init_from` is a run, a checkpoint or an encoder of
     this project, the path is that of `evaluation.results.result_path`. Otherwise, it is
-    OUTPUT/evaluation/finetune.json. `top1` and `top5` are those of the last step. The best step is only informative,
-    because it is chosen on the images that score it.
+    OUTPUT/evaluation/finetune.json. `top1` and `top5` are those of the last step. The accuracy of the best step is only
+    informative, because this step is chosen on the same images.
     """
     last, best = scores.memory["last"], scores.best
     result = {

@@ -36,7 +36,7 @@ def attention(encoder: Encoder, images: Tensor, side: int = 112) -> np.ndarray |
 
 @torch.no_grad()
 def pca(encoder: Encoder, images: Tensor, side: int = 112) -> np.ndarray:
-    """Show each image above the first three principal components of its tokens as red, green and blue.
+    """Show each image above a map of its tokens, with their first three principal components as red, green and blue.
 
     The components are computed from the tokens of all images together.
 

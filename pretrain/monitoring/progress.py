@@ -10,14 +10,14 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainin
 from rich.progress import Progress as RichProgress
 
 ACCURACIES = {"knn_top1": "k-NN", "linear_top1": "linear", "val_top1": "top-1"}
-"""Names of the accuracies in the progress, by metric."""
+"""Names under which the progress shows accuracies, by metric."""
 
 
 class Progress:
-    """Progress of a run on stderr. A terminal shows a bar; a file, such as a log, has one line per record."""
+    """Progress of a run on stderr. A terminal shows a progress bar. A log file gets one line per record."""
 
     def __init__(self, steps: int, done: int, *, enabled: bool) -> None:
-        """Set up the progress of a run of `steps` steps, of which `done` are done."""
+        """Set up the progress of a run. `steps` is the length of the run, and `done` the number of completed steps."""
         console = Console(stderr=True)
         self.enabled, self.bar = enabled, enabled and console.is_terminal
         columns = (
@@ -46,7 +46,10 @@ class Progress:
         self.progress.update(self.task, completed=step, numbers=numbers)
 
     def scored(self, record: Mapping[str, Any]) -> None:
-        """Show the accuracies (0 to 1) in a record of metrics from now on. Do nothing if it has none."""
+        """Take the accuracies (0 to 1) from `record`; later progress output shows them.
+
+        If `record` has no accuracy, the output keeps showing the earlier ones.
+        """
         found = [f"{name} {100 * record[metric]:.1f} %  " for metric, name in ACCURACIES.items() if metric in record]
         if found:
             self.accuracy = "".join(found).rstrip() + (f" (step {record['step']})  " if "step" in record else "  ")
@@ -67,12 +70,12 @@ class Progress:
 
 
 def speed(images_per_second: float) -> str:
-    """Return a throughput in words: `1234 images/s`, or with two digits below 10, as `0.38 images/s`."""
+    """Format a throughput, such as `1234 images/s`. Below 10, show two significant digits, such as `0.38 images/s`."""
     return f"{images_per_second:.0f} images/s" if images_per_second >= 10 else f"{images_per_second:.2g} images/s"
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in words, in the two largest units that matter: `45 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
+    """Format a duration in at most two units, such as `45 s`, `12 min`, `3 h 05 min` or `2 d 4 h`."""
     minutes = round(seconds / 60)
     if seconds < 90:
         return f"{seconds:.0f} s"

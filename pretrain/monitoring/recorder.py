@@ -1,4 +1,4 @@
-"""Files that a run writes while it trains: metrics, pictures, skipped samples, and where it trained."""
+"""Write the records of a training run: metrics, pictures, skipped samples, and facts about the machine."""
 
 import datetime
 import math
@@ -19,7 +19,8 @@ from tessera.runtime.machine import processor, versions
 class Recorder:
     """Writer of metrics, pictures and skipped samples. Only the main process has a recorder.
 
-    Metrics and pictures go to the chosen sinks. The run folder also gets the pictures, and names of skipped samples.
+    Metrics and pictures go to the chosen sinks. The recorder itself writes pictures and the names of skipped samples to
+    the run folder.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Recorder:
         self.sinks = [SINKS[name](output, step, settings or {}) for name in (config or MetricsConfig()).sinks]
 
     def scalars(self, record: dict[str, Any]) -> None:
-        """Write the numbers of one step, `record["step"]`. A value that is not finite becomes None, because JSON has no
+        """Write the metrics of the step `record["step"]`. A value that is not finite becomes None, because JSON has no
         NaN."""
         values = {n: value if math.isfinite(value) else None for n, value in record.items() if n != "step"}
         for sink in self.sinks:
@@ -57,7 +58,7 @@ class Recorder:
             Image.fromarray(picture).save(folder / f"{name}.png")
 
     def skipped(self, step: int, reason: str, keys: list[str]) -> None:
-        """Append to skipped.jsonl a step whose loss or gradient was not finite, with the names of its samples."""
+        """Append a step whose loss or gradient was not finite to skipped.jsonl, with the names of its samples."""
         append_line(self.skips, {"step": step, "reason": reason, "samples": keys})
 
     def close(self) -> None:

@@ -117,7 +117,7 @@ class CSV(Sink):
 
 
 class WandB(Sink):
-    """Sink that logs to Weights & Biases. `WANDB_PROJECT`, `WANDB_MODE` and its other environment variables apply.
+    """Sink that logs to Weights & Biases. The environment variables of wandb apply, such as `WANDB_PROJECT`.
 
     The name of the run in Weights & Biases is the name of the run folder. A resumed run continues the same
     Weights & Biases run, and the service drops steps that it already has.
@@ -176,7 +176,7 @@ class MLflow(Sink):
         try:
             call(*arguments, **options)
         except self.mlflow.exceptions.MlflowException as error:
-            log.warning("a record could not be sent to MLflow: %s", error)
+            log.warning("A record could not be sent to MLflow: %s", error)
 
     def close(self) -> None:
         self.mlflow.end_run()
@@ -205,7 +205,7 @@ class MetricsConfig(Section):
     def _known_and_installed(cls, sinks: tuple[str, ...]) -> tuple[str, ...]:
         for name in sinks:
             if name not in SINKS:
-                raise ValueError(f"there is no sink of this name. Choose any of {', '.join(SINKS)}")
+                raise ValueError(f"There is no sink of this name. Choose any of {', '.join(SINKS)}.")
             if name in OPTIONAL_PACKAGES and importlib.util.find_spec(name) is None:
                 raise ValueError(
                     f"The package {name} is not installed. Install it with `pip install {name}`, or remove {name} from "
@@ -215,7 +215,7 @@ class MetricsConfig(Section):
 
 
 def finite(record: Record) -> dict[str, float]:
-    """Return the values of a record that are numbers."""
+    """Return the finite values of a record."""
     return {name: value for name, value in record.items() if value is not None}
 
 
@@ -226,7 +226,7 @@ def append_line(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def keep_lines(path: Path, step: int) -> None:
-    """Remove from a JSON lines file the lines of all steps after `step`. Remove all lines if `step` is 0."""
+    """Remove the lines of all steps after `step` from a JSON lines file. Remove all lines if `step` is 0."""
     if not path.exists():
         return
     kept = []

@@ -7,35 +7,38 @@ from typing import Any, Literal, NamedTuple
 
 Outcome = Literal["warming up", "learning", "levelled off", "flat", "falling", "collapsing"]
 RECENT = 3
-"""Number of evaluations without a clear gain after which a run has levelled off."""
+"""A run has levelled off after this number of evaluations in a row without a clear gain."""
 ADVISED = ("flat", "falling", "collapsing")
-"""Outcomes after which the verdict also names settings to try."""
+"""Outcomes for which the verdict also names settings to try."""
 
 
 class Score(NamedTuple):
-    """Accuracy at one evaluation, by k-NN or by a classifier."""
+    """Accuracy of k-NN, of the linear probe or of a classifier at one evaluation."""
 
     step: int
-    """Number of steps done."""
+    """Number of steps before the evaluation."""
     accuracy: float
     """Accuracy from 0 to 1."""
 
     @property
     def when(self) -> str:
-        """Time of the evaluation in words."""
+        """Step of the evaluation as text: `before training` or `step N`."""
         return "before training" if self.step == 0 else f"step {self.step}"
 
 
 @dataclass
 class Scores:
-    """Accuracies of a run so far, by k-NN or by its classifier, and the k-NN accuracy with raw pixels as features."""
+    """Accuracies of all evaluations of a run so far, and the k-NN accuracy with raw pixels as features.
+
+    The main accuracy is that of k-NN, or that of the classifier if the method is supervised.
+    """
 
     memory: dict[str, Any] = field(default_factory=dict)
     """State in JSON types. It is updated in place, so that a checkpoint can store it."""
 
     @property
     def history(self) -> list[Score]:
-        """Accuracies of the encoder, oldest first. The first one belongs to the encoder before training."""
+        """Main accuracies, oldest first. The first entry is the accuracy before training."""
         return [Score(*score) for score in self.memory.get("history", [])]
 
     @property
@@ -45,7 +48,7 @@ class Scores:
 
     @property
     def best(self) -> Score:
-        """Evaluation with the highest accuracy."""
+        """Evaluation with the highest main accuracy."""
         return max(self.history, key=lambda score: score.accuracy)
 
     @property
@@ -59,8 +62,8 @@ class Scores:
         return self.memory.get("newest", {})
 
     def add(self, step: int, record: Mapping[str, float]) -> None:
-        """Add the accuracies of an evaluation: `knn_top1` and, if measured, `linear_top1` and `knn_pixels`; or
-        `val_top1`."""
+        """Add the accuracies of an evaluation. `record` must have `knn_top1` or `val_top1`, and may have `linear_top1`
+        and `knn_pixels`."""
         accuracy = record["knn_top1"] if "knn_top1" in record else record["val_top1"]
         self.memory["newest"] = {"step": step} | {name: x for name, x in record.items() if name.endswith("_top1")}
         self.memory.setdefault("history", []).append([step, accuracy])
@@ -82,7 +85,8 @@ def noise(accuracy: float, queries: int) -> float:
 def outcome(history: Sequence[Score], queries: int, early_steps: int, signs: Mapping[str, str]) -> Outcome:
     """Return the outcome of the newest evaluation.
 
-    An accuracy is higher or lower than another one only if they differ by more than the measurement noise (`noise`).
+    An accuracy counts as higher or lower than another one only if the difference exceeds the measurement noise
+    (`noise`).
 
     - warming up: the run is in its first `early_steps`.
     - collapsing: the method, or the rank of the features, shows a sign of collapse.
@@ -92,9 +96,9 @@ def outcome(history: Sequence[Score], queries: int, early_steps: int, signs: Map
     - learning: the accuracy is higher than before training.
 
     Args:
-        history: accuracies so far; the first one belongs to the encoder before training.
+        history: accuracies so far. The first entry is the accuracy before training.
         queries: number of images that are scored.
-        early_steps: steps at the start of the run after which accuracies and signs of collapse count.
+        early_steps: number of steps at the start of the run in which accuracies and signs of collapse do not count.
         signs: signs of collapse in the metrics of this step.
     """
     first, now = history[0], history[-1]
@@ -115,14 +119,14 @@ def outcome(history: Sequence[Score], queries: int, early_steps: int, signs: Map
 
 
 def baselines(scores: Scores) -> str:
-    """Return as text the accuracies with which to compare a score: before training, and of the raw pixels."""
+    """Format the baselines of a score: the accuracy before training, and that of the raw pixels if it was measured."""
     first = scores.history[0]
     text = f"{first.when} {100 * first.accuracy:.1f} %"
     return text if scores.pixels is None else f"{text}, raw pixels {100 * scores.pixels:.1f} %"
 
 
 def linear(scores: Scores) -> str:
-    """Return the newest accuracy of the linear probe as text, beside its first one, with a comma in front.
+    """Format the newest and the first accuracy of the linear probe. The text starts with a comma.
 
     The text is empty if the newest evaluation had no linear probe.
     """
@@ -135,7 +139,7 @@ def linear(scores: Scores) -> str:
 
 
 def line(scores: Scores, k: int, queries: int, found: Outcome, advice: Sequence[str]) -> str:
-    """Return the verdict in words: the accuracy beside its baselines, the outcome, and settings to try.
+    """Format the verdict as one line: the accuracy with its baselines, the outcome, and settings to try.
 
     Args:
         scores: accuracies so far.
@@ -162,7 +166,7 @@ def line(scores: Scores, k: int, queries: int, found: Outcome, advice: Sequence[
 
 
 def accuracy_line(scores: Scores, record: dict[str, Any]) -> str:
-    """Return the accuracies of one evaluation as one line, beside the best accuracy so far."""
+    """Format the accuracies of one evaluation and the best accuracy so far as one line."""
     best, step = scores.best, scores.history[-1].step
     text = f"step {step}: top-1 {100 * record['val_top1']:.1f} %, top-5 {100 * record['val_top5']:.1f} %"
     return f"{text} (best top-1 {100 * best.accuracy:.1f} % at step {best.step})"

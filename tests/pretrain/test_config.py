@@ -399,7 +399,7 @@ def test_a_settings_file_runs_no_command(tmp_path: Path, shards: str) -> None:
     file.write_text("data: a.tar\nevaluation: {val: 'pipe:true'}\n")
     assert load([*flag, "--data", "other.tar"]).source.commands is False
     file.write_text("data: a.tar\nsource: {commands: true}\n")
-    with pytest.raises(SettingsError, match=r"a settings file cannot set source\.commands"):
+    with pytest.raises(SettingsError, match=r"A settings file cannot set source\.commands"):
         load(flag)
 
 

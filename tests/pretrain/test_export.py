@@ -101,7 +101,7 @@ def test_a_whole_method_goes_on_where_it_was(run, tmp_path: Path) -> None:
     else:
         assert "decoder.pred.weight" in load_file(output)
     output.with_suffix(".json").unlink()
-    with pytest.raises(ValueError, match=r"together with method\.json is not an exported method"):
+    with pytest.raises(ValueError, match=r"and method\.json are not an exported method"):
         export.load(output)
 
 
@@ -127,9 +127,9 @@ def test_what_cannot_be_is_said_in_a_line(run, tmp_path: Path, capsys: pytest.Ca
 
     assert "must end in .safetensors" in said(folder, tmp_path / "out.pt")
     assert "is not a folder. Make it first" in said(folder, tmp_path / "no" / "out.safetensors")
-    assert "There is no checkpoint at" in said(tmp_path, output)
+    assert "holds no checkpoint: neither" in said(tmp_path, output)
     assert "is a file. Give the run folder" in said(newest / "encoder.safetensors", output)
-    assert "additional files count as damage. Write elsewhere" in said(
+    assert "must not hold other files. Write elsewhere" in said(
         folder, folder / "checkpoints" / "latest" / "x.safetensors"
     )
     shard = newest / "__0_0.distcp"

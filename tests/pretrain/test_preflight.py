@@ -161,7 +161,7 @@ def test_a_method_that_reads_values_is_not_checked(
 ) -> None:
     with caplog.at_level("INFO"):
         dry_forward(ReadsValues(how))
-    assert "ReadsValues is not checked before the start" in caplog.text
+    assert "ReadsValues is not checked before the run" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_processes_that_see_other_shards(monkeypatch):
     others = [(resolving.fingerprint([one], [1024]), 3, ["http://h/b.tar"])]
     with pytest.raises(
         ShardError,
-        match=r"process 1 sees 3 images and process 0 sees 6.*Only one of the .* processes can read: http://h/b\.tar\.",
+        match=r"Process 1 sees 3 images, and process 0 sees 6.*Only one of the .* processes can read: http://h/b\.tar\.",
     ):
         resolving.agree([both], [1024])
 
@@ -64,7 +64,9 @@ def test_two_processes_whose_disks_differ_stop(launch, tmp_path: Path) -> None:
     run = launch(words, processes=2, script=script)
     log = run.wait(120)
     assert run.process.returncode != 0
-    assert "process 1 sees 1078 images and process 0 sees 1437, but all processes must see the same shards" in log
+    assert (
+        "Process 1 sees 1078 images, and process 0 sees 1437 images, but all processes must see the same shards" in log
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -167,7 +167,7 @@ def test_dry_run_of_a_method_that_sums_over_processes(launch, tmp_path: Path) ->
         (["--resume"], "--resume needs --output"),
         (["--resume", "--output", "/nowhere/run"], "/nowhere/run holds no run to continue"),
         (["--precision", "fp16"], "Use bf16 or fp32"),
-        (["--encoder.bf16_residuals", "true"], "needs --precision bf16, and the precision of this run is fp32"),
+        (["--encoder.bf16_residuals", "true"], "needs --precision bf16, but the precision of this run is fp32"),
         (["--encoder.heads", "5"], "heads"),
         (["--dino.loca_crops", "5"], "did you mean '--dino.local_crops'"),
     ],

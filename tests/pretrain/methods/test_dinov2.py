@@ -211,7 +211,7 @@ def test_settings_that_do_not_fit_are_refused() -> None:
     config, _ = resolve(DINOv2Config(global_size=16), OptimConfig(), RunSize(1000, 4, 10))
     with pytest.raises(ValueError, match=r"Set encoder\.mask_token to true"):
         DINOv2(encoders.build("vit_micro"), config, 10)
-    with pytest.raises(ValueError, match=r"is one token of ViT.*at least 32"):
+    with pytest.raises(ValueError, match=r"is only one token of ViT.*at least 32"):
         DINOv2(encoders.build("vit_micro", mask_token=True, patch_size=16), config, 10)
 
 

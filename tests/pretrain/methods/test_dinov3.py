@@ -185,16 +185,16 @@ def test_sizes_set_the_sizes_that_are_not_given_and_are_sorted() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"16/8/24": 1, "18/8/24": 1}, "sizes 18/8/24: A side is not a multiple of the 4 pixels of a token"),
-        ({"16/8/24": 1, "20/6/24": 1}, "sizes 20/6/24: A side is not a multiple of the 4 pixels of a token"),
+        ({"16/8/24": 1, "18/8/24": 1}, "sizes 18/8/24: A side is not a multiple of 4 pixels, the side of a token"),
+        ({"16/8/24": 1, "20/6/24": 1}, "sizes 20/6/24: A side is not a multiple of 4 pixels, the side of a token"),
         ({"16/8": 1, "24/8/20": 1}, "sizes 24/8/20: gram_size 20 is less than global_size 24. Raise gram_size"),
-        ({"4/4": 1, "16/8": 1}, "sizes 4/4: .* is one token of ViT.* Set global_size to at least 8"),
-        ({"16-8": 1}, r"'16-8' is no combination of crop sizes. Write global/local/gram"),
-        ({"16/8/24/32": 1}, r"'16/8/24/32' is no combination"),
-        ({"16/0": 1}, r"'16/0' is no combination"),
+        ({"4/4": 1, "16/8": 1}, "sizes 4/4: .* is only one token of ViT.* Set global_size to at least 8"),
+        ({"16-8": 1}, r"'16-8' is not a combination of crop sizes. Write global/local/gram"),
+        ({"16/8/24/32": 1}, r"'16/8/24/32' is not a combination"),
+        ({"16/0": 1}, r"'16/0' is not a combination"),
         ({"16/8": 0}, r"probability of 16/8 must be a positive number"),
         ({"16/8": float("inf")}, r"probability of 16/8 must be a positive number"),
-        ({}, r"there is no combination"),
+        ({}, r"There is no combination"),
     ],
 )
 def test_impossible_sizes_are_refused(sizes: dict[str, float], message: str) -> None:
@@ -205,7 +205,9 @@ def test_impossible_sizes_are_refused(sizes: dict[str, float], message: str) -> 
 def test_sizes_that_contradict_other_settings_are_refused() -> None:
     sizes = {"16/8": 1, "24/8": 1}
     assert mixed(sizes=sizes, global_size=16, local_size=8, gram_size=16).image_size == 16
-    with pytest.raises(ValueError, match=r"global_size 16, local_size 8 and gram_size 24 are not one .* Leave out"):
+    with pytest.raises(
+        ValueError, match=r"global_size 16, local_size 8 and gram_size 24 are not a combination .* Remove"
+    ):
         mixed(sizes=sizes, global_size=16)
 
 

@@ -185,14 +185,14 @@ def test_settings_that_contradict_the_teacher_are_refused(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"4 pixels are smaller than a token of the teacher.*distill\.teacher_size"):
         make(path, teacher_size=4)
     config, _ = resolve(DistillConfig(size=16, teacher=str(path)), OptimConfig(), SIZE)
-    with pytest.raises(ValueError, match="teacher takes images of 3 channels, but the student's images have 1"):
+    with pytest.raises(ValueError, match="teacher takes images with 3 channels, but the student's images have 1"):
         Distill(encoders.build("vit_micro", channels=1), config, 10)
 
 
 def test_images_that_the_teacher_does_not_support_are_named(tmp_path: Path) -> None:
     encoders.save(encoders.build("navit_micro"), tmp_path / "teacher.safetensors")
     method, _ = make(tmp_path / "teacher.safetensors", teacher_size=24)
-    with pytest.raises(ValueError, match=r"The teacher does not support its images: .* 24 pixels"):
+    with pytest.raises(ValueError, match=r"The teacher does not support its input images: .* 24 pixels"):
         dry_forward(method)
 
 

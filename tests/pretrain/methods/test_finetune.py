@@ -150,7 +150,7 @@ def test_an_odd_number_of_images_is_refused_unless_nothing_is_mixed() -> None:
 def test_what_cannot_be_built_is_refused() -> None:
     with pytest.raises(ValueError, match=r"number of classes is not set"):
         Finetune(encoders.build("vit_micro"), FinetuneConfig(), 10)
-    with pytest.raises(ValueError, match=r"Set finetune.size to one side"):
+    with pytest.raises(ValueError, match=r"Set finetune.size to one number"):
         Finetune(encoders.build("vit_micro", image_size=(16, 32)), FinetuneConfig(classes=2), 10)
     assert make(size=None, encoder={"image_size": 24}).image_size == 24
 

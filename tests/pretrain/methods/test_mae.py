@@ -236,7 +236,7 @@ def test_panels_show_the_image_what_is_visible_and_what_is_predicted() -> None:
     [
         ("vit_micro", TINY, {"size": 30}, "mae.size 30 is not a multiple of 8, .* Set mae.size to 24 or 32"),
         ("swin_micro", {}, {"native": True}, "Swin takes only images of one size. Set mae.native to false"),
-        ("vit_micro", TINY, {"token_budget": 100}, "need images of many sizes. Set mae.native to true"),
+        ("vit_micro", TINY, {"token_budget": 100}, "need native images. Set mae.native to true"),
         ("vit_micro", TINY, {"decoder_heads": 3}, "mae.decoder_dim 16 is not a multiple of mae.decoder_heads 3"),
         ("vit_micro", TINY, {"decoder_depth": 0}, "needs features of all tokens"),
         ("swin_micro", {}, {"drop": True}, "Swin cannot drop hidden tokens"),
