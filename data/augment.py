@@ -503,7 +503,7 @@ def per_crop(numbers: Tensor, x: Tensor) -> Tensor:
 
 
 def per_channel(values: Sequence[float], x: Tensor) -> Tensor:
-    """Reshape one value per channel to (C, 1, ...), so that it broadcasts over `x` (N, C, ...), on the device of `x`."""
+    """Reshape one value per channel to (C, 1, ...), so that it broadcasts over `x` (N, C, ...), on its device."""
     return copy_to_device(torch.tensor(values), x.device).view(-1, *(1,) * (x.ndim - 2))
 
 

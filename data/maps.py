@@ -1,7 +1,7 @@
 """Segmentation maps: PNGs that hold the class number of each pixel of an image. The value 255 marks ignored pixels.
 
-A map is gray with up to 8 bits or has a palette, as the maps of ADE20K, Cityscapes and PASCAL VOC. The values of a
-palette map are the indices, not the colours. A map has the size of its upright image.
+A map is gray with up to 8 bits or has a palette, like the maps of ADE20K, Cityscapes and PASCAL VOC. The values of a
+map with a palette are the palette indices, not the colours. A map has the size of its upright image.
 
 Shapes: a map has H x W pixels. There are n crops of S x T pixels.
 """
@@ -19,7 +19,7 @@ from tessera.data.headers import holds_all_pixels
 
 IGNORED = 255
 """Value of pixels that are neither trained on nor scored."""
-_DEPTH, _COLOURS = 24, 25  # positions in a PNG of the number of bits and of the colour type
+_DEPTH, _COLOURS = 24, 25  # byte offsets of the bit depth and of the colour type in a PNG
 
 
 def decode_map(encoded: bytes, size: tuple[int, int] | None = None) -> Tensor:
@@ -69,7 +69,7 @@ def checked_map(encoded: bytes, size: tuple[int, int], classes: int | None = Non
 
 
 def cut_map(values: Tensor, view: ViewParameters) -> Tensor:
-    """Cut the crops of a map as `data.resample.cut` cuts those of its image: (H, W) -> (n, S, T).
+    """Cut the same crops from a map as `data.resample.cut` cuts from its image: (H, W) -> (n, S, T).
 
     A pixel of a crop has the value of the nearest pixel of the map.
 

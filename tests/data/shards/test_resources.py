@@ -155,7 +155,7 @@ def test_a_lack_of_memory_stops_a_run_by_name(write_tar, png, monkeypatch):
 
     path = write_tar("t.tar", [("a.png", png(0))])
     monkeypatch.setattr("tessera.data.dataset.Decoding.picture", fail)
-    with pytest.raises(ShardError, match=r"t.tar/a: the memory of this process does not suffice"):
+    with pytest.raises(ShardError, match=r"t.tar/a cannot be decoded, because the memory of this"):
         list(evaluation_batches(path, CenterCrop(4), 4, labels=False, reading=Reading(source=SKIP)))
 
 
