@@ -89,7 +89,7 @@ def test_all_bad_shards_are_named(write_shards, tmp_path):
     message = str(caught.value)
     assert message.startswith("28 of 33 shards cannot be used:")
     assert message.endswith("and 8 more")
-    assert "gone.tar: No such file" in message
+    assert "gone.tar cannot be read: No such file" in message
     assert "notes.txt: the file name must end in .tar" in message
     assert "mistyped: does not exist. Check the name" in message
     assert [path for path in paths if path in message] == paths[:17]
