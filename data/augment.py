@@ -117,9 +117,9 @@ class Operation:
     draws: ClassVar[int] = 1
     """Number of uniform random values for each crop."""
     shared: ClassVar[tuple[int, ...] | None] = None
-    """For an operation of DINO: indices of its random values among the `SHARED_DRAWS` values of a crop. None for other
-    operations. Their values come from a separate random stream, which depends on the seed, the position of the sample,
-    and the name of the class."""
+    """Indices of the operation's random values among the `SHARED_DRAWS` values of a crop; None for operations that DINO
+    does not have. These operations draw from a separate random stream, which depends on the seed, the position of the
+    sample, and the name of the class."""
     fuses: ClassVar[bool] = True
     """True if `apply` accepts one tensor or separate channels; False if it accepts only one tensor."""
 
@@ -559,7 +559,7 @@ def normalize(x: Tensor, preprocessing: Preprocessing) -> Tensor:
 
 
 def _normalized(crops: Crops, preprocessing: Preprocessing) -> Crops:
-    """Normalise crops. One tensor is changed in place."""
+    """Normalise crops. If `crops` is one tensor, it is changed in place."""
     if isinstance(crops, Tensor):
         return normalize(crops, preprocessing)
     return tuple((x - m) / s for x, m, s in zip(crops, preprocessing.mean, preprocessing.std, strict=True))

@@ -25,11 +25,11 @@ from tessera.runtime.settings import Section
 TRIES = 10
 """Number of random boxes that are tried before the central box is used."""
 BOX_DRAWS = 2 * TRIES + 4
-"""Number of random values that are drawn for the box of each crop, its mirroring and its rotation."""
+"""Number of random values per crop, for its box, its mirroring and its rotation."""
 LONGEST = 4
 """Largest ratio of the long side to the short side of a box of `NativeCrop`. Only long images reach this limit."""
 SMALL_SIDE = 128
-"""Side of global crops, in pixels, below which other defaults hold (measurements: docs/results.md)."""
+"""Side of global crops in pixels. Smaller global crops have other defaults (measurements: docs/results.md)."""
 
 T = TypeVar("T")
 Positive = Annotated[float, Field(gt=0)]
@@ -155,7 +155,7 @@ class MixedCrops:
     does with crops of several sizes.
 
     The seed and the step determine the transform, so that all crops of a step have the same sizes, on all processes.
-    `views` and `draw` have no step argument, and belong to the transform whose crops have the most pixels.
+    `views` and `draw` have no step argument. They use the transform whose crops have the most pixels.
 
     Args:
         transforms: transforms without packing.

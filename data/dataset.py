@@ -34,9 +34,9 @@ To draw and decode one sample after another would be slower, because decoding ev
 caches.
 """
 MOST_HELD = 2**26
-"""Total size in bytes of drawn images at which these images are decoded before further samples are drawn. Images of
-most formats are decoded already when they are drawn. Without this limit, several large images would be in memory at the
-same time."""
+"""Limit in bytes on the total size of drawn images. When the limit is reached, these images are decoded before further
+samples are drawn. Images of most formats are already decoded when they are drawn, so that several large images could
+otherwise be in memory at the same time."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,10 @@ class TrainDataset(Dataset[Sample]):
                 start += 1
 
     def _addresses(self, positions: Sequence[int] | np.ndarray, later: int = 0) -> list[_Address]:
-        """Return the address of the sample at each position, moved ahead by `later` samples of its virtual stream."""
+        """Return the address of the sample at each position.
+
+        Each position is first moved ahead by `later` samples of its virtual stream.
+        """
         sources, shards, samples = self.sampler(np.asarray(positions), later)
         numbers = np.empty_like(samples)
         for number, source in enumerate(self.sources):
@@ -202,7 +205,7 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
     decoding: Decoding = Decoding()
 
     def __post_init__(self) -> None:
-        self.source = replace(self.source)  # a copy that tries again to read shards which failed in another dataset
+        self.source = replace(self.source)  # the copy forgets shards that could not be read for another dataset
 
     def __len__(self) -> int:
         return self.source.images

@@ -48,7 +48,7 @@ def decode_map(encoded: bytes, size: tuple[int, int] | None = None) -> Tensor:
     except Exception as error:  # Pillow raises many kinds of errors for damaged files
         raise ImageError(f"a damaged PNG: {error}") from error
     if encoded[_COLOURS] == 0 and encoded[_DEPTH] in (2, 4):
-        values //= 255 // (2 ** encoded[_DEPTH] - 1)  # Pillow spreads the values of gray PNGs over 0 to 255
+        values //= 255 // (2 ** encoded[_DEPTH] - 1)  # Pillow scales values of 2 and 4 bits to 0 to 255
     return torch.from_numpy(values)
 
 

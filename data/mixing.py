@@ -49,7 +49,7 @@ def generators(keys: Tensor) -> list[np.random.Generator]:
 
 
 def partners(images: int, device: torch.device) -> Tensor:
-    """Return the index of each image's partner: (B,) int64. With an odd number, the last image is its own partner."""
+    """Return the index of each image's partner: (B,) int64. The last of an odd number is its own partner."""
     return (torch.arange(images, device=device) ^ 1).clamp_(max=images - 1)
 
 

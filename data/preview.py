@@ -86,7 +86,10 @@ def picture_shrink(size: tuple[int, int], side: int = 256) -> int:
 
 
 def caption_of(opened: Source, number: int) -> str:
-    """Return the class name of a sample, `class N` if the class has no name, or the sample's name without a label."""
+    """Return the class name of a sample, or `class N` if the class has no name.
+
+    If the sample has no label, return the name of the sample.
+    """
     try:
         label = opened.label(number)
     except ShardError:

@@ -34,7 +34,7 @@ class Operations:
     kinds: Tensor
     """(B, 2) int64: index in `OPERATIONS`; -1 for no operation."""
     levels: Tensor
-    """(B, 2) float64: level from -1 to 1. The sign is a direction, and operations without a direction ignore it."""
+    """(B, 2) float64: level from -1 to 1. The sign is a direction. Operations without a direction ignore the sign."""
 
 
 def draw_operations(rngs: Sequence[np.random.Generator], magnitude: float) -> Operations:

@@ -28,8 +28,8 @@ STREAMS = 64
 BUFFER = 1024
 """Number of samples in the shuffle buffer of a stream."""
 PATTERN = 1024
-"""Number of samples in the repeating pattern by which a mixture chooses the source of each sample. Weights are rounded
-to multiples of 1 / PATTERN."""
+"""Number of entries in the repeating pattern that assigns a source to each sample of a mixture. Weights are rounded to
+multiples of 1 / PATTERN."""
 
 BLOCK = 16
 """Number of neighbouring samples per block for large data sets. Reading longer blocks would not be faster."""
@@ -91,8 +91,8 @@ class ShuffledSampler:
     Args:
         counts: number of samples in each shard.
         seed: 0 to 2**64 - 1.
-        streams: number of virtual streams (V). The order depends on `streams`, `block` and `buffer`, and not on the
-            number of processes or workers or on the batch size.
+        streams: number of virtual streams (V). The order depends on `streams`, `block` and `buffer`, but not on the
+            number of processes, the number of workers or the batch size.
         block: number of neighbouring samples of a shard that stay together. None chooses 1 for data sets up to 65,536
             samples, 16 from a million samples on, and more for billions of samples.
         buffer: number of samples in the shuffle buffer of a stream.

@@ -32,7 +32,7 @@ BUSY = 20  # seconds of work on one batch after which a message names the worker
 STATES = {"T": "is stopped", "t": "is stopped by a debugger", "D": "waits for a disk", "Z": "has ended"}
 """Description of each abnormal state of a process in /proc."""
 WAITING, END = object(), object()
-"""Results of `_next` without a batch: no batch has come yet, and there are no more batches."""
+"""Results of `_next` in place of a batch: no batch has arrived yet, or there are no more batches."""
 
 _workers: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
 log = logging.getLogger(__name__)
@@ -203,9 +203,9 @@ def start_worker(number: int, states: WorkerStates, of_main_thread: bool) -> Non
     Args:
         number: index of the worker.
         states: states of the workers of this loader.
-        of_main_thread: True if the main thread of the parent forks the worker. The kernel then kills the worker with
-            the parent. It cannot do so for workers of other threads, because it would kill them as soon as their thread
-            ends. These workers end when they wait for work and notice that the parent is gone.
+        of_main_thread: True if the main thread of the parent forks the worker. Only then can the kernel kill the worker
+            with the parent, because the kernel acts at the end of the forking thread. A worker of another thread ends
+            when it waits for work and notices that the parent has ended.
     """
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(one, signal.SIG_IGN)
@@ -214,5 +214,5 @@ def start_worker(number: int, states: WorkerStates, of_main_thread: bool) -> Non
     return_freed_memory()  # otherwise, a worker would keep the memory of its largest image
     states.start(number)
     if of_main_thread:
-        signal_at_end_of_parent(signal.SIGKILL)  # ends a stopped process, too
+        signal_at_end_of_parent(signal.SIGKILL)  # SIGKILL ends a stopped process, too
     gc.freeze()  # otherwise, garbage collection would copy memory pages that are shared with the training process

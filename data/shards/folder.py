@@ -33,7 +33,7 @@ class ImageFolder(Shard):
         """Return the folder of images at `path`.
 
         Raises:
-            ShardError: the folder holds no images that can be read, or subfolders that look like separate sets.
+            ShardError: the folder holds no readable images, or its subfolders look like separate sets.
         """
         listing = _list(path)
         for count, reason in listing.unusable():

@@ -1,8 +1,8 @@
 """Sources of samples, and the shards that they consist of.
 
 A `Shard` is a tar or a folder of images. To read another kind of storage, derive a class from `Shard`, and choose it in
-`open.shard_at`. A `Source` is a list of shards with one numbering of their samples. It reads names, encoded images,
-labels and segmentation maps, and decides what happens if a shard cannot be read.
+`open.shard_at`. A `Source` is a list of shards whose samples are numbered consecutively. It reads names, encoded
+images, labels and segmentation maps, and decides what happens if a shard cannot be read.
 """
 
 import bisect
@@ -59,8 +59,8 @@ class SourceConfig(Section):
     cache_gb: float = Field(default=64, gt=0)
     """maximum size in GB, on each node, of the cache of downloaded and decompressed shards below $TESSERA_CACHE"""
     commands: bool | None = None
-    """run the commands of shards pipe:COMMAND; only a flag can set this; default: commands given by flags run, and
-    commands in a settings file do not"""
+    """run the commands of pipe:COMMAND shards; only a flag can set this; by default, commands that flags give are run,
+    and commands in a settings file are refused"""
 
 
 DEFAULT = SourceConfig()
@@ -241,7 +241,7 @@ class Source:
     numbers: tuple[int, ...] | None = None
     """Class number that `label` returns for each class number in the shards; None to return them unchanged."""
     readers: int = 1
-    """Number of sources that are read in this process. The limit on memory is divided among them."""
+    """Number of sources that are read in this process. The limit on memory is divided among these sources."""
 
     def __post_init__(self) -> None:
         self._ends = np.cumsum(self.counts).tolist()

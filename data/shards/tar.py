@@ -230,7 +230,7 @@ class Index(NamedTuple):
     """Names and byte positions of the S samples of one tar, or names and labels of the S images of one folder."""
 
     keys: np.ndarray
-    """Concatenated names of all samples as stored; for a folder, relative paths as in the file system: uint8."""
+    """Concatenated names of all samples: uint8. The names are bytes as stored in the tar, or paths below the folder."""
     ends: np.ndarray
     """Index in `keys` at which the name of each sample ends: (S,) int64."""
     images: np.ndarray

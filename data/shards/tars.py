@@ -38,7 +38,7 @@ LARGEST_REQUEST = 64 * 2**20  # maximum size in bytes of a request for several s
 USUAL_REQUEST = 8 * 2**20  # target size in bytes of a request for several blocks
 MOST_HEADERS = 2**16  # number of bytes before a member of a remote shard that are searched for additional headers
 HEADER = 512  # size in bytes of the tar header before the content of each member
-LONGEST_LABEL = 64  # number of bytes of a label member that are read at most
+LONGEST_LABEL = 64  # maximum number of bytes that are read from a label
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Tar(Shard):
         return self._member(index, sample, index.maps[sample])
 
     def _member(self, index: Index, sample: int, place: np.ndarray, most: int = LARGEST_MEMBER) -> bytes:
-        """Return the content of a member, at most its first `most` bytes. `place` is its offset and size."""
+        """Return at most the first `most` bytes of a member. `place` holds the offset and the size of the member."""
         offset, size = map(int, place)
         content = self._content(index, sample, offset, size, min(size, most))
         if content is None:
@@ -228,7 +228,7 @@ class PackedTar(Tar):
         def fill(sink: Sink) -> None:
             if self.size and not self._is_packed:
                 sink.reserve(self.size)
-            check = None if self.sha256 else self._check_version  # a checksum proves more than a version
+            check = None if self.sha256 else self._check_version  # the SHA-256 makes this check needless
             remote.fetch(self.path, sink, self.config, size=self.size, sha256=self.sha256, check=check)
 
         return self.cache.open(self.cache_name("whole"), fill)
@@ -272,7 +272,7 @@ class PackedTar(Tar):
 
 @functools.lru_cache(maxsize=16)
 def _cache(_: str | None, __: str | None, gigabytes: float) -> Cache:
-    """Return the cache of shard data. The first two arguments are the environment variables that set its folder."""
+    """Return the cache of shard data. The first two arguments give a new cache if the environment variables change."""
     return Cache(cache_folder() / "pieces-v1", int(gigabytes * 1e9))
 
 
