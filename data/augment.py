@@ -1,8 +1,8 @@
 """Colour augmentation of DINO (2104.14294): operations are drawn on the CPU and applied to batches on any device.
 
-An operation has settings, draws numbers for each crop, and changes the crops of a batch (`Operation`). To add one,
-write a subclass of `Operation`, add its settings to `ColorConfig`, and add it to the list in `color_operations`. The
-draws of all other operations stay the same.
+An operation has settings, draws parameters for each crop, and changes the crops of a batch (`Operation`). To add an
+operation, write a subclass of `Operation`, add its settings to `ColorConfig`, and add the subclass to the list in
+`color_operations`. All other operations then draw the same random values as before.
 
 The default settings are those of DINO's main_dino.py. Operations work on floats from 0 to 1 and are defined as in
 torchvision: values are clamped after each change, contrast scales the distance of each value from the mean of the gray
@@ -35,17 +35,18 @@ from tessera.runtime.settings import Section
 SHARED_DRAWS = 13
 """Number of random values that are drawn for each crop and shared by the operations of DINO."""
 HUE = 3
-"""Number of the hue in the random order of changes: brightness (0), contrast (1), saturation (2), hue (3)."""
+"""Index of the hue among the changes of `Jitter`: brightness (0), contrast (1), saturation (2), hue (3)."""
 LUMINANCE = (0.299, 0.587, 0.114)
 """Weights of red, green and blue in the gray image."""
 RGB_ONLY = ("saturation", "hue", "grayscale")
 """Names of the colour settings whose operations need RGB images."""
 
 Crops = Tensor | tuple[Tensor, ...]
-"""Values of N crops: one tensor (N, C, H, W), or one tensor (N, H, W) for each channel.
+"""Values of N crops: one tensor (N, C, H, W), or separate channels, which are one tensor (N, H, W) per channel.
 
-With channels apart, torch's compiler fuses all operations into few kernels. Operations then compute all crops and
-choose by flags, because the compiler knows no indices. In one tensor, they compute only the crops that they change.
+With separate channels, torch's compiler fuses all operations into few kernels. Each operation then computes all crops
+and selects the result by flags, because the number of changed crops is unknown at compile time. With one tensor, each
+operation computes only the crops that it changes.
 """
 
 log = logging.getLogger(__name__)
@@ -116,39 +117,41 @@ class Operation:
     draws: ClassVar[int] = 1
     """Number of uniform random values for each crop."""
     shared: ClassVar[tuple[int, ...] | None] = None
-    """Places of the values among the `SHARED_DRAWS` values of a crop, for the operations of DINO. Other operations draw
-    from a stream of their own, which depends on the seed, the position of the sample, and the name of the class."""
+    """Indices of the operation's random values among the `SHARED_DRAWS` values of a crop; None for operations that DINO
+    does not have. These operations draw from a separate random stream, which depends on the seed, the position of the
+    sample, and the name of the class."""
     fuses: ClassVar[bool] = True
-    """True if `apply` also takes channels apart. False if it takes one tensor."""
+    """True if `apply` accepts one tensor or separate channels; False if it accepts only one tensor."""
 
     def draw(self, u: np.ndarray) -> np.ndarray:
-        """Turn uniform values (n, draws) of n crops into the numbers of the operation, (n,) or (n, k)."""
+        """Turn uniform random values into the parameters of n crops: (n, draws) -> (n,) or (n, k)."""
         raise NotImplementedError
 
     def prepare(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        """Return the arguments of `apply`, computed on the CPU from the numbers of a batch, (N,) or (N, k)."""
+        """Compute the arguments of `apply` on the CPU, from the parameters of N crops, (N,) or (N, k)."""
         return (numbers,)
 
     apply: ClassVar[Callable[..., Crops]]
-    """Static method that changes crops: `apply(crops, *arguments)` returns crops of the same kind.
+    """Static method that changes crops: `apply(crops, *arguments)` returns crops in the same form.
 
-    Values are from 0 to 1. One tensor may be changed in place, and the arguments are then on the CPU, so that the CPU
-    can decide which crops need the operation without waiting for the device. If the channels are apart, the arguments
-    are on the device.
+    Values are from 0 to 1. If `crops` is one tensor, it may be changed in place, and the arguments are on the CPU, so
+    that the CPU can decide which crops need the operation without waiting for the device. If the channels are separate,
+    the arguments are on the device.
     """
 
     def needs_rgb(self, numbers: Tensor) -> bool:
-        """Return True if the numbers of a batch ask for a change that only RGB crops have."""
+        """Return True if the parameters of a batch contain a change that is defined only for RGB crops."""
         del numbers
         return False
 
 
 @dataclass(frozen=True)
 class Jitter(Operation):
-    """Changes brightness, contrast, saturation and hue in random order, as torchvision's ColorJitter.
+    """Changes brightness, contrast, saturation and hue in random order, like torchvision's ColorJitter.
 
-    The numbers of a crop are the factors of brightness, contrast and saturation (1 for no change), the shift of the hue
-    from -0.5 to 0.5 turns of the colour circle (0 for no change), and the four changes in their order.
+    The eight parameters of a crop are the factors of brightness, contrast and saturation (1 for no change), the hue
+    shift from -0.5 to 0.5 turns of the colour circle (0 for no change), and the indices of the four changes in the
+    order in which they are applied.
     """
 
     shared = (0, 1, 2, 3, 4, 7, 8, 9, 10)
@@ -170,13 +173,15 @@ class Jitter(Operation):
         return bool(((numbers[:, 2] != 1) | (numbers[:, 3] != 0)).any())
 
     def prepare(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        """Return the factors of three blends, when to shift the hue, and its shift: (3, 3, N), (N,), (N,).
+        """Return the weights of three blends, the place of the hue shift, and the hue shift: (3, 3, N), (N,), (N,).
 
         Brightness, contrast and saturation compute x * f + (1 - f) * r, where r is black for brightness, the mean of
-        the gray image for contrast, and the gray image for saturation. Because they have the same form, one operation
-        changes crops that have different orders of changes. The first axis of the blends holds the factor of the
-        image, the factor of its gray image, and the factor of the mean of the gray image; the second axis is the order.
-        The hue is shifted before, between or after the blends, which is the number of blends before it; -1 is never.
+        the gray image for contrast, and the gray image for saturation. The three changes have the same form, so one
+        blend can apply a different change to each crop.
+
+        The first axis of the weights is the image, its gray image, and the mean of its gray image. The second axis is
+        the index of the blend in the order of the crop. The place of the hue shift is the number of blends before the
+        shift; -1 for no shift. The hue shift is measured in sixths of the colour circle.
         """
         hue, order = numbers[:, HUE], numbers[:, 4:].long()  # (N,), (N, 4)
         is_hue = order == HUE
@@ -190,7 +195,7 @@ class Jitter(Operation):
     def apply(crops: Crops, blends: Tensor, hue_place: Tensor, sixths: Tensor) -> Crops:
         if isinstance(crops, Tensor):
             return _jittered(crops, blends, hue_place, sixths)[0]
-        # Contrast needs a mean of all pixels. The compiler reads the crops twice: for this mean, then for the values.
+        # Contrast needs the mean of all pixels, so compiled code computes the changes twice: first only for this mean.
         _, gray = _jittered(crops, blends, hue_place, sixths, mean=torch.zeros_like(crops[0][:, :1, :1]))
         return _jittered(crops, blends, hue_place, sixths, mean=gray.mean((1, 2), keepdim=True))[0]
 
@@ -202,8 +207,9 @@ def _jittered(
 
     Args:
         crops: values from 0 to 1.
-        blends: result of `Jitter.prepare`, as the next two arguments.
-        mean: means of the gray images, (N, 1, 1), for channels that are apart. Only then gray images are returned.
+        blends: first result of `Jitter.prepare`. `hue_place` and `sixths` are the other two results.
+        mean: means of the gray images, (N, 1, 1), if the channels are separate. If `crops` is one tensor, `mean` is
+            None, and the returned gray images are empty.
     """
     apart = not isinstance(crops, Tensor)
     factors = blends if apart else copy_to_device(blends, crops.device)
@@ -221,7 +227,10 @@ def _jittered(
 
 
 def _blended(crops: Crops, gray: Tensor, factors: Tensor, mean: Tensor | None) -> Crops:
-    """Blend crops with their gray images and the means of these by the factors (3, N) of one change."""
+    """Blend each crop with its gray image and with the mean of its gray image.
+
+    `factors` (3, N) holds three weights per crop: of the crop, of its gray image, and of the mean.
+    """
     scale, to_gray, to_mean = (per_crop(factor, gray) for factor in factors)
     mean = gray.mean((-2, -1), keepdim=True) if mean is None else mean
     shade = torch.addcmul(mean * to_mean, gray, to_gray)
@@ -230,7 +239,7 @@ def _blended(crops: Crops, gray: Tensor, factors: Tensor, mean: Tensor | None) -
 
 @dataclass(frozen=True)
 class Grayscale(Operation):
-    """Converts crops to gray. The number of a crop is True if it is converted."""
+    """Converts crops to gray. The parameter of a crop is True if the crop is converted."""
 
     shared = (11,)
 
@@ -249,15 +258,15 @@ class Grayscale(Operation):
 
 @dataclass(frozen=True)
 class Blur(Operation):
-    """Blurs crops. The number of a crop is the standard deviation of the Gaussian in pixels, 0 for no blur."""
+    """Blurs crops. The parameter of a crop is the standard deviation of the Gaussian in pixels; 0 for no blur."""
 
     shared = (5, 6)
     fuses = False
 
     probability: tuple[float, ...]
-    """Probability of each crop of an image."""
+    """Probability of the blur, for each crop of an image."""
     sigma: tuple[float, float]
-    """Smallest and largest standard deviation."""
+    """Smallest and largest standard deviation, in pixels."""
 
     def draw(self, u: np.ndarray) -> np.ndarray:
         least, most = self.sigma
@@ -268,19 +277,19 @@ class Blur(Operation):
 
     @staticmethod
     def apply(crops: Tensor, blurred: Tensor, weights: Tensor) -> Tensor:
-        # (N, H, C, W), the memory order in which the blur copies nothing
+        # The blur needs the order (N, H, C, W), so that it can merge axes without copying the crops.
         changed(crops.transpose(1, 2), blurred, gaussian_blur, weights)
         return crops
 
 
 @dataclass(frozen=True)
 class Solarize(Operation):
-    """Inverts values of 0.5 and above. The number of a crop is True if it is solarised."""
+    """Inverts values of 0.5 and above. The parameter of a crop is True if the crop is solarised."""
 
     shared = (12,)
 
     probability: tuple[float, ...]
-    """Probability of each crop of an image."""
+    """Probability of the solarisation, for each crop of an image."""
 
     def draw(self, u: np.ndarray) -> np.ndarray:
         return u[:, 0] < self.probability
@@ -312,9 +321,10 @@ def color_operations(
 
 
 def draw_colors(rng: np.random.Generator, operations: Sequence[Operation], crops: int) -> Colors:
-    """Draw the numbers of colour changes for the crops of one image.
+    """Draw the parameters of colour changes for the crops of one image.
 
-    For any operations, the function draws `crops` * `SHARED_DRAWS` values from `rng`, one crop after another.
+    The function always draws `crops` * `SHARED_DRAWS` values from `rng`, one crop after another. This number does not
+    depend on `operations`.
     """
     values = rng.random((crops, SHARED_DRAWS))
 
@@ -322,7 +332,7 @@ def draw_colors(rng: np.random.Generator, operations: Sequence[Operation], crops
         if operation.shared is not None:
             return values[:, operation.shared]
         jumps = 1 + zlib.crc32(type(operation).__name__.encode())
-        own = np.random.Generator(rng.bit_generator.jumped(jumps))  # does not advance `rng`
+        own = np.random.Generator(rng.bit_generator.jumped(jumps))  # a copy, so that `rng` does not advance
         return own.random((crops, operation.draws))
 
     return [(operation, operation.draw(of(operation))) for operation in operations]
@@ -335,9 +345,9 @@ def augment_colors(
     """Apply colour changes, then normalise: (N, C, H, W) uint8 -> (N, C, H, W) float32.
 
     Args:
-        colors: operations in their order, and their numbers for each crop.
-        compile: compile neighbouring operations that can be fused with torch's compiler, once for each shape of
-            `images`. The values differ by rounding.
+        colors: operations in the order in which they are applied, with their parameters for each crop.
+        compile: fuse neighbouring operations with torch's compiler, which compiles once for each shape of `images`.
+            The results differ from those without compilation by rounding errors.
 
     Raises:
         ValueError: a colour change needs RGB images, but the images are not RGB.
@@ -365,7 +375,7 @@ def augment_colors(
 
 
 def fused(x: Tensor, functions: Sequence[Callable[..., Any]], arguments: Sequence[Sequence[Any]]) -> Tensor:
-    """Apply functions to crops with channels apart, each with its own arguments: (N, C, H, W) -> (N, C, H, W)."""
+    """Apply functions, each with its own arguments, to the separate channels of crops: (N, C, H, W) -> (N, C, H, W)."""
     channels = x.unbind(1)
     for function, one in zip(functions, arguments, strict=True):
         channels = function(channels, *one)
@@ -374,19 +384,20 @@ def fused(x: Tensor, functions: Sequence[Callable[..., Any]], arguments: Sequenc
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function compiled by torch, which compiles it once for each shape of its arguments."""
+    """Return a compiled version of a function. torch compiles it once for each shape of the arguments."""
     from torch._inductor import list_options  # imported here, because the import takes seconds
 
-    # By default, a GPU gets a kernel of its own for the channels, which reads and writes all values again.
+    # By default, a separate GPU kernel would stack the channels, and so read and write all values again.
     separate = ("max_pointwise_cat_inputs", "max_complex_pointwise_cat_inputs")
     return torch.compile(function, dynamic=False, options={name: 1 for name in separate if name in list_options()})
 
 
 def changed(crops: Crops, chosen: Tensor, change: Callable[..., Crops], *numbers: Tensor) -> Crops:
-    """Return crops of which those chosen by `chosen` (N,) bool are replaced by `change(crops, *numbers)`.
+    """Return crops in which the crops selected by `chosen` (N,) bool are replaced by `change(crops, *numbers)`.
 
-    `change` may return one channel for all channels. Numbers (N, ...) belong to the crops. In one tensor, only the
-    chosen crops are computed, and they are replaced in place. `chosen` and the numbers are then on the CPU.
+    Each tensor of `numbers` holds one parameter, (N, ...), of the N crops. `change` may return a single channel, which
+    then replaces all channels. If `crops` is one tensor, `change` receives only the chosen crops, and these crops are
+    replaced in place. In this case, `chosen` and `numbers` must be on the CPU.
     """
     if not isinstance(crops, Tensor):
         flags, new = per_crop(chosen, crops[0]), change(crops, *numbers)
@@ -403,7 +414,7 @@ def changed(crops: Crops, chosen: Tensor, change: Callable[..., Crops], *numbers
 
 
 def each(crops: Crops, change: Callable[[Tensor], Tensor]) -> Crops:
-    """Apply a function to one tensor of crops, or to each of their channels."""
+    """Apply a function to the tensor of crops, or to each channel if the channels are separate."""
     return change(crops) if isinstance(crops, Tensor) else tuple(change(channel) for channel in crops)
 
 
@@ -442,7 +453,7 @@ def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype, compil
 
 def _from_bytes(images: Crops) -> Crops:
     """Return uint8 images of any memory order as contiguous float32 values from 0 to 1."""
-    if isinstance(images, Tensor):  # in one operation
+    if isinstance(images, Tensor):  # convert, divide and reorder in one pass over memory
         return torch.div(images, 255, out=torch.empty(images.shape, device=images.device))
     return tuple(channel.float() / 255 for channel in images)
 
@@ -450,7 +461,7 @@ def _from_bytes(images: Crops) -> Crops:
 def gray_image(crops: Crops) -> Tensor:
     """Return the ITU-R 601 luminance of RGB crops, or the channel mean of other crops.
 
-    The shape is (N, 1, H, W), or (N, H, W) for channels that are apart.
+    The shape is (N, 1, H, W), or (N, H, W) for separate channels.
     """
     if not isinstance(crops, Tensor):
         weights = LUMINANCE if len(crops) == 3 else (1 / len(crops),) * len(crops)
@@ -463,21 +474,20 @@ def gray_image(crops: Crops) -> Tensor:
 
 
 def shift_hue(crops: Crops, sixths: Tensor) -> Crops:
-    """Shift the hue of RGB crop i by `sixths[i]` sixths of the colour circle, sixths (N,).
+    """Shift the hue of each RGB crop by its entry in `sixths` (N,), in sixths of the colour circle.
 
     In HSV, only the hue changes. Saturation and value stay constant.
     """
     red, green, blue = crops.split(1, dim=1) if isinstance(crops, Tensor) else crops
     value = torch.maximum(torch.maximum(red, green), blue)
     chroma = value - torch.minimum(torch.minimum(red, green), blue)
-    # the hue in sixths of the circle times the chroma, from -1 to 5 times the chroma
+    # Here, `hue` is the hue in sixths of the circle (-1 to 5), multiplied by the chroma.
     hue = torch.where(value == green, (blue - red).add_(chroma, alpha=2), (red - green).add_(chroma, alpha=4))
     hue = torch.where(value == red, green - blue, hue).div_(chroma.clamp(min=torch.finfo(chroma.dtype).tiny))
     hue = hue.add_(per_crop(sixths, hue)).remainder_(6)
-    # As the hue goes round the colour circle, each channel stays at its maximum for two sixths of the circle, stays at
-    # its minimum for two sixths, and is linear in between. The distance of the hue from that of red, green or blue,
-    # clamped to a range from 1 to 2, thus says how far the channel is from its maximum. The distance from red, which is
-    # at 0 and 6, is 3 less the distance from 3.
+    # Around the colour circle, each channel stays at its maximum for two sixths of the circle, stays at its minimum for
+    # two sixths, and is linear in between. A channel's distance from its maximum is therefore linear in the distance of
+    # the hue from pure red (0 or 6), green (2) or blue (4), clamped to 1 to 2. The distance from red is 3 - |hue - 3|.
     if isinstance(crops, Tensor):
         far: Crops = (hue - per_channel((3, 2, 4), crops)).abs_()
         far[:, :1].neg_().add_(3)
@@ -488,12 +498,12 @@ def shift_hue(crops: Crops, sixths: Tensor) -> Crops:
 
 
 def per_crop(numbers: Tensor, x: Tensor) -> Tensor:
-    """Return one number for each crop of a tensor (N, ...), as a tensor (N, 1, ...)."""
+    """Reshape one value per crop to (N, 1, ...), so that it broadcasts over a tensor `x` (N, ...)."""
     return numbers.view(-1, *(1,) * (x.ndim - 1))
 
 
 def per_channel(values: Sequence[float], x: Tensor) -> Tensor:
-    """Return one value for each channel of a tensor (N, C, ...), as a tensor (C, 1, ...) on its device."""
+    """Reshape one value per channel to (C, 1, ...), so that it broadcasts over `x` (N, C, ...), on its device."""
     return copy_to_device(torch.tensor(values), x.device).view(-1, *(1,) * (x.ndim - 2))
 
 
@@ -515,7 +525,7 @@ def blur_weights(sigma: Tensor, radius: int) -> Tensor:
 def gaussian_blur(lines: Tensor, weights: Tensor) -> Tensor:
     """Blur crop i in both directions by the kernel `weights[i]`: (n, H, C, W), (n, D) -> (n, H, C, W).
 
-    Outside the crop, the kernel sees repeated edge pixels.
+    The edge pixels are repeated outside the crop.
     """
     height, _, width = lines.shape[1:]
     with exact(lines.device):
@@ -526,7 +536,7 @@ def gaussian_blur(lines: Tensor, weights: Tensor) -> Tensor:
 
 
 def _blur_matrix(weights: Tensor, length: int) -> Tensor:
-    """Return for each kernel a matrix that blurs lines of `length` pixels: (n, D) -> (n, length, length)."""
+    """Return one matrix per kernel that blurs lines of `length` pixels: (n, D) -> (n, length, length)."""
     pixels = torch.arange(length, device=weights.device)
     offsets = torch.arange(weights.shape[1], device=weights.device)[:, None] - weights.shape[1] // 2  # (D, 1)
     sources = (pixels + offsets).clamp_(0, length - 1)  # (D, length)
@@ -549,7 +559,7 @@ def normalize(x: Tensor, preprocessing: Preprocessing) -> Tensor:
 
 
 def _normalized(crops: Crops, preprocessing: Preprocessing) -> Crops:
-    """Normalise crops. One tensor is changed in place."""
+    """Normalise crops. If `crops` is one tensor, it is changed in place."""
     if isinstance(crops, Tensor):
         return normalize(crops, preprocessing)
     return tuple((x - m) / s for x, m, s in zip(crops, preprocessing.mean, preprocessing.std, strict=True))

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from tessera.data.augment import Operation
 
 Colors = Sequence[tuple["Operation", np.ndarray]]
-"""Colour changes of N crops: operations in the order in which they are applied, and their numbers for each crop.
+"""Colour changes of N crops: operations in the order in which they are applied, and their parameters for each crop.
 
-The numbers, (N,) or (N, k), stay on the CPU, so that the CPU can decide which crops need which operation without
+The parameters, (N,) or (N, k), stay on the CPU, so that the CPU can decide which crops need which operation without
 waiting for a device. They are NumPy arrays, because a worker process sends arrays by value. Each tensor would need a
 block of shared memory with an open file.
 """
@@ -32,7 +32,7 @@ block of shared memory with an open file.
 class ViewParameters:
     """Random parameters of the n crops of one image in one view. The parameters are drawn before decoding.
 
-    A crop is made from a box of the image: the box is resized, mirrored, and rotated or cut to a window.
+    A crop is made from a box of the image. The box is resized and mirrored, and can also be rotated or cut to a window.
     """
 
     boxes: np.ndarray
@@ -185,7 +185,7 @@ class Batch:
         return self._moved(lambda part: part.pin_memory())
 
     def _moved(self, move: Callable[[Any], Any]) -> "Batch":
-        """Return a copy of the batch with all tensors and masks moved by a function."""
+        """Return a copy of the batch in which all tensors and masks are results of `move`."""
         labels, maps = (None if one is None else move(one) for one in (self.labels, self.maps))
         batch = self if self.memory is None else self.in_memory(move(self.memory))
         views = []

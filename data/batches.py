@@ -51,8 +51,8 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         skipped, states = 0, WorkerStates(self._workers)
-        # An evaluation within a run is not interrupted, because other processes may wait for it in a collective. The
-        # run saves and ends after it.
+        # An evaluation within a run is not interrupted, because other processes may wait for this process in a
+        # collective. The run saves and ends after the evaluation.
         interruptible = isinstance(self.dataset, TrainDataset)
         for batch in receive(self._loader(states), states, interruptible=interruptible):
             if isinstance(batch, _Failure):
@@ -63,7 +63,7 @@ class Batches:
                 skipped += 1
                 # Log each of the first corrupt images. Later, log only when the number of corrupt images has doubled.
                 if skipped <= MOST_NAMED or skipped & (skipped - 1) == 0:
-                    log.warning("corrupt image %s (%d so far)", name, skipped)
+                    log.warning("skipped %s (%d so far)", name, skipped)
             if batch.keys:
                 yield batch
 
@@ -100,8 +100,8 @@ class Batches:
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=start,
             timeout=POLL if workers else 0,
-            # Without this generator, DataLoader would draw a seed from torch's global generator at each start or resume
-            # of a run, and so change the random numbers that follow.
+            # Without this generator, DataLoader would draw a seed from torch's global generator whenever a run starts
+            # or resumes. This draw would change all later random values of the global generator.
             generator=torch.Generator(),
         )
 
@@ -127,7 +127,7 @@ class _SharedCollator:
     ring: BufferRing | None
     states: WorkerStates
     failure: _Failure | None = None
-    """First failure of this worker. After a failure the worker reads no more samples."""
+    """First failure of this worker. After a failure, the worker reads no further samples."""
 
     def __call__(self, samples: Any) -> Batch | SharedBatch | _Failure:
         if self.failure:

@@ -18,7 +18,7 @@ from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.encoders.images import best_fit, pack
 
 NO_PIXELS = torch.empty(0, dtype=torch.uint8)
-"""Image of a sample whose crops are cut. The decoded images of a batch would take much memory."""
+"""Placeholder for the decoded image of a sample whose crops have been cut. It frees the memory of the decoded image."""
 
 
 class ViewShape(NamedTuple):
@@ -136,7 +136,7 @@ class Collator:
         channels = self.preprocessing.channels
         if self.transform.packing is not None:
             return PackBuilder(self.transform.packing, channels, memory)
-        # Not `transform.views`, because the sizes of `data.crops.MixedCrops` change from step to step.
+        # The shapes do not come from `transform.views`, because the sizes of `MixedCrops` change from step to step.
         shapes = [ViewShape(len(view.boxes), view.shape[0]) for view in views]
         return CropBuilder(shapes, self.images, channels, memory)
 

@@ -25,11 +25,11 @@ from tessera.runtime.settings import Section
 TRIES = 10
 """Number of random boxes that are tried before the central box is used."""
 BOX_DRAWS = 2 * TRIES + 4
-"""Number of random values that are drawn for the box of each crop, its mirroring and its rotation."""
+"""Number of random values per crop, for its box, its mirroring and its rotation."""
 LONGEST = 4
 """Largest ratio of the long side to the short side of a box of `NativeCrop`. Only long images reach this limit."""
 SMALL_SIDE = 128
-"""Side of global crops, in pixels, below which other defaults hold (measurements: docs/results.md)."""
+"""Side of global crops in pixels. Smaller global crops have other defaults (measurements: docs/results.md)."""
 
 T = TypeVar("T")
 Positive = Annotated[float, Field(gt=0)]
@@ -134,9 +134,9 @@ class MultiCrop:
 
 
 class ResizedView:
-    """Adds a view to the views of a transform: the boxes of the first view, resized to `size` x `size` pixels, without
-    colour changes and masks.
+    """Adds a view to the views of a transform.
 
+    The added view has the boxes of the first view, resized to `size` x `size` pixels, without colour changes and masks.
     DINOv3 (2508.10104) shows these crops to its Gram teacher.
     """
 
@@ -155,7 +155,7 @@ class MixedCrops:
     does with crops of several sizes.
 
     The seed and the step determine the transform, so that all crops of a step have the same sizes, on all processes.
-    `views` and `draw`, which know no step, are those of the transform whose crops have the most pixels.
+    `views` and `draw` have no step argument. They use the transform whose crops have the most pixels.
 
     Args:
         transforms: transforms without packing.
@@ -246,8 +246,8 @@ class NativeCrop:
 def native_grid(height: int, width: int, tokens: int) -> tuple[int, int]:
     """Return the numbers of rows and columns of a grid of at most `tokens` patches.
 
-    The ratio of rows to columns is about `height` / `width`. Both numbers are rounded up or down in the way that gives
-    the most patches.
+    The ratio of rows to columns is about `height` / `width`. Each of the two numbers is rounded up or down, so that the
+    grid has as many patches as possible.
     """
     rows, columns = math.sqrt(tokens * height / width), math.sqrt(tokens * width / height)
     near = [(r, c) for r in (int(rows), int(rows) + 1) for c in (int(columns), int(columns) + 1)]
@@ -285,7 +285,7 @@ class CenterCrop:
 
         The crop is deterministic, and `rng` is not used.
         """
-        # Cut off the ends of a very long image before the resize, because the resized image would be too large.
+        # Cut off the ends of a very long image before the resize. Otherwise, the resized image would be too large.
         kept = [min(side, 16 * min(size)) for side in size]
         corner = [(side - k) // 2 for side, k in zip(size, kept, strict=True)]
         height, width = (self.resize * side // min(size) for side in kept)
@@ -313,7 +313,7 @@ class WholeImage:
         The square is deterministic, and `rng` is not used.
         """
         square = (self.size, self.size)
-        # with a window, the image is decoded at full size, as for a centre crop
+        # A window makes the decoder keep the full size of the image, as for `CenterCrop`.
         return [ViewParameters(np.array([(0, 0, *size)]), square, np.array([False]), window=(0, 0, *square))]
 
 

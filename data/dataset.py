@@ -34,8 +34,9 @@ To draw and decode one sample after another would be slower, because decoding ev
 caches.
 """
 MOST_HELD = 2**26
-"""Size in bytes of encoded and decoded images from which no further samples are drawn before these are decoded. Images
-of most formats are decoded when they are drawn, so that several large images would be in memory at a time."""
+"""Limit in bytes on the total size of drawn images. When the limit is reached, these images are decoded before further
+samples are drawn. Images of most formats are already decoded when they are drawn, so that several large images could
+otherwise be in memory at the same time."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Decoding:
 
 
 class _Address(NamedTuple):
-    """A position in the run, and the sample at this position: its source and its number in the source."""
+    """A position in the run, and the sample at this position: the source, and the sample's index in the source."""
 
     position: int
     source: int
@@ -138,7 +139,10 @@ class TrainDataset(Dataset[Sample]):
                 start += 1
 
     def _addresses(self, positions: Sequence[int] | np.ndarray, later: int = 0) -> list[_Address]:
-        """Return the addresses of the samples that are `later` samples behind some positions of their streams."""
+        """Return the address of the sample at each position.
+
+        Each position is first moved ahead by `later` samples of its virtual stream.
+        """
         sources, shards, samples = self.sampler(np.asarray(positions), later)
         numbers = np.empty_like(samples)
         for number, source in enumerate(self.sources):
@@ -149,7 +153,7 @@ class TrainDataset(Dataset[Sample]):
         """Read the encoded sample at an address, and draw its random parameters.
 
         Raises:
-            ShardError: the label is missing, not an integer, or not the number of a class; or the map is missing.
+            ShardError: the label is missing, not an integer, or out of range; or the map is missing.
         """
         rng = sample_rng(self.seed, address.position)
         source, transform = self.sources[address.source], self._transform(address.position)
@@ -201,13 +205,13 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
     decoding: Decoding = Decoding()
 
     def __post_init__(self) -> None:
-        self.source = replace(self.source)  # shards that could not be read for another dataset are tried again
+        self.source = replace(self.source)  # the copy forgets shards that could not be read for another dataset
 
     def __len__(self) -> int:
         return self.source.images
 
     def __getitem__(self, number: int) -> Sample | Skipped:
-        """Return the decoded sample of a number in the source.
+        """Return the decoded sample at an index of the source.
 
         Raises:
             ShardError: a label is missing or not an integer, or a segmentation map cannot be used.
@@ -215,7 +219,7 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
         return next(iter(self.__getitems__(range(number, number + 1))))
 
     def __getitems__(self, numbers: Sequence[int]) -> Iterator[Sample | Skipped]:
-        """Yield the decoded samples of the given numbers in the source.
+        """Yield the decoded samples at the given indices of the source.
 
         Raises:
             ShardError: a label is missing or not an integer, or a segmentation map cannot be used.
@@ -249,15 +253,15 @@ def _draw(
     except MemoryError as error:
         raise _out_of_memory(key) from error
     except UnreadableError as error:
-        return _Failed(f"sample {source.place(number)[1]} of {error}", corrupt=False)
+        return _Failed(f"sample {source.place(number)[1]} of a shard that cannot be read: {error}", corrupt=False)
 
 
 def _decoded(drawn: _Drawn | _Failed, decoding: Decoding) -> Sample | _Failed:
     """Decode a sample and cut its segmentation map.
 
     Raises:
-        ShardError: the map is damaged, does not have the size of the image, or has a value that is no class; or the
-            memory does not suffice.
+        ShardError: the map is damaged, does not have the size of the image, or has a value that is not a class number;
+            or the memory does not suffice.
     """
     if isinstance(drawn, _Failed):
         return drawn
@@ -272,15 +276,17 @@ def _decoded(drawn: _Drawn | _Failed, decoding: Decoding) -> Sample | _Failed:
     try:
         values = checked_map(drawn.map, drawn.picture.size, decoding.map_classes)
     except ImageError as error:
-        raise ShardError(f"the segmentation map of {drawn.key}: {error}. Correct the member KEY.{MAP}.") from None
+        raise ShardError(
+            f"the segmentation map of {drawn.key} cannot be used: {error}. Correct the member KEY.{MAP}."
+        ) from None
     (view,) = drawn.views
     return sample._replace(label=drawn.label, map=cut_map(values, view)[0])
 
 
 def _out_of_memory(key: str) -> ResourceError:
     return ResourceError(
-        f"{key}: the memory of this process does not suffice to decode the image. Use fewer loader workers, or lower "
-        "loader.max_pixels, so that large images count as corrupt."
+        f"{key} cannot be decoded, because the memory of this process does not suffice. Use fewer loader workers, or "
+        "lower loader.max_pixels, so that large images count as corrupt."
     )
 
 

@@ -22,19 +22,17 @@ from tessera.runtime.errors import printable
 FORMATS = ("JPEG", "PNG", "WEBP")
 """Names of the image formats that Pillow is allowed to decode."""
 ORIENTATION = 0x0112
-"""Number of the EXIF tag that holds the orientation. Orientations are 1 to 8, and 1 is upright."""
+"""EXIF tag that holds the orientation. Orientations are 1 to 8, and 1 is upright."""
 FLIPPED_COLUMNS, FLIPPED_ROWS, TRANSPOSED = (2, 3, 6, 7), (3, 4, 7, 8), (5, 6, 7, 8)
 """Three overlapping groups of EXIF orientations. To turn an image upright, an orientation of `FLIPPED_COLUMNS` needs
 mirroring left to right, one of `FLIPPED_ROWS` needs mirroring top to bottom, and one of `TRANSPOSED` needs a
 transposition. The transposition is done before the mirroring."""
 MAX_PIXELS = 178_956_970
 """Default maximum number of pixels of an image, for all formats. Pillow has the same default."""
-ROWS_AT_ONCE = (
-    2**21
-)  # Number of pixels that are converted at once. Copies of all pixels would need several times the memory.
-LARGEST_EXIF = (
-    2**18
-)  # maximum size in bytes of EXIF data; larger data is ignored, because Pillow copies it for each tag
+ROWS_AT_ONCE = 2**21
+"""Number of pixels that are converted at once. Converting all pixels at once would need several times the memory."""
+LARGEST_EXIF = 2**18
+"""Maximum size in bytes of EXIF data. Larger data are ignored, because Pillow copies the data for each tag."""
 _NO_MEMORY = ("allocate memory", "Insufficient memory", "out of memory")
 """Parts of the messages of torch and libjpeg about a lack of memory."""
 
@@ -61,7 +59,7 @@ class ImageError(ValueError):
     """Raised if an image cannot be decoded or is not accepted. The message states the reason."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(printable(reason))  # libraries may quote the file
+        super().__init__(printable(reason))  # messages of libraries may quote bytes of the file
 
 
 def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Tensor:
@@ -191,7 +189,7 @@ def _check(size: tuple[int, int], channels: int, max_pixels: int) -> None:
 
 
 def check_header(encoded: bytes, max_pixels: int) -> None:
-    """Check the header of an image file in time linear in its size, without Pillow.
+    """Check the header of an image file without Pillow, in time linear in the size of the file.
 
     Raises:
         ImageError: the header is damaged or exceeds a limit, or the file is too short for its pixels. Headers of WebPs
@@ -273,7 +271,7 @@ def _loaded(image: Image.Image, channels: int, shrink: int = 1, encoded: bytes =
 
 
 def _ends_black(image: Image.Image, encoded: bytes) -> bool:
-    """Return True if the last rows of a decoded PNG may be missing, because they hold only zeros."""
+    """Return True if rows of a decoded PNG may be missing: it is interlaced, or its last row holds only zeros."""
     interlaced = encoded[28] != 0
     last = image.crop((0, image.height - 1, image.width, image.height))
     return interlaced or last.getbbox(alpha_only=False) is None

@@ -80,7 +80,7 @@ def _choose(numbers: np.ndarray) -> np.ndarray:
 
 
 def _samples(pixels: np.ndarray, labels: np.ndarray, numbers: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a shard as webdataset writes them."""
+    """Yield the samples at the indices `numbers` in the form that webdataset writes to a shard."""
     for number in numbers:
         small = Image.fromarray((pixels[number].reshape(8, 8) * (255 / 16)).round().astype(np.uint8))
         file = io.BytesIO()

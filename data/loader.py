@@ -52,9 +52,9 @@ class StreamConfig(Section):
     window: int = Field(default=BUFFER, ge=1)
     """number of samples in the shuffle buffer of each of the 64 virtual streams"""
     window_gb: float | None = Field(default=8, gt=0)
-    """limit in GB on the total size of the encoded images whose numbers are in the shuffle buffers; buffers get fewer
-    samples if needed. A buffer holds sample numbers, not images: the images stay on the disk, or in the node's cache of
-    remote shards"""
+    """limit in GB on the total size of the encoded images whose indices are in the shuffle buffers; buffers get fewer
+    samples if needed. A buffer holds indices of samples, not images: the images stay on the disk, or in the node's
+    cache of remote shards"""
 
     def buffers(self, sources: Sequence[Source], streams: int = STREAMS) -> list[int]:
         """Return the number of samples in the shuffle buffer of a virtual stream, for each source of a mixture."""
@@ -62,7 +62,8 @@ class StreamConfig(Section):
 
 
 OLD_SETTINGS = {"decode": ("cpu",), "crops": ("auto", "workers", "device")}
-"""Settings of `LoaderConfig` in config.yaml files of older runs, and their values. They have no effect."""
+"""Former settings of `LoaderConfig`, and the values that config.yaml files of older runs may still contain. They have
+no effect."""
 
 
 class LoaderConfig(Section):
@@ -74,7 +75,11 @@ class LoaderConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_old_settings(cls, values: Any) -> Any:
-        """Accept `decode` and `crops`, which config.yaml files of older runs contain. Workers decode and cut."""
+        """Remove `decode` and `crops`, which config.yaml files of older runs contain.
+
+        Raises:
+            ValueError: one of these settings has a value that is no longer supported.
+        """
         if not isinstance(values, dict):
             return values
         for name, accepted in OLD_SETTINGS.items():
@@ -95,12 +100,12 @@ class Reading:
     preprocessing: Preprocessing = IMAGENET
     """Mean and standard deviation that are stored in each batch for its normalisation.
 
-    The number of channels of decoded images equals the number of these means.
+    Decoded images have one channel per mean.
     """
 
     classes: int | None = None
-    """Number of classes of the labels in training; None if training reads no labels. Evaluation has an argument of its
-    own for labels."""
+    """Number of classes of the labels in training; None if training reads no labels. `evaluation_batches` ignores this
+    number, and reads labels if its argument `labels` is true."""
     maps: int | None = None
     """Number of classes of the segmentation maps; None if maps are not read. With maps, the transform must draw
     a single crop."""
@@ -128,7 +133,7 @@ def training_batches(
     Args:
         shards: shards of one source or of a weighted mixture of sources.
         transform: draws the parameters of crops, colour changes and masks.
-        batches: sampler that yields the positions of the samples of each forward pass of this process.
+        batches: sampler that yields the positions of the samples for each forward pass of this process.
         seed: seed of the order and of all random parameters, 0 to 2**64 - 1.
         stream: settings of the order of samples.
         reading: settings of workers, decoding, access to remote shards, normalisation, labels and maps.

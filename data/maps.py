@@ -1,7 +1,7 @@
 """Segmentation maps: PNGs that hold the class number of each pixel of an image. The value 255 marks ignored pixels.
 
-A map is gray with up to 8 bits or has a palette, as the maps of ADE20K, Cityscapes and PASCAL VOC. The values of a
-palette map are the indices, not the colours. A map has the size of its upright image.
+A map is gray with up to 8 bits or has a palette, like the maps of ADE20K, Cityscapes and PASCAL VOC. The values of a
+map with a palette are the palette indices, not the colours. A map has the size of its upright image.
 
 Shapes: a map has H x W pixels. There are n crops of S x T pixels.
 """
@@ -19,7 +19,7 @@ from tessera.data.headers import holds_all_pixels
 
 IGNORED = 255
 """Value of pixels that are neither trained on nor scored."""
-_DEPTH, _COLOURS = 24, 25  # positions in a PNG of the number of bits and of the colour type
+_DEPTH, _COLOURS = 24, 25  # byte offsets of the bit depth and of the colour type in a PNG
 
 
 def decode_map(encoded: bytes, size: tuple[int, int] | None = None) -> Tensor:
@@ -48,7 +48,7 @@ def decode_map(encoded: bytes, size: tuple[int, int] | None = None) -> Tensor:
     except Exception as error:  # Pillow raises many kinds of errors for damaged files
         raise ImageError(f"a damaged PNG: {error}") from error
     if encoded[_COLOURS] == 0 and encoded[_DEPTH] in (2, 4):
-        values //= 255 // (2 ** encoded[_DEPTH] - 1)  # Pillow spreads the values of gray PNGs over 0 to 255
+        values //= 255 // (2 ** encoded[_DEPTH] - 1)  # Pillow scales values of 2 and 4 bits to 0 to 255
     return torch.from_numpy(values)
 
 
@@ -69,7 +69,7 @@ def checked_map(encoded: bytes, size: tuple[int, int], classes: int | None = Non
 
 
 def cut_map(values: Tensor, view: ViewParameters) -> Tensor:
-    """Cut the crops of a map as `data.resample.cut` cuts those of its image: (H, W) -> (n, S, T).
+    """Cut the same crops from a map as `data.resample.cut` cuts from its image: (H, W) -> (n, S, T).
 
     A pixel of a crop has the value of the nearest pixel of the map.
 

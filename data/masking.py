@@ -72,10 +72,11 @@ def block_mask(grid: tuple[int, int], ratio: float, rng: np.random.Generator) ->
 def block_search_mask(grid: tuple[int, int], wanted: int, rng: np.random.Generator, *, fill: bool) -> np.ndarray:
     """Return a mask (h, w) bool that hides about `wanted` tokens in rectangles, as for iBOT in DINOv2 (2304.07193).
 
-    Each rectangle is smaller than the grid in both directions, covers at most half of the grid, and is discarded if it
-    hides no new token or more new tokens than are missing. After `SEARCHES` discarded rectangles in a row, the search
-    ends, so that a mask may hide fewer tokens. Then single tokens are hidden at random: until `wanted` tokens are
-    hidden if `fill` is true, as in DINOv3 (2508.10104), and otherwise only if no token is hidden.
+    Each rectangle is smaller than the grid in both directions and covers at most half of the grid. A rectangle is
+    discarded if it hides no new token, or more new tokens than are missing. After `SEARCHES` discarded rectangles in a
+    row, the search ends, so that a mask may hide fewer tokens. If `fill` is true, single tokens are then hidden at
+    random until `wanted` tokens are hidden, as in DINOv3 (2508.10104). If `fill` is false, one random token is hidden
+    if the search has hidden none.
     """
     rows, columns = grid
     hidden = np.zeros(grid, dtype=bool)
@@ -131,10 +132,10 @@ class MaskedMultiCrop:
     """Draws global and local crops of an image, and masks that hide blocks of tokens of some global crops, as DINOv2
     (2304.07193) does for iBOT.
 
-    DINOv2 masks a fixed number of the global crops of a batch, and spreads the shares of hidden tokens evenly over
-    them. Here, masks depend on one sample alone, so that they depend neither on the batch nor on the number of
-    processes. With a probability of 0.5, one of the two global crops of every image is masked, and so exactly half of
-    the global crops of any batch.
+    DINOv2 masks a fixed number of global crops per batch, and spreads the shares of hidden tokens evenly over these
+    crops. Here, the masks of a sample depend only on this sample, and neither on the batch nor on the number of
+    processes. With a probability of 0.5, exactly one of the two global crops of every image is masked, and therefore
+    exactly half of the global crops of any batch.
 
     Args:
         crop: draws the crops. The global crops are the first view.
@@ -155,7 +156,7 @@ class MaskedMultiCrop:
         """Draw the crops of an image of `size` (H, W), and masks (n, h, w) of the n global crops."""
         first, *others = self.crop.draw(size, rng)
         crops = self.views[0].crops
-        # equidistant instead of independent numbers, so that the share of masked crops varies as little as possible
+        # The values are equidistant, not independent, so that the share of masked crops varies as little as possible.
         turns = (rng.random() + np.arange(crops) / crops) % 1
         masks = [self._mask(rng) if turn < self.probability else np.zeros(self.grid, dtype=bool) for turn in turns]
         return [replace(first, masks=(np.stack(masks),)), *others]

@@ -25,20 +25,20 @@ ERASED_AREA = (0.02, 1 / 3)
 ERASED_RATIO = 0.3
 """Smallest ratio of height to width of an erased box. Ratios are log-uniform between this number and its inverse."""
 TRIES = 10
-"""Number of random boxes that are tried before an image stays whole, because no box fits."""
+"""Number of random boxes that are tried. If none of them fits into the image, nothing is erased."""
 
 
 @dataclass(frozen=True)
 class MixParameters:
-    """How each of B images is mixed with its partner. The two images of a pair have equal parameters.
+    """Parameters for mixing each of B images with its partner. The two images of a pair have equal parameters.
 
-    A pixel inside of the box comes from the partner. A pixel outside is `weight * own + (1 - weight) * partner`.
+    A pixel inside the box comes from the partner. A pixel outside the box is `weight * own + (1 - weight) * partner`.
     """
 
     boxes: Tensor
     """(B, 4) int64: box of each image. Mixup has empty boxes."""
     weight: Tensor
-    """(B,) float32: weight of the image's own pixels outside of the box. CutMix has the weight 1."""
+    """(B,) float32: weight of the image's own pixels outside the box. CutMix has the weight 1."""
     share: Tensor
     """(B,) float32: weight of the image's own label. The partner's label has the weight 1 - share."""
 
@@ -49,22 +49,22 @@ def generators(keys: Tensor) -> list[np.random.Generator]:
 
 
 def partners(images: int, device: torch.device) -> Tensor:
-    """Return the index of each image's partner: (B,) int64. With an odd number, the last image is its own partner."""
+    """Return the index of each image's partner: (B,) int64. The last of an odd number is its own partner."""
     return (torch.arange(images, device=device) ^ 1).clamp_(max=images - 1)
 
 
 def draw_mix(rngs: Sequence[np.random.Generator], size: tuple[int, int], mixup: float, cutmix: float) -> MixParameters:
-    """Draw how B images are mixed, for images of `size` (H, W).
+    """Draw the mixing parameters of B images of `size` (H, W).
 
-    The own share is drawn from Beta(a, a) for each pair. With both methods, each pair is mixed by one of them, with
-    equal probability. The share of CutMix is then set to the part of the image that its box leaves. These are timm's
-    rules; timm calls this mode `pair`.
+    The share of each pair is drawn from Beta(a, a). If both methods are enabled, each pair is mixed by one of them,
+    with equal probability. For CutMix, the share is then set to the fraction of the image outside the box. These are
+    timm's rules; timm calls this mode `pair`.
 
     Args:
         rngs: generator of each image. The generator of the first image of a pair is used.
         size: height and width of the images in pixels.
-        mixup: a of mixup; 0 for no mixup.
-        cutmix: a of CutMix; 0 for no CutMix.
+        mixup: parameter a of the Beta distribution of mixup; 0 for no mixup.
+        cutmix: parameter a of the Beta distribution of CutMix; 0 for no CutMix.
     """
     rows = []
     for rng in rngs[::2]:
@@ -80,7 +80,7 @@ def draw_mix(rngs: Sequence[np.random.Generator], size: tuple[int, int], mixup: 
 
 
 def _cut_box(rng: np.random.Generator, size: tuple[int, int], share: float) -> tuple[int, int, int, int]:
-    """Draw a box of about the area 1 - `share`, whose centre is uniform in the image. The image's edges cut the box."""
+    """Draw a box with a uniform centre that covers about 1 - `share` of the image. The box is clipped to the image."""
     edges: list[int] = []
     for side in size:
         length, centre = int(side * math.sqrt(1 - share)), int(rng.integers(side))
@@ -134,13 +134,13 @@ def erase(images: Tensor, boxes: Tensor, keys: Tensor) -> Tensor:
 
 
 def normal_noise(keys: Tensor, numbers: int) -> Tensor:
-    """Return `numbers` standard normal numbers for each key: (n,) -> (n, numbers) float64."""
+    """Return `numbers` standard normal values for each key: (n,) -> (n, numbers) float64."""
     bits = hashed(keys[:, None], torch.arange(numbers, device=keys.device))  # (n, numbers)
     return torch.special.ndtri((bits.double() + 0.5) / 2**BITS)
 
 
 def inside(boxes: Tensor, images: Tensor) -> Tensor:
-    """Return True for each pixel inside of the image's box: (B, 4) on the CPU, (B, C, H, W) -> (B, 1, H, W)."""
+    """Return True for each pixel inside the image's box: (B, 4) on the CPU, (B, C, H, W) -> (B, 1, H, W)."""
     height, width = images.shape[-2:]
     top, bottom, left, right = copy_to_device(boxes, images.device).view(-1, 4, 1, 1, 1).unbind(1)  # (B, 1, 1, 1)
     rows = torch.arange(height, device=images.device)[:, None]

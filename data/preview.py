@@ -3,8 +3,8 @@
     tessera preview SHARDS [--output SHEET.png]
     tessera preview SHARDS --method dino|lejepa|mae [settings of the run] [--output SHEET.png]
 
-With `--method` or `--config`, the sheet shows the crops and masks that a run with these settings draws first. This part
-depends on the methods, so it is in `pretrain/preview.py`, and this command hands over to it.
+With `--method` or `--config`, the sheet shows the crops and masks that a run with these settings draws first. This
+sheet depends on the methods, so this command starts `pretrain/preview.py` to draw it.
 """
 
 import math
@@ -27,8 +27,8 @@ OF_A_RUN = ("--method", "--config")
 
 
 class PreviewSettings(Settings):
-    """Show images and class names of shards on one sheet. With --method or --config, show the crops and masks of a run:
-    then all settings of pretrain/run.py are flags."""
+    """Show images and class names of shards on one sheet. With --method or --config, show the crops and masks of a run.
+    In this case, the command accepts all settings of pretrain/run.py."""
 
     shards: Positional[list[str]]
     """SHARDS to show"""
@@ -60,8 +60,11 @@ def run(settings: PreviewSettings) -> None:
 
 
 def read_cells(opened: Source, numbers: np.ndarray, channels: int) -> list[Cell]:
-    """Return the images of the given numbers in the source. The caption is the class, or the name of the sample if it
-    has no label. The caption of a corrupt image says so."""
+    """Return a cell for each sample at the indices `numbers` of the source.
+
+    The caption is the class, or the name of the sample if it has no label. A corrupt image is shown as a white cell
+    whose caption begins with `corrupt`.
+    """
     opened.prepare(numbers)
     cells = []
     for number in numbers.tolist():
@@ -75,12 +78,18 @@ def read_cells(opened: Source, numbers: np.ndarray, channels: int) -> list[Cell]
 
 
 def picture_shrink(size: tuple[int, int], side: int = 256) -> int:
-    """Return the largest factor, 1, 2, 4 or 8, by which an image (H, W) can shrink and keep sides of `side` pixels."""
+    """Return the factor, 1, 2, 4 or 8, by which an image (H, W) can shrink so that no side falls below `side` pixels.
+
+    The factor is the largest possible one, and 1 for images that are already smaller.
+    """
     return next(shrink for shrink in (8, 4, 2, 1) if shrink == 1 or min(size) // shrink >= side)
 
 
 def caption_of(opened: Source, number: int) -> str:
-    """Return the name or number of the class of a sample, or the name of the sample if it has no label."""
+    """Return the class name of a sample, or `class N` if the class has no name.
+
+    If the sample has no label, return the name of the sample.
+    """
     try:
         label = opened.label(number)
     except ShardError:

@@ -1,8 +1,8 @@
 """RandAugment (1909.13719) for batches on any device, with the operations of timm's `rand-m9-mstd0.5-inc1`.
 
-Each image gets two operations, each with probability 0.5. Operations work on whole numbers from 0 to 255 and follow
-Pillow. Geometric operations interpolate bilinearly. Operations are drawn on the CPU, so that the CPU decides which
-images need which operation without waiting for the device.
+Two operations are drawn for each image, and each of them is applied with probability 0.5. Operations work on whole
+numbers from 0 to 255, with the same formulas as Pillow. Geometric operations interpolate bilinearly. Operations are
+drawn on the CPU, so that the CPU decides which images need which operation without waiting for the device.
 
 Shapes: B images with C channels and H x W pixels. An operation changes n of the B images.
 """
@@ -22,7 +22,7 @@ LAYERS = 2
 PROBABILITY = 0.5
 """Probability that a drawn operation is applied."""
 SPREAD = 0.5
-"""Standard deviation of the magnitude."""
+"""Standard deviation of the normal distribution from which magnitudes are drawn."""
 HIGHEST = 10
 """Largest magnitude. A level is a magnitude divided by this number."""
 
@@ -34,7 +34,7 @@ class Operations:
     kinds: Tensor
     """(B, 2) int64: index in `OPERATIONS`; -1 for no operation."""
     levels: Tensor
-    """(B, 2) float64: level from -1 to 1. The sign is a direction, and operations without a direction ignore it."""
+    """(B, 2) float64: level from -1 to 1. The sign is a direction. Operations without a direction ignore the sign."""
 
 
 def draw_operations(rngs: Sequence[np.random.Generator], magnitude: float) -> Operations:
@@ -57,7 +57,7 @@ def rand_augment(pixels: Tensor, operations: Operations, fill: Sequence[float]) 
     Args:
         pixels: values of the pixels, whole numbers from 0 to 255.
         operations: operations of the images.
-        fill: value of each channel outside of a moved image, 0 to 255.
+        fill: value of each channel for pixels that a geometric operation leaves empty, 0 to 255.
     """
     background = copy_to_device(torch.tensor(list(fill), dtype=pixels.dtype), pixels.device).view(-1, 1, 1)  # (C, 1, 1)
     for layer in range(LAYERS):
@@ -91,7 +91,7 @@ def _invert(x: Tensor, level: Tensor, fill: Tensor) -> Tensor:
 
 
 def _posterize(x: Tensor, level: Tensor, fill: Tensor) -> Tensor:
-    step = 2 ** (4 + (4 * level.abs()).trunc()).clamp(max=7)  # 4 to 1 bits remain, as Pillow refuses to keep no bit
+    step = 2 ** (4 + (4 * level.abs()).trunc()).clamp(max=7)  # 4 to 1 bits remain; Pillow needs at least 1
     return (x / step).floor() * step
 
 
@@ -125,7 +125,7 @@ def _sharpness(x: Tensor, level: Tensor, fill: Tensor) -> Tensor:
 
 
 def _enhanced(x: Tensor, degenerate: Tensor, level: Tensor) -> Tensor:
-    """Move images away from or towards their degenerate form, by the factor 1 + 0.9 * level, at least 0.1."""
+    """Multiply the difference between images and their degenerate form by 1 + 0.9 * level, but by at least 0.1."""
     factor = (1 + 0.9 * level).clamp(min=0.1).to(x.dtype)
     return (degenerate + factor * (x - degenerate)).clamp(0, 255).trunc()
 
@@ -162,8 +162,9 @@ def _translate_y(x: Tensor, level: Tensor, fill: Tensor) -> Tensor:
 def _moved(x: Tensor, matrix: tuple, shift: tuple, fill: Tensor) -> Tensor:
     """Move images by an affine map: (n, C, H, W) -> (n, C, H, W).
 
-    The pixel at (column, row) takes its value from (a * column + b * row, c * column + d * row) plus `shift`, all
-    measured from the centre of the image. Pixels from outside of the image get the value `fill`.
+    `matrix` is (a, b, c, d). The output pixel at (column, row) takes its value from the input pixel at (a * column +
+    b * row, c * column + d * row) + `shift`. Coordinates are measured from the centre of the image. Output pixels whose
+    input pixel lies outside the image get the value `fill`.
     """
     height, width = x.shape[-2:]
     rows = (torch.arange(height, device=x.device, dtype=torch.float64) + 0.5 - height / 2)[:, None]
@@ -195,4 +196,4 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "TranslateXRel": _translate_x,
     "TranslateYRel": _translate_y,
 }
-"""Operations by timm's names. Arguments: images (n, C, H, W), levels (n, 1, 1, 1) from -1 to 1, fill (C, 1, 1)."""
+"""Maps timm's names to operations. Arguments: images (n, C, H, W), levels (n, 1, 1, 1) from -1 to 1, fill (C, 1, 1)."""

@@ -28,8 +28,8 @@ STREAMS = 64
 BUFFER = 1024
 """Number of samples in the shuffle buffer of a stream."""
 PATTERN = 1024
-"""Number of samples in the repeating pattern by which a mixture chooses the source of each sample. Weights are rounded
-to multiples of 1 / PATTERN."""
+"""Number of entries in the repeating pattern that assigns a source to each sample of a mixture. Weights are rounded to
+multiples of 1 / PATTERN."""
 
 BLOCK = 16
 """Number of neighbouring samples per block for large data sets. Reading longer blocks would not be faster."""
@@ -69,9 +69,9 @@ def step_noise(seed: int, step: int) -> float:
 def bounded_buffers(sizes: Sequence[float], buffer: int, gigabytes: float | None, streams: int = STREAMS) -> list[int]:
     """Return the number of samples in the shuffle buffer of a stream, for each source of a mixture.
 
-    A buffer holds sample numbers, not images. While a buffer is in use, the same parts of the shards are read again and
-    again. The cache of a node should therefore hold all samples of the current buffers. `gigabytes` limits the total
-    size of these samples. The sources share this limit equally.
+    A buffer holds indices of samples, not images. While a buffer is in use, the same parts of the shards are read again
+    and again. The cache of a node should therefore hold all samples of the current buffers. `gigabytes` limits the
+    total size of these samples. The sources share this limit equally.
 
     Args:
         sizes: mean size of an encoded sample in bytes, for each source.
@@ -91,8 +91,8 @@ class ShuffledSampler:
     Args:
         counts: number of samples in each shard.
         seed: 0 to 2**64 - 1.
-        streams: number of virtual streams (V). The order depends on `streams`, `block` and `buffer`, and not on the
-            number of processes or workers or on the batch size.
+        streams: number of virtual streams (V). The order depends on `streams`, `block` and `buffer`, but not on the
+            number of processes, the number of workers or the batch size.
         block: number of neighbouring samples of a shard that stay together. None chooses 1 for data sets up to 65,536
             samples, 16 from a million samples on, and more for billions of samples.
         buffer: number of samples in the shuffle buffer of a stream.
@@ -130,7 +130,7 @@ class ShuffledSampler:
         self._buffers: OrderedDict[tuple[int, int, int], np.ndarray] = OrderedDict()
 
     def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the epoch, the shard and the number in the shard of the sample at each position: (P,) int64 each."""
+        """Return the epoch, the shard and the index in the shard of the sample at each position: (P,) int64 each."""
         positions = np.asarray(positions, dtype=np.int64)
         epochs, streams = positions // self.images, positions % self.streams
         shards, samples = np.empty_like(positions), np.empty_like(positions)
@@ -172,7 +172,10 @@ class ShuffledSampler:
         return self._buffers[name]
 
     def _find(self, epoch: int, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shard, and the number in the shard, of each sample at `offsets` in the epoch's shuffled blocks."""
+        """Return the shard and the index in the shard of each sample: (P,) int64 each.
+
+        `offsets` (P,) are offsets in the epoch's shuffled blocks.
+        """
         if epoch not in self._epochs:
             self._epochs[epoch] = self._tables(epoch)
             if len(self._epochs) > 2:
@@ -203,7 +206,7 @@ def _suitable_block(counts: np.ndarray) -> int:
 
 
 def _ends(inverse: np.ndarray, groups: int) -> np.ndarray:
-    """Return the indices that split the sorted group numbers `inverse` into one part per group."""
+    """Return the indices that split the sorted values of `inverse` into one part per group."""
     return np.cumsum(np.bincount(inverse, minlength=groups))[:-1]
 
 
@@ -237,7 +240,7 @@ class MixtureSampler:
             self._turns[self._sources == source] = np.arange(quota)
 
     def __call__(self, positions: np.ndarray, later: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the source, the shard and the number in the shard of the sample at each position: (P,) int64 each.
+        """Return the source, the shard and the index in the shard of the sample at each position: (P,) int64 each.
 
         Each position is first moved ahead by `later` samples of its virtual stream. In this way, the caller finds
         replacements for corrupt samples.
@@ -254,9 +257,9 @@ class MixtureSampler:
 
 
 def quotas(weights: Sequence[float]) -> np.ndarray:
-    """Return how many of the 1,024 entries of the pattern each source gets: (S,) int64, each at least 1.
+    """Return the number of pattern entries of each source: (S,) int64. Each is at least 1, and the sum is 1,024.
 
-    The numbers are rounded by the method of largest remainders.
+    The shares are rounded by the method of largest remainders.
 
     Raises:
         ValueError: a weight is not a positive number.
@@ -322,7 +325,7 @@ class BatchSampler(Sampler[np.ndarray]):
                 yield self.positions(step, micro)
 
     def positions(self, step: int, micro: int = 0) -> np.ndarray:
-        """Return the positions in the run of the samples of one forward pass of this process: (P,) int64."""
+        """Return the positions of the samples that this process takes in one forward pass: (P,) int64."""
         numbers = np.arange(self.pass_size) + (self.rank * self.accumulation + micro) * self.pass_size
         if self.batch_size % self.streams == 0:
             stream, turn = np.divmod(numbers, self.batch_size // self.streams)

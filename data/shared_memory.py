@@ -66,7 +66,7 @@ class BufferRing:
 
 
 class Buffer(NamedTuple):
-    """Number of a ring of this process or of its parent, and index of a buffer of the ring."""
+    """Reference to a buffer of a ring: number of the ring in this process or its parent, and index of the buffer."""
 
     ring: int
     index: int

@@ -35,12 +35,12 @@ def as_rgb(image: Tensor) -> np.ndarray:
 
 
 def to_bytes(image: Tensor) -> np.ndarray:
-    """Return (3, H, W) from 0 to 1 as (H, W, 3) uint8."""
+    """Convert an image with values from 0 to 1 to bytes: (3, H, W) -> (H, W, 3) uint8."""
     return (image * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
 
 
 def write_sheet(path: Path, rows: Sequence[Sequence[Cell]], title: str, *, side: float = 1.1) -> None:
-    """Write a sheet with one row of images for each item of `rows` as a PNG file.
+    """Write a sheet as a PNG file, with one row of images for each item of `rows`.
 
     Args:
         path: file to write. Its folder is created.

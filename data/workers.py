@@ -21,17 +21,18 @@ from tessera.data.shards.errors import ResourceError
 from tessera.runtime import preemption
 from tessera.runtime.machine import process_fields, return_freed_memory, signal_at_end_of_parent
 
-POLL = 1.0  # seconds between two looks at workers that let their parent wait
+POLL = 1.0  # seconds between two checks of the workers while their parent waits for a batch
 STALLED = 30
-"""Seconds of waiting for a batch after which the log names the workers, and between two such lines."""
+"""Number of seconds that the parent waits for a batch before the log describes the workers. The log repeats the
+description after each further period of this length."""
 IDLE_LIMIT = 300
-"""Seconds of waiting for a batch, although no worker is at work, after which the run ends. A fork of a process with
-several threads can leave a child that waits forever for a lock that no thread holds."""
-BUSY = 20  # seconds after which a message names a worker that is at work on a batch
+"""Number of seconds after which the run ends if the parent waits for a batch while all workers are idle. Workers can
+hang if a process with several threads is forked while one thread holds a lock: the child waits forever for the lock."""
+BUSY = 20  # seconds of work on one batch after which a message names the worker
 STATES = {"T": "is stopped", "t": "is stopped by a debugger", "D": "waits for a disk", "Z": "has ended"}
-"""Maps a state of a process in /proc to its description. Other states are normal."""
+"""Description of each abnormal state of a process in /proc."""
 WAITING, END = object(), object()
-"""Results of `_next` without a batch: no batch has come yet, and there are no more batches."""
+"""Results of `_next` in place of a batch: no batch has arrived yet, or there are no more batches."""
 
 _workers: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class WorkersError(ResourceError):
 
 
 def check_semaphores() -> None:
-    """Raise `WorkersError` if the system has no semaphores, which loader workers need, for example without /dev/shm."""
+    """Raise `WorkersError` if the system refuses semaphores, for example because /dev/shm is not mounted."""
     try:
         multiprocessing.get_context("fork").Lock()
     except (OSError, ImportError) as error:
@@ -69,7 +70,7 @@ class WorkerStates:
     """
 
     def __init__(self, workers: int) -> None:
-        # anonymous memory, which needs no /dev/shm; two numbers for each worker: process id, and time in nanoseconds
+        # Anonymous memory needs no /dev/shm. Each worker has two entries: its process id, and a time in nanoseconds.
         self._numbers = memoryview(mmap.mmap(-1, 16 * max(workers, 1))).cast("q")
         self._workers = workers
 
@@ -82,7 +83,10 @@ class WorkerStates:
         self._numbers[2 * worker + 1] = time.monotonic_ns() if is_working else 0
 
     def describe(self) -> tuple[str, bool]:
-        """Return a text about workers that let their parent wait, and True if no worker is at work or stopped."""
+        """Return a description of the workers that delay their parent, and True if all workers are idle.
+
+        A worker is idle if it works on no batch and its process is in a normal state.
+        """
         found, idle = [], True
         for worker in range(self._workers):
             process, began = self._numbers[2 * worker : 2 * worker + 2]
@@ -99,22 +103,22 @@ class WorkerStates:
 def receive(loader: DataLoader, states: WorkerStates, *, interruptible: bool) -> Iterator[Any]:
     """Start the workers of a `DataLoader` whose `timeout` is `POLL`, and yield their batches.
 
-    The log names workers that let this process wait. The workers end with this generator.
+    The log describes the workers while this process waits for a batch. The workers end when this generator ends.
 
     Args:
         loader: makes the batches. Its workers write to `states`.
         states: states of the workers.
-        interruptible: True to give up a wait if this process was asked to stop.
+        interruptible: True to stop waiting for a batch if this process was asked to stop.
 
     Raises:
         WaitInterruptedError: `interruptible` is True, and this process was asked to stop while it waited.
-        WorkersError: a worker has died, or no worker has had work for `IDLE_LIMIT` seconds.
+        WorkersError: a worker has died, or all workers have been idle for `IDLE_LIMIT` seconds.
     """
     batches, workers = _start(loader)
     try:
         while True:
             since = named = time.monotonic()
-            idle = 0.0  # counts polls, because the clock also runs while this process and its workers are stopped
+            idle = 0.0  # a sum of polls, because a clock would also count time in which the processes are stopped
             while (batch := _next(batches, workers)) is WAITING:
                 if interruptible:
                     preemption.check_wait(since)
@@ -122,13 +126,13 @@ def receive(loader: DataLoader, states: WorkerStates, *, interruptible: bool) ->
                 idle = idle + POLL if is_idle else 0.0
                 if idle >= IDLE_LIMIT:
                     raise WorkersError(
-                        f"A batch is missing, although no loader worker has had work for {IDLE_LIMIT} s ({found}). "
+                        f"A batch is missing, but all loader workers have been idle for {IDLE_LIMIT} s ({found}). "
                         "Start again (a run continues with --resume), or use --workers 0."
                     )
                 if time.monotonic() - named >= STALLED:
                     named = time.monotonic()
                     message = (
-                        "Process %d has waited %.0f s for its loader, and waits on: %s. SIGTERM saves and ends the run."
+                        "Process %d has waited %.0f s for a batch of its loader: %s. SIGTERM saves and ends the run."
                     )
                     log.warning(message, os.getpid(), named - since, found or "all workers are at work")
             if batch is END:
@@ -154,7 +158,8 @@ def _start(loader: DataLoader) -> tuple[Iterator[Any], list[BaseProcess]]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, on_child)  # torch's handler would raise an error anywhere when a worker dies
+        # When a worker dies, torch's handler would raise an error at any place in the main thread.
+        signal.signal(signal.SIGCHLD, on_child)
     workers = [process for process in multiprocessing.active_children() if process not in others]
     _workers.update(workers)
     return batches, workers
@@ -168,7 +173,7 @@ def _next(batches: Iterator[Any], workers: Sequence[BaseProcess]) -> Any:
     """
     try:
         return next(batches, END)
-    except RuntimeError as error:  # DataLoader can be asked again after each `POLL`
+    except RuntimeError as error:  # after a timeout of `POLL`, the next call waits for the same batch
         if str(error).startswith("DataLoader timed out after"):
             return WAITING
         if not str(error).startswith("DataLoader worker (pid"):
@@ -178,7 +183,7 @@ def _next(batches: Iterator[Any], workers: Sequence[BaseProcess]) -> Any:
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
     if code == -signal.SIGKILL:
-        advice = "The system may be short of memory: use fewer --workers, or lower loader.max_pixels."
+        advice = "The system may be short of memory. Use fewer --workers, or lower loader.max_pixels."
     raise WorkersError(f"A loader worker (process {pid}) {how}. {advice} Start again (a run continues with --resume).")
 
 
@@ -193,20 +198,21 @@ def start_worker(number: int, states: WorkerStates, of_main_thread: bool) -> Non
     """Prepare a worker process.
 
     A worker ignores signals that the scheduler sends to the job, because the training process handles these signals. A
-    worker ends with its parent, also if the parent is killed.
+    worker ends with its parent, even if the parent is killed.
 
     Args:
-        number: number of the worker.
+        number: index of the worker.
         states: states of the workers of this loader.
-        of_main_thread: True if the main thread of the parent forks the worker. Only then the kernel can kill the worker
-            with its parent, because the kernel looks at the thread. Other workers end when they have no work.
+        of_main_thread: True if the main thread of the parent forks the worker. Only then can the kernel kill the worker
+            with the parent, because the kernel acts at the end of the forking thread. A worker of another thread ends
+            when it waits for work and notices that the parent has ended.
     """
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(one, signal.SIG_IGN)
     preemption.forget()
     _workers.clear()
-    return_freed_memory()  # one large image must not take the memory for good
+    return_freed_memory()  # otherwise, a worker would keep the memory of its largest image
     states.start(number)
     if of_main_thread:
-        signal_at_end_of_parent(signal.SIGKILL)  # ends a stopped process, too
+        signal_at_end_of_parent(signal.SIGKILL)  # SIGKILL ends a stopped process, too
     gc.freeze()  # otherwise, garbage collection would copy memory pages that are shared with the training process

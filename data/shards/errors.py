@@ -22,7 +22,10 @@ class ShardError(UserError, ValueError):
 
 
 class SampleError(ShardError):
-    """Raised if a label or a target is missing or wrong. The shard can be read, so this error always stops a run."""
+    """Raised if a label or a segmentation map is missing or wrong.
+
+    The shard itself can be read, so this error always stops a run.
+    """
 
 
 class UnreadableError(ShardError):
@@ -32,7 +35,7 @@ class UnreadableError(ShardError):
 class ResourceError(ShardError):
     """Raised if memory, file descriptors or disk space run out. This error says nothing about a shard or an image.
 
-    A run stops, also if the settings skip unreadable shards.
+    The run stops, even if the settings skip unreadable shards.
     """
 
 
@@ -62,9 +65,9 @@ def unreadable(path: str, error: BaseException, remedy: str = RESTORE_SHARD) -> 
     """Return the error for a file that cannot be read: a `ResourceError` if resources have run out."""
     reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
     if not is_exhausted(error):
-        return ShardError(f"{path}: {reason}. {remedy}")
+        return ShardError(f"{path} cannot be read: {reason}. {remedy}")
     return ResourceError(
-        f"{path}: cannot be read, because resources of this machine have run out ({reason}). The file may be good. "
+        f"{path} cannot be read, because resources of this machine have run out ({reason}). The file may be good. "
         "Raise the limit (`ulimit -n` for open files), or use fewer loader workers."
     )
 

@@ -21,8 +21,8 @@ from tessera.runtime.errors import printable
 class ImageFolder(Shard):
     """A local folder of images. Its path ends in a slash. Symbolic links are followed.
 
-    If every image is in a direct subfolder and there are several subfolders, the subfolders are classes, with the same
-    numbers that `data.make_shards` gives them.
+    If every image is in a direct subfolder and there are several subfolders, the subfolders are classes. They get the
+    same class numbers as from `data.make_shards`.
     """
 
     classes: tuple[str, ...] | None = None
@@ -33,7 +33,7 @@ class ImageFolder(Shard):
         """Return the folder of images at `path`.
 
         Raises:
-            ShardError: the folder holds no images that can be read, or subfolders that look like separate sets.
+            ShardError: the folder holds no readable images, or its subfolders look like separate sets.
         """
         listing = _list(path)
         for count, reason in listing.unusable():
@@ -57,13 +57,16 @@ class ImageFolder(Shard):
         return self.classes
 
     def index(self) -> Index:
-        """Return the names, sizes, modification times and labels of the images. Without a cache, list them again."""
+        """Return the names, sizes, modification times and labels of the images.
+
+        If the index is not in the cache, list the folder again.
+        """
         cached = self._cached_index()
         if cached is not None:
             return Index(**cached)
         listing = _list(self.path)
         if listing.fingerprint() != self.version:
-            raise ShardError(f"{self.path}: has changed since it was opened. Restart the run.")
+            raise ShardError(f"{self.path} has changed since it was opened. Restart the run.")
         return _index(listing)
 
     def image(self, index: Index, sample: int) -> bytes:
@@ -77,7 +80,7 @@ class ImageFolder(Shard):
             raise unreadable(name, error, "Restore the image, or restart the run.") from error
         if status.st_mtime_ns != modified or len(content) != size:
             raise ShardError(
-                f"{printable(os.fsdecode(path))}: has changed since the folder was listed. Restart the run."
+                f"{printable(os.fsdecode(path))} has changed since the folder was listed. Restart the run."
             )
         return content
 
@@ -86,7 +89,7 @@ class ImageFolder(Shard):
         if label < 0:
             raise SampleError(
                 f"{self.name}/{index.key(sample)} has no label, but labels are needed. Move every image to a direct "
-                "subfolder of its class; two or more subfolders are needed."
+                "subfolder of its class. At least two subfolders are needed."
             )
         return label
 
@@ -101,8 +104,8 @@ def _list(folder: str) -> Listing:
     try:
         if sets := separate_sets(Path(folder)):
             raise ShardError(
-                f"{folder}: holds the folders {', '.join(path.name for path in sets)}, which look like separate sets "
-                f"of images, not like classes. Name one of them, for example {sets[0]}."
+                f"{folder} holds the folders {', '.join(path.name for path in sets)}, which look like separate sets "
+                f"of images, not like classes. Give one of these folders, for example {sets[0]}."
             )
         return list_folder(Path(folder), labels="auto", links="all")
     except OSError as error:

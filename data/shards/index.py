@@ -3,8 +3,8 @@
 `index.json` lists the shards of its folder in the format of webdataset's `wids` index, with additional optional keys.
 `SHARD.tar.index`, the table of a shard, is a NumPy archive with the names and byte positions of the samples. If both
 exist, a run does not read the tar headers to find the samples. `classes.json` lists the class names in the order of the
-class numbers. All of them may come from an untrusted source. Therefore nothing is unpickled, file names cannot point
-outside the folder, and sizes are checked before memory is allocated.
+class numbers. All these files may come from an untrusted source. Therefore nothing is unpickled, file names cannot
+point outside the folder, and sizes are checked before memory is allocated.
 """
 
 import io
@@ -112,7 +112,7 @@ def parse_folder(content: bytes, path: str) -> FolderIndex:
         first = error.errors()[0]
         where = printable(".".join(map(str, first["loc"])))
         reason = printable(first["msg"])[:LONGEST_REASON]
-        raise ShardError(f"{path}: not an index of shards ({where}: {reason}). {REPLACE_INDEX}") from None
+        raise ShardError(f"{path} is not an index of shards ({where}: {reason}). {REPLACE_INDEX}") from None
 
 
 def write_folder(folder: str | Path, index: FolderIndex) -> None:
@@ -128,7 +128,7 @@ def write_table(shard: str | Path, table: Index) -> None:
 
 
 def parse_table(content: bytes, path: str) -> Index:
-    """Parse the content of a table, which is a `SHARD.tar.index`.
+    """Parse the content of a table (`SHARD.tar.index`).
 
     Args:
         content: bytes of the file.
@@ -142,12 +142,12 @@ def parse_table(content: bytes, path: str) -> Index:
             if sum(member.file_size for member in archive.infolist()) > LARGEST_TABLE:
                 raise ValueError(f"the arrays have more than {LARGEST_TABLE} bytes")
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            # tables that were written before there were maps lack the array `maps`
+            # Tables of older versions, which did not support segmentation maps, lack the array `maps`.
             table = Index(**{name: arrays[name] for name in Index._fields if name in arrays or name != "maps"})
         _check(table)
     except Exception as error:  # NumPy raises many kinds of errors for damaged files
         raise ShardError(
-            f"{path}: not a table of samples ({printable(str(error))[:LONGEST_REASON]}). {REPLACE_INDEX}"
+            f"{path} is not a table of samples ({printable(str(error))[:LONGEST_REASON]}). {REPLACE_INDEX}"
         ) from None
     return table
 
@@ -196,8 +196,8 @@ def parse_classes(content: bytes, path: str) -> tuple[str, ...]:
     except (ValueError, RecursionError):
         names = None
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise ShardError(f"{path}: not a JSON list of class names. Correct or remove the file.")
+        raise ShardError(f"{path} is not a JSON list of class names. Correct or remove the file.")
     if len({*names}) < len(names):
         ((repeated, _),) = Counter(names).most_common(1)
-        raise ShardError(f"{path}: names the class {repeated!r} more than once. Correct the file.")
+        raise ShardError(f"{path} names the class {repeated!r} more than once. Correct the file.")
     return tuple(names)

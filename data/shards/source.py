@@ -1,8 +1,8 @@
 """Sources of samples, and the shards that they consist of.
 
 A `Shard` is a tar or a folder of images. To read another kind of storage, derive a class from `Shard`, and choose it in
-`open.shard_at`. A `Source` is a list of shards with one numbering of their samples. It reads names, encoded images,
-labels and segmentation maps, and decides what happens if a shard cannot be read.
+`open.shard_at`. A `Source` is a list of shards whose samples are numbered consecutively. It reads names, encoded
+images, labels and segmentation maps, and decides what happens if a shard cannot be read.
 """
 
 import bisect
@@ -59,8 +59,8 @@ class SourceConfig(Section):
     cache_gb: float = Field(default=64, gt=0)
     """maximum size in GB, on each node, of the cache of downloaded and decompressed shards below $TESSERA_CACHE"""
     commands: bool | None = None
-    """run the commands of pipe:COMMAND; only a flag can set this; default: run those of flags, but not those of a
-    settings file"""
+    """run the commands of pipe:COMMAND shards; only a flag can set this; by default, commands that flags give are run,
+    and commands in a settings file are refused"""
 
 
 DEFAULT = SourceConfig()
@@ -104,7 +104,7 @@ class Shard(ABC):
     @property
     @abstractmethod
     def folder(self) -> str:
-        """Folder of the shard, which has one list of class names."""
+        """Folder of the shard. All shards in a folder have the same class names."""
 
     @abstractmethod
     def class_names(self) -> tuple[str, ...] | None:
@@ -112,7 +112,7 @@ class Shard(ABC):
 
     @abstractmethod
     def index(self) -> Index:
-        """Return the names and sizes of the samples, and where they are stored.
+        """Return the index: names, sizes and byte positions of the samples.
 
         Raises:
             ShardError: the shard cannot be used.
@@ -144,12 +144,12 @@ class Shard(ABC):
         """
         raise SampleError(
             f"{self.name}/{index.key(sample)} has no segmentation map, but maps are needed. Add a member KEY.{MAP} to "
-            f"the shard; of a folder of images and maps, make shards with data.make_shards. If the shard has this "
-            f"member: {MAKE_INDEX_AGAIN}"
+            "the shard. To use a folder of images and maps, make shards from it with `tessera make_shards`. "
+            f"If the shard already has this member, its index is outdated. {MAKE_INDEX_AGAIN}"
         )
 
     def fetches(self, index: Index, samples: Sequence[int]) -> list[Callable[[], None]]:
-        """Return calls that download what is needed to read samples. They may run in several threads."""
+        """Return functions that download the data of samples. The functions may run in several threads."""
         return []
 
     def in_blocks(self, block: int, joined: bool) -> "Shard":
@@ -168,7 +168,7 @@ class Shard(ABC):
         return
 
     def summary(self) -> np.ndarray:
-        """Return the counts and the size in `Index.summary`: (3,) int64.
+        """Return `Index.summary` of the index: (3,) int64.
 
         If the index is in the cache, only its summary is read.
 
@@ -188,7 +188,8 @@ class Shard(ABC):
 
     def _index_file(self) -> Path:
         name = self.cache_name("index")
-        return cache_folder() / "index-v1" / name[:2] / f"{name}.npz"  # folders stay short, because writing lists them
+        # Subfolders keep each folder small, because `atomic_write` lists the folder at every write.
+        return cache_folder() / "index-v1" / name[:2] / f"{name}.npz"
 
     def _cached_index(self, names: Sequence[str] = Index._fields) -> dict[str, np.ndarray] | None:
         try:
@@ -215,7 +216,7 @@ class Shard(ABC):
 class Source:
     """List of S opened shards, whose samples are numbered from 0.
 
-    After a fork, each process reads on its own. A shard becomes unreadable if it vanishes, changes, or cannot be
+    After a fork, processes read independently. A shard becomes unreadable if it vanishes, changes, or cannot be
     downloaded. If the settings do not skip unreadable shards, methods raise `ShardError` for a sample of an unreadable
     shard. If the settings skip them, methods raise `UnreadableError`, and raise `ShardError` only after ten unreadable
     shards in a row or when no shard is left. A `SampleError` for a missing or wrong label or map is always raised.
@@ -238,9 +239,9 @@ class Source:
     classes: tuple[str, ...] | None = None
     """Class names in the order of the numbers that `label` returns; None if unknown or not yet read."""
     numbers: tuple[int, ...] | None = None
-    """Number that `label` returns for each class number in the shards; None if it returns the labels unchanged."""
+    """Class number that `label` returns for each class number in the shards; None to return them unchanged."""
     readers: int = 1
-    """Number of sources that are read in this process. The limit on memory is divided among them."""
+    """Number of sources that are read in this process. The limit on memory is divided among these sources."""
 
     def __post_init__(self) -> None:
         self._ends = np.cumsum(self.counts).tolist()
@@ -269,11 +270,11 @@ class Source:
         return [(shard.name, int(count)) for shard, count in zip(self.shards, self.counts, strict=True)]
 
     def number(self, shard: np.ndarray, sample: np.ndarray) -> np.ndarray:
-        """Return the number in the source of each sample, given by its shard and its number in the shard."""
+        """Return the index in the source of each sample, given its shard and its index in the shard."""
         return (np.cumsum(self.counts) - self.counts)[shard] + sample
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return the shard of a sample, and its number in the shard."""
+        """Return the shard of a sample, and the index of the sample in the shard."""
         shard = bisect.bisect_right(self._ends, number)
         return shard, int(number) - (self._ends[shard - 1] if shard else 0)
 
@@ -329,7 +330,7 @@ class Source:
         return self.numbers[label]
 
     def prepare(self, numbers: Sequence[int] | np.ndarray) -> None:
-        """Download what is needed to read samples to the cache, with several simultaneous requests.
+        """Download the data of samples to the cache, with several simultaneous requests.
 
         Byte ranges that are already in the cache are not downloaded again. If an unreadable shard is skipped, its error
         is raised later, when one of its samples is read.
@@ -359,7 +360,7 @@ class Source:
             list(pool.map(lambda call: attempt(*call), planned))
 
     def cached_bytes(self, samples: int) -> float:
-        """Return the size in bytes of what the cache holds while `samples` samples are in use.
+        """Return the number of bytes that the cache must hold while `samples` samples are in use.
 
         Raises:
             ShardError: a server does not answer.
@@ -393,7 +394,7 @@ class Source:
             self.label(int(self.number(shard, unlabelled[0])))
 
     def require_targets(self) -> None:
-        """Check that every sample has a segmentation map. Read the headers of all tars.
+        """Check that every sample has a segmentation map. The check reads the index of every shard.
 
         Raises:
             SampleError: a sample has no map. The message names the sample.
@@ -422,11 +423,13 @@ class Source:
                 named, unnamed = (first, other) if found is None else (other, first)
                 raise ShardError(
                     f"{named} has a {CLASSES}, but {unnamed} has none, so their labels cannot be compared. "
-                    f"If both number the classes alike, copy the {CLASSES}. Otherwise evaluate them separately."
+                    f"If both folders number the classes in the same way, copy the {CLASSES} to {unnamed}. Otherwise, "
+                    "evaluate the folders separately."
                 )
             raise ShardError(
-                f"{first} and {other} have different class names in {CLASSES}, so their labels do not mean the same. "
-                f"Make one of them again with `--classes` and the {CLASSES} of the other, or evaluate them separately."
+                f"{first} and {other} have different class names in {CLASSES}, so their labels cannot be compared. "
+                f"Make the shards of one folder again with `--classes` and the {CLASSES} of the other folder, or "
+                "evaluate the folders separately."
             )
         return names
 
@@ -455,8 +458,8 @@ class Source:
         opened, index = self.shards[shard], self.shards[shard].index()
         if index.summary[0] != self.counts[shard]:
             raise ShardError(
-                f"{opened.path}: has {index.summary[0]} samples, but {self.counts[shard]} were expected from "
-                "index.json or from an earlier count. The shard or the index has changed. Restart the run. "
+                f"{opened.path} has {index.summary[0]} samples, but {self.counts[shard]} were expected from index.json "
+                "or from an earlier count. The shard or the index has changed. Restart the run. "
                 f"If the index is wrong: {MAKE_INDEX_AGAIN}"
             )
         return index

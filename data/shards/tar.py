@@ -4,9 +4,9 @@ The layout is that of webdataset: neighbouring members form one sample if their 
 the file name. Images, labels and maps are read by their byte offsets, and all other members are ignored. Nothing is
 unpickled, and the name of a member is never used as a path.
 
-Headers are read by bytes, in time linear in their size. Python's `tarfile` decodes names, and takes quadratic time for
-some hostile headers. `Headers` reads names, sizes and types, with the additional headers of GNU tar (long names) and of
-pax (`path` and `size`).
+Headers are parsed as bytes, in time linear in their size. Python's `tarfile` is not used, because it decodes names, and
+takes quadratic time for some hostile headers. `Headers` reads names, sizes and types, including the additional headers
+of GNU tar (long names) and of pax (`path` and `size`).
 """
 
 import logging
@@ -34,7 +34,7 @@ LARGEST_MEMBER = 256 * 2**20  # maximum size in bytes of an image, label or map
 LARGEST_LABEL = 2**22 - 1
 """Largest class number. Evaluations need memory for every class up to the largest one."""
 LONGEST_SHOWN = 200  # maximum number of characters of the name of a member in a message
-LONGEST_PLAIN = 92  # keys from this length on may be stored in an additional header, because names have 100 bytes
+LONGEST_PLAIN = 92  # keys of at least this length may be in an additional header: the name field has 100 bytes
 
 LARGEST_HEADER = 2**20  # maximum size in bytes of an additional header; headers in practice are much smaller
 BLOCK = tarfile.BLOCKSIZE
@@ -79,7 +79,7 @@ def is_header(block: bytes) -> bool:
 
 
 def _checksums(block: bytes) -> tuple[int, int]:
-    """Return the checksum of a header for unsigned bytes, and for signed bytes as in old tars."""
+    """Return the checksum of a header, computed from unsigned bytes and, as in old tars, from signed bytes."""
     unsigned = sum(block) - sum(block[148:156]) + _SUM
     if block.isascii():
         return unsigned, unsigned
@@ -99,9 +99,9 @@ def _number(field: bytes) -> int:
 
 
 def plain_member(block: bytes, offset: int) -> Member:
-    """Return the member of a header that begins at byte `offset`, as the header alone describes it."""
+    """Return the member that a header at byte `offset` describes, without regard to additional headers."""
     name = block[:100].partition(b"\0")[0]
-    if block[257:262] == b"ustar" and block[262:264] != b" \0":  # in the format of GNU, the field `prefix` holds times
+    if block[257:262] == b"ustar" and block[262:264] != b" \0":  # a GNU header stores times in the field `prefix`
         prefix = block[345:500].partition(b"\0")[0]
         name = prefix + b"/" + name if prefix else name
     kind = block[156:157]
@@ -110,7 +110,7 @@ def plain_member(block: bytes, offset: int) -> Member:
 
 
 def _pax(content: bytes) -> dict[bytes, bytes]:
-    """Return the records of a pax header that matter here: `path`, `size`, and a key that marks sparse files."""
+    """Return the records `path` and `size` of a pax header, and a record `sparse` if the header marks a sparse file."""
     found, place = {}, 0
     while place < len(content) and content[place]:
         record = _RECORD.match(content, place)
@@ -189,7 +189,10 @@ class Headers:
             place = member.offset + -(-member.size // BLOCK) * BLOCK
 
     def _after_sparse(self, block: bytes, offset: int) -> int:
-        """Return the byte after the additional blocks of an old sparse file of GNU, whose header is `block`."""
+        """Return the byte at which the content of an old GNU sparse file begins, after its additional header blocks.
+
+        `block` is the header of the file, and `offset` is the byte after this header.
+        """
         more = block[482:483] if block[156:157] == _SPARSE else b"\0"
         while more not in (b"\0", b""):
             more = os.pread(self._descriptor, BLOCK, offset)[504:505]
@@ -198,10 +201,10 @@ class Headers:
 
 
 def member_before(descriptor: int, offset: int) -> Member | None:
-    """Return the member whose content begins at byte `offset` of a file, described by all its headers.
+    """Return the member whose content begins at byte `offset` of a file, as its additional headers describe it.
 
-    Additional headers may begin up to `LARGEST_HEADER` bytes before the header. Return None if no additional header
-    describes the member.
+    Additional headers may begin up to `LARGEST_HEADER` bytes before the member's own header. Return None if the member
+    has no additional header.
     """
     header = offset - BLOCK
     for start in range(header, max(header - LARGEST_HEADER, 0) - 1, -BLOCK):
@@ -227,7 +230,7 @@ class Index(NamedTuple):
     """Names and byte positions of the S samples of one tar, or names and labels of the S images of one folder."""
 
     keys: np.ndarray
-    """Concatenated names of all samples as stored; for a folder, relative paths as in the file system: uint8."""
+    """Concatenated names of all samples: uint8. The names are bytes as stored in the tar, or paths below the folder."""
     ends: np.ndarray
     """Index in `keys` at which the name of each sample ends: (S,) int64."""
     images: np.ndarray
@@ -278,7 +281,7 @@ def scan_tar(path: str | int, shard: str) -> Index:
             for member in headers:
                 if member.size < 0 or member.end > size:
                     raise ShardError(
-                        f"{shard}: truncated or damaged. The tar has {size} bytes, but its member "
+                        f"{shard} is truncated or damaged. The tar has {size} bytes, but its member "
                         f"{shown(member.name)} ends at byte {member.end}. {MAKE_SHARD_AGAIN}"
                     )
                 if not _add(samples, member, shard) and _extension(member.name) in (*IMAGES, *TIFFS, *OTHER_IMAGES):
@@ -286,22 +289,22 @@ def scan_tar(path: str | int, shard: str) -> Index:
     except OSError as error:
         raise unreadable(shard, error) from error
     except TarError as error:
-        raise ShardError(f"{shard}: not a complete tar ({error}). {MAKE_SHARD_AGAIN}") from error
+        raise ShardError(f"{shard} is not a complete tar ({error}). {MAKE_SHARD_AGAIN}") from error
     place, rest = headers.place, headers.rest
     if place > size:
-        raise ShardError(f"{shard}: not a complete tar (it ends inside of a block). {MAKE_SHARD_AGAIN}")
+        raise ShardError(f"{shard} is not a complete tar (it ends inside a block). {MAKE_SHARD_AGAIN}")
     if any(rest) and place == 0:
-        raise ShardError(f"{shard}: not a complete tar (the first header is damaged). {MAKE_SHARD_AGAIN}")
+        raise ShardError(f"{shard} is not a complete tar (the first header is damaged). {MAKE_SHARD_AGAIN}")
     if any(rest):
-        raise ShardError(f"{shard}: broken header at byte {place}. {MAKE_SHARD_AGAIN}")
+        raise ShardError(f"{shard} has a broken header at byte {place}. {MAKE_SHARD_AGAIN}")
     if not rest:
-        log.warning("%s: ends at byte %d without an end mark. The file may be truncated", shard, size)
+        log.warning("%s ends at byte %d without an end mark. The file may be truncated.", shard, size)
     elif size - place > LARGEST_HEADER:
-        log.warning("%s: the %d bytes after the end mark of the tar are not read", shard, size - place)
+        log.warning("%s has %d bytes after the end mark of the tar. These bytes are not read.", shard, size - place)
     if unread and samples:
         log.warning(
             "%s: %d images are not read, the first is %s. A name must be KEY.EXTENSION, without a dot in KEY and with "
-            "one of the extensions %s", shard, unread, shown(first_unread), ", ".join((*IMAGES, *TIFFS)),
+            "one of the extensions %s.", shard, unread, shown(first_unread), ", ".join((*IMAGES, *TIFFS)),
         )  # fmt: skip
     return _index(samples, size, shard)
 
@@ -319,8 +322,8 @@ def _extension(name: bytes) -> str:
 def split_name(name: bytes) -> tuple[bytes, bytes] | None:
     """Return the key and the extension of a member by webdataset's rule; None if the member has no key or extension.
 
-    The extension begins after the first dot of the file name. The name of a file that begins with a dot is only an
-    extension, and its folder is the key, unless the name of the folder contains a dot.
+    The extension begins after the first dot of the file name. If the file name begins with a dot, the key is the path
+    of the folder. If the name of this folder contains a dot, or there is no folder, the result is None.
     """
     slash = name.rfind(b"/")
     dot = name.find(b".", slash + 1)
@@ -342,10 +345,10 @@ def _add(samples: Members, member: Member, shard: str) -> bool:
     if extension not in (*IMAGES, *TIFFS, LABEL, MAP):
         return False
     if extension in samples[-1][1]:
-        raise ShardError(f"{shard}: holds {shown(member.name)} twice. Make the shard again with unique names.")
+        raise ShardError(f"{shard} holds {shown(member.name)} twice. Make the shard again with unique names.")
     if member.size > LARGEST_MEMBER:
         raise ShardError(
-            f"{shard}: {shown(member.name)} has {member.size} bytes, but at most {LARGEST_MEMBER} are allowed. "
+            f"{shard} holds {shown(member.name)} with {member.size} bytes, but at most {LARGEST_MEMBER} are allowed. "
             "Make the shard again without this file."
         )
     samples[-1][1][extension] = (member.offset, member.size)
@@ -362,7 +365,7 @@ def _index(samples: Members, size: int, shard: str) -> Index:
             maps.append(members.get(MAP, (-1, -1)))
     if not images:
         names = " or ".join(f"KEY.{extension}" for extension in (*IMAGES, *TIFFS))
-        raise ShardError(f"{shard}: holds no images. Name image files {names}, without a dot in KEY.")
+        raise ShardError(f"{shard} holds no images. Name image files {names}, without a dot in KEY.")
     return Index(
         keys=np.frombuffer(b"".join(keys), dtype=np.uint8),
         ends=np.cumsum([len(key) for key in keys]),
@@ -389,9 +392,10 @@ def is_member(header: bytes, key: bytes, size: int) -> bool:
 
 
 def is_described(descriptor: int, offset: int, key: bytes, size: int) -> bool:
-    """Return True if the content at byte `offset` of a file is that of a member of sample `key` with `size` bytes.
+    """Return True if a member of sample `key` with `size` bytes of content begins at byte `offset` of a file.
 
-    Unlike `is_member`, this function reads the additional headers before the header, which may state name and size.
+    Unlike `is_member`, this function reads the additional headers before the member's own header. The additional
+    headers may state the name and the size. `offset` is the first byte of the content.
     """
     found = member_before(descriptor, offset)
     return found is not None and found.size == size and found.type in REGULAR and found.name.startswith(key + b".")

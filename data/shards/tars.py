@@ -38,7 +38,7 @@ LARGEST_REQUEST = 64 * 2**20  # maximum size in bytes of a request for several s
 USUAL_REQUEST = 8 * 2**20  # target size in bytes of a request for several blocks
 MOST_HEADERS = 2**16  # number of bytes before a member of a remote shard that are searched for additional headers
 HEADER = 512  # size in bytes of the tar header before the content of each member
-LONGEST_LABEL = 64  # maximum number of bytes that are read of a label
+LONGEST_LABEL = 64  # maximum number of bytes that are read from a label
 
 log = logging.getLogger(__name__)
 
@@ -106,19 +106,19 @@ class Tar(Shard):
         return self._member(index, sample, index.maps[sample])
 
     def _member(self, index: Index, sample: int, place: np.ndarray, most: int = LARGEST_MEMBER) -> bytes:
-        """Return the content of a member, at most its first `most` bytes. `place` is its offset and size."""
+        """Return at most the first `most` bytes of a member. `place` holds the offset and the size of the member."""
         offset, size = map(int, place)
         content = self._content(index, sample, offset, size, min(size, most))
         if content is None:
             raise ShardError(
-                f"{self.path}: {index.key(sample)} is not at byte {offset}, where it should be. "
+                f"{self.path} does not hold {index.key(sample)} at byte {offset}, where its index places the sample. "
                 f"The shard has changed, or the index belongs to another shard. {MAKE_INDEX_AGAIN}"
             )
         return content
 
     @abstractmethod
     def _content(self, index: Index, sample: int, offset: int, size: int, wanted: int) -> bytes | None:
-        """Return the first `wanted` bytes at byte `offset`, or None if its tar header is not that of the sample."""
+        """Return `wanted` bytes of content from byte `offset` on, or None if the sample has no member at this byte."""
 
     @property
     def _is_packed(self) -> bool:
@@ -137,18 +137,18 @@ class Tar(Shard):
             return None
 
     def _parsed(self, content: bytes, path: str) -> Index:
-        """Return the index in the content of a table."""
+        """Parse the content of a table, and check that the table belongs to this shard."""
         index = parse_table(content, path)
         if self.size and not self._is_packed and index.summary[2] != self.size:
             raise ShardError(
-                f"{path}: belongs to a shard of {index.summary[2]} bytes, but {self.path} has {self.size} bytes. "
+                f"{path} belongs to a shard of {index.summary[2]} bytes, but {self.path} has {self.size} bytes. "
                 f"{MAKE_INDEX_AGAIN}"
             )
         return index
 
     def verify(self) -> None:
         if self.sha256 is None:
-            raise ShardError(f"{self.path}: source.verify needs the SHA-256 in index.json. {MAKE_INDEX_AGAIN}")
+            raise ShardError(f"{self.path} has no SHA-256 in index.json. source.verify needs it. {MAKE_INDEX_AGAIN}")
         try:
             with open(self.path, "rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -156,7 +156,7 @@ class Tar(Shard):
             raise unreadable(self.path, error) from error
         if found != self.sha256.lower():
             raise ShardError(
-                f"{self.path}: its SHA-256 differs from index.json, so the shard or the index has changed. "
+                f"{self.path} has a SHA-256 that differs from index.json, so the shard or the index has changed. "
                 f"{MAKE_SHARD_AGAIN} If the index is wrong: {MAKE_INDEX_AGAIN}"
             )
 
@@ -172,17 +172,17 @@ class LocalTar(Tar):
             file, expected = _opened(self), int(index.summary[2])
             if file.size != expected:
                 raise ShardError(
-                    f"{self.path}: had {expected} bytes when it was opened, but now has {file.size}. {MAKE_SHARD_AGAIN}"
+                    f"{self.path} had {expected} bytes when it was opened, but now has {file.size}. {MAKE_SHARD_AGAIN}"
                 )
             if file.modified != self.modified:
-                raise ShardError(f"{self.path}: has changed since it was opened. Restart the run.")
+                raise ShardError(f"{self.path} has changed since it was opened. Restart the run.")
             header, content = _read_member(file.descriptor, offset, wanted)
         except OSError as error:
             raise unreadable(self.path, error) from error
         if len(content) != wanted:
             now = os.fstat(file.descriptor).st_size
             raise ShardError(
-                f"{self.path}: was truncated to {now} bytes while in use, but a sample ends at byte "
+                f"{self.path} was truncated to {now} bytes while in use, but a sample ends at byte "
                 f"{offset + wanted}. {MAKE_SHARD_AGAIN}"
             )
         key = index.raw_key(sample)
@@ -228,7 +228,7 @@ class PackedTar(Tar):
         def fill(sink: Sink) -> None:
             if self.size and not self._is_packed:
                 sink.reserve(self.size)
-            check = None if self.sha256 else self._check_version  # a checksum says more than a version
+            check = None if self.sha256 else self._check_version  # the SHA-256 makes this check needless
             remote.fetch(self.path, sink, self.config, size=self.size, sha256=self.sha256, check=check)
 
         return self.cache.open(self.cache_name("whole"), fill)
@@ -250,11 +250,11 @@ class PackedTar(Tar):
             fits = len(content) == wanted and is_member(header, key, size)
             if fits or (len(content) == wanted and self._is_described(index, sample, offset, size)):
                 return content
-            self.cache.remove(name)  # the cached copy may be damaged, so download again
+            self.cache.remove(name)  # the cached copy may be damaged, so the next attempt downloads again
         return None
 
     def _is_described(self, index: Index, sample: int, offset: int, size: int) -> bool:
-        """Return True if additional headers before the header of a member state the key of its sample and its size."""
+        """Return True if the additional headers of a member state the key of the sample and the size of the member."""
         descriptor, first, _ = self._open_range(index, sample, max(offset - MOST_HEADERS, 0), offset)
         try:
             return is_described(descriptor, offset - first, index.raw_key(sample), size)
@@ -262,7 +262,7 @@ class PackedTar(Tar):
             os.close(descriptor)
 
     def _open_range(self, index: Index, sample: int, start: int, end: int) -> tuple[int, int, str]:
-        """Open a cached file that holds the bytes `start` to `end` - 1 of the tar, which belong to a sample.
+        """Open a cached file that holds the bytes `start` to `end` - 1 of the tar. The bytes belong to a sample.
 
         Return the descriptor of the file, the byte of the tar at which the file begins, and the name of the cache
         entry.
@@ -272,7 +272,7 @@ class PackedTar(Tar):
 
 @functools.lru_cache(maxsize=16)
 def _cache(_: str | None, __: str | None, gigabytes: float) -> Cache:
-    """Return the cache of shard data. The first arguments are the variables that `cache_folder` reads."""
+    """Return the cache of shard data. The first two arguments give a new cache if the environment variables change."""
     return Cache(cache_folder() / "pieces-v1", int(gigabytes * 1e9))
 
 
@@ -287,7 +287,7 @@ class RemoteTar(PackedTar):
     is_remote: ClassVar[bool] = True
 
     block: int = 1
-    """Number of neighbouring samples that are downloaded together at least."""
+    """Minimum number of neighbouring samples that are downloaded together."""
     joined: bool = True
     """True if one request may download several blocks."""
 
@@ -338,13 +338,13 @@ class RemoteTar(PackedTar):
             if is_intact(descriptor, name, end - start):
                 return descriptor
             os.close(descriptor)
-            log.warning("%s: the copy of bytes %d to %d in the cache is damaged. They are downloaded again",
+            log.warning("%s: the copy of bytes %d to %d in the cache is damaged. These bytes are downloaded again.",
                         self.path, start, end)  # fmt: skip
             self.cache.remove(name)
             return self.cache.open(name, fill, end - start + CHECKSUM)
         except remote.NoRangesError:
             raise ShardError(
-                f"{self.path}: the server stopped supporting byte ranges during the run. Restart the run."
+                f"The server of {self.path} stopped supporting byte ranges during the run. Restart the run."
             ) from None
 
     def _open_range(self, index: Index, sample: int, start: int, end: int) -> tuple[int, int, str]:
@@ -353,12 +353,12 @@ class RemoteTar(PackedTar):
         if (descriptor := self._downloaded()) is not None:
             return descriptor, 0, self.cache_name("whole")
         span = self._span(index, sample)
-        if not span[0] <= start <= end <= span[1]:  # the byte range of an image may not contain its label or map
+        if not span[0] <= start <= end <= span[1]:  # the range of a large image may lack the label or map of the sample
             span = (start, end)
         return self.open_range(*span), span[0], self.cache_name(f"{span[0]}-{span[1]}")
 
     def _downloaded(self) -> int | None:
-        """Open the complete tar if it was downloaded to read its headers. Otherwise return None."""
+        """Open the complete tar if it was already downloaded to read its headers. Otherwise, return None."""
         return self.cache.find(self.cache_name("whole"))
 
     def _span(self, index: Index, sample: int) -> tuple[int, int]:
@@ -392,7 +392,7 @@ class RemoteTar(PackedTar):
             held = first_version(self.cache, self.cache_name("version"), stated[0])
         if held not in stated:
             raise ShardError(
-                f"{self.path}: has changed on the server (version {printable(stated[0])[:100]}, before "
+                f"{self.path} has changed on the server (version {printable(stated[0])[:100]}, before "
                 f"{printable(held)[:100]}). Restore the shard. If the change is intended, make its index.json again or "
                 f"remove the folder {self.cache.folder}, and restart the run."
             )
@@ -413,8 +413,8 @@ class RemoteTar(PackedTar):
         table = None if "?" in self.path else self._downloaded_table()
         if table is None and self.supports_ranges:
             warn_once(
-                f"{self.folder}: shards without a table SHARD.tar{TABLE} beside them are downloaded completely to find "
-                "their samples. `tessera check_shards SHARDS --write_index true` writes tables for local copies."
+                f"Shards of {self.folder} without a table SHARD.tar{TABLE} beside them are downloaded completely to "
+                "find their samples. `tessera check_shards SHARDS --write_index true` writes tables for local copies."
             )
         return table
 
@@ -458,7 +458,7 @@ def name_of(path: str) -> str:
 
 
 def folder_of(path: str) -> str:
-    """Return the folder of a tar, or `pipe:` for the output of a command, which lies in no folder."""
+    """Return the folder of a tar, or `pipe:` for the output of a command, which has no folder."""
     return remote.PIPE if path.startswith(remote.PIPE) else remote.without_query(path).rpartition("/")[0]
 
 

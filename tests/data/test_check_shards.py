@@ -129,7 +129,8 @@ def test_class_names_that_do_not_fit(write_shards, report, content, message):
     (folder / "classes.json").write_text(content)
     found = report(str(folder), status=1)
     assert len(found["refused"]) == 1
-    assert found["refused"][0].startswith(f"{folder}/classes.json: {message}")
+    assert found["refused"][0].startswith(f"{folder}/classes.json")
+    assert message in found["refused"][0]
     (folder / "classes.json").write_text('["a", "b", "c", "d"]')
     assert report(str(folder))["class_names"] == {"0": "a", "1": "b", "2": "c"}
 
@@ -414,7 +415,7 @@ def test_nothing_in_a_tar_runs_or_leaves_it_or_takes_the_memory(tmp_path, write_
     found = json.loads((tmp_path / "report.json").read_text())
     assert (found["images"], found["corrupt"]) == (4, 1)
     assert found["corrupt_images"][0].startswith("hostile.tar/bomb: ")
-    refused = {Path(line.split(":")[0]).name: line for line in found["refused"]}
+    refused = {Path(line.split()[0].rstrip(":")).name: line for line in found["refused"]}
     assert sorted(refused) == ["endless.tar.gz", "huge.tar", "nested.tar"]
     assert "Traceback" not in result.stderr
     assert int(result.stdout.split("grew by")[1].split()[0]) < 150_000

@@ -190,7 +190,7 @@ def test_a_shard_that_vanishes_is_named(write_shards, workers):
     with pytest.raises(ShardError) as caught:
         for _ in batches:
             pass
-    assert str(caught.value).startswith(f"{paths[1]}: No such file")  # and no traceback before it
+    assert str(caught.value).startswith(f"{paths[1]} cannot be read: No such file")  # and no traceback before it
 
 
 class Broken(Small):

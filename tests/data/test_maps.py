@@ -144,10 +144,10 @@ def test_broken_and_missing_maps_are_named(write_tar):
     good = ("a.png", image), ("a.seg.png", png(noise(1, 20, 30, below=3)))
     cases = {
         "b has no segmentation map.*KEY.seg.png": [],
-        "map of .*b: the map has 20 x 30 pixels, but the upright image has 30 x 20": [png(noise(0, 30, 20, below=3))],
-        "map of .*b: the map has the value 7, but there are 3 classes": [png(np.full((20, 30), 7, np.uint8))],
-        "map of .*b: a damaged PNG": [png(noise(1, 20, 30))[:80]],
-        "map of .*b: the PNG has the mode RGB": [image],
+        "b cannot be used: the map has 20 x 30 pixels, .* image has 30 x 20": [png(noise(0, 30, 20, below=3))],
+        "b cannot be used: the map has the value 7, but there are 3 classes": [png(np.full((20, 30), 7, np.uint8))],
+        "b cannot be used: a damaged PNG": [png(noise(1, 20, 30))[:80]],
+        "b cannot be used: the PNG has the mode RGB": [image],
     }
     for number, (message, maps) in enumerate(cases.items()):
         path = write_tar(f"t{number}.tar", [*good, ("b.png", image), *(("b.seg.png", one) for one in maps)])

@@ -106,7 +106,7 @@ def test_workers_that_never_send_anything_end_the_run(write_shards, monkeypatch)
     monkeypatch.setattr(batches, "start_worker", hang)
     before = set(children())
     found = iter(train(write_shards([20]), batch_size=4, seed=0, steps=3, streams=2, workers=1))
-    message = r"no loader worker has had work for 1 s \(worker 0 has not started\).*--resume.*--workers 0"
+    message = r"all loader workers have been idle for 1 s \(worker 0 has not started\).*--resume.*--workers 0"
     with pytest.raises(workers.WorkersError, match=message):
         next(found)
     for worker in set(children()) - before:
@@ -114,7 +114,7 @@ def test_workers_that_never_send_anything_end_the_run(write_shards, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("number", "advice"), [(signal.SIGKILL, "short of memory: use fewer --workers"), (signal.SIGSEGV, "lines above")]
+    ("number", "advice"), [(signal.SIGKILL, "short of memory. Use fewer --workers"), (signal.SIGSEGV, "lines above")]
 )
 def test_a_worker_that_dies_is_named(number, advice, write_shards):
     before = set(children())

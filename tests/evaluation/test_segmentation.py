@@ -187,7 +187,7 @@ def test_wrong_data_is_refused(scenes, tmp_path):
     for message, change in cases.items():
         with pytest.raises(EvaluationError, match=message):
             run(SegmentationSettings(**options | change))
-    with pytest.raises(ShardError, match=r"map of thin.tar/scene-000: the map has 39 x 32 pixels"):
+    with pytest.raises(ShardError, match=r"map of thin.tar/scene-000 cannot be used: the map has 39 x 32 pixels"):
         run(SegmentationSettings(**options | {"val": str(tmp_path / "thin.tar"), **same}))
 
 

@@ -72,7 +72,7 @@ def test_usual_brace_ranges_are_expanded():
 )
 def test_hostile_entries_of_an_index_are_named(change, tmp_path):
     content = index(change)
-    with pytest.raises(ShardError, match=r"index.json: not an index of shards") as caught:
+    with pytest.raises(ShardError, match=r"index.json is not an index of shards") as caught:
         parse_folder(content, "index.json")
     assert len(str(caught.value)) < 1000
     assert "\x1b" not in str(caught.value)

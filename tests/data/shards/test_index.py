@@ -98,7 +98,9 @@ def test_an_index_of_webdataset():
 )
 def test_an_index_names_only_what_lies_beside_it(url):
     text = json.dumps({"shardlist": [{"url": url, "nsamples": 1, "filesize": 1}]}).encode()
-    with pytest.raises(ShardError, match=r"f/index.json: not an index of shards \(shardlist.0.url.*--write_index true"):
+    with pytest.raises(
+        ShardError, match=r"f/index.json is not an index of shards \(shardlist.0.url.*--write_index true"
+    ):
         parse_folder(text, "f/index.json")
 
 
@@ -146,7 +148,7 @@ def test_a_table_that_lies(table, change):
     arrays = {name: array.copy() for name, array in table[1]._asdict().items()}
     assert equal(parse_table(archive(arrays), "x"), table[1])
     CHANGES[change](arrays)
-    with pytest.raises(ShardError, match=r"s.tar.index: not a table of samples .*--write_index true"):
+    with pytest.raises(ShardError, match=r"s.tar.index is not a table of samples .*--write_index true"):
         parse_table(archive(arrays), "s.tar.index")
 
 

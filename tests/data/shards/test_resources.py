@@ -61,7 +61,7 @@ def test_a_damaged_piece_of_the_cache_is_downloaded_again(write_shards, tmp_path
         piece.write_bytes(raw)
         caches._intact.clear()  # another process
         assert opened.image(1) == png(1)
-        assert "in the cache is damaged. They are downloaded again" in caplog.text
+        assert "in the cache is damaged. These bytes are downloaded again" in caplog.text
         piece.write_bytes(bytes(len(raw)))  # zeros, as after a power cut
         caches._intact.clear()
         assert opened.image(1) == png(1)
@@ -155,7 +155,7 @@ def test_a_lack_of_memory_stops_a_run_by_name(write_tar, png, monkeypatch):
 
     path = write_tar("t.tar", [("a.png", png(0))])
     monkeypatch.setattr("tessera.data.dataset.Decoding.picture", fail)
-    with pytest.raises(ShardError, match=r"t.tar/a: the memory of this process does not suffice"):
+    with pytest.raises(ShardError, match=r"t.tar/a cannot be decoded, because the memory of this"):
         list(evaluation_batches(path, CenterCrop(4), 4, labels=False, reading=Reading(source=SKIP)))
 
 

@@ -112,5 +112,5 @@ def test_class_names_lie_beside_the_shards(write_shards, bucket):
         found[folder] = open_shards(f"s3://shards/{folder}/*.tar")
     assert found["plain"].class_names() is None
     assert found["named"].class_names() == ("ant", "bee", "cat")
-    with pytest.raises(ShardError, match=r"s3://shards/wrong/classes\.json: not a JSON list of class names"):
+    with pytest.raises(ShardError, match=r"s3://shards/wrong/classes\.json is not a JSON list of class names"):
         found["wrong"].class_names()
