@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -12,7 +12,7 @@ from tessera.data.batches import Batches
 from tessera.data.decode import jpeg_decoder
 from tessera.data.loader import Reading, training_batches
 from tessera.data.sampler import BatchSampler
-from tessera.data.shards import ShardError, Sources, WeightedShards
+from tessera.data.shards import ShardError, Sources, WeightedShards, open_sources
 from tessera.data.workers import free_cores
 from tessera.pretrain.build import build_method
 from tessera.pretrain.checkpoints import resume
@@ -27,14 +27,57 @@ from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, write_accura
 from tessera.pretrain.monitoring.recorder import Recorder, record_start
 from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
 from tessera.pretrain.preflight import Plan, report
-from tessera.pretrain.resolve import Prepared, make_accelerator, prepare
-from tessera.runtime.collectives import run_on_all_ranks
+from tessera.pretrain.resolve import (
+    agree,
+    make_accelerator,
+    measure_classes,
+    measure_pixels,
+    resolve,
+    training_shards,
+)
+from tessera.runtime.collectives import first_of_node_first, run_on_all_ranks
 from tessera.runtime.files import atomic_write
 from tessera.runtime.preemption import saving_on_interrupt
 from tessera.runtime.settings import SettingsError
 from tessera.runtime.watchdog import watched
 
 log = logging.getLogger(__name__)
+
+
+class Prepared(NamedTuple):
+    """The settings of a run and its opened data."""
+
+    config: RunConfig
+    """Settings with all derived values."""
+    shards: WeightedShards
+    """SHARDS to train on: those of the user, or those of the embedded digits."""
+    sources: Sources
+    """The opened shards."""
+    fingerprint: str
+    """Hash of everything that determines the sample order; see `fingerprint`."""
+
+    @property
+    def images(self) -> int:
+        """Number of training images."""
+        return sum(source.images for source in self.sources.lists)
+
+
+def prepare(given: RunConfig, accelerator: Accelerator) -> Prepared:
+    """Open the training data, and return it with the settings of the run. Collective.
+
+    Runs, `--dry_run`, `tessera preview` and `tessera.training_batches` all call this function.
+
+    Raises:
+        UserError: the shards cannot be read, or the settings do not fit together.
+    """
+    with first_of_node_first():  # the first process of each node fills the caches for the others
+        shards, given = training_shards(given)
+        sources = open_sources(shards, source=given.source)
+    fingerprint = agree(sources.lists, given.stream.buffers(sources.lists))
+    statistics = measure_pixels(given, sources, accelerator)
+    images = sum(source.images for source in sources.lists)
+    config = resolve(given, images, statistics, measure_classes(given, sources, accelerator))
+    return Prepared(config, shards, sources, fingerprint)
 
 
 def pretrain(config: RunConfig) -> Path:

@@ -1,7 +1,4 @@
-"""Complete the settings of a run: open the data, measure it, and derive the settings that the user did not give.
-
-Runs, `--dry_run`, `tessera preview` and `tessera.training_batches` all call `prepare`.
-"""
+"""Complete the settings of a run: derive the settings that the user did not give, and measure what they depend on."""
 
 import hashlib
 import json
@@ -9,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -18,7 +15,7 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from tessera import encoders
 from tessera.data.augment import ColorConfig, colors_for
 from tessera.data.demo import demo_shards
-from tessera.data.shards import MOST_LISTED, ShardError, Source, Sources, WeightedShards, open_sources
+from tessera.data.shards import MOST_LISTED, ShardError, Source, Sources, WeightedShards
 from tessera.data.statistics import count_classes, pixel_statistics
 from tessera.encoders.base import Preprocessing
 from tessera.pretrain import engines
@@ -29,47 +26,13 @@ from tessera.pretrain.export import find_on_main
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.base import Method, RunSize
 from tessera.runtime import processes
-from tessera.runtime.collectives import broadcast_object, first_of_node_first, gather_objects
+from tessera.runtime.collectives import broadcast_object, gather_objects
 from tessera.runtime.machine import keep_freed_memory
 from tessera.runtime.settings import SettingsError, validate
 
 CONTINUED = 0.1
 """Default of `optim.encoder_lr_factor` if the encoder is pretrained and the heads are new (docs/methods.md)."""
 T = TypeVar("T")
-
-
-class Prepared(NamedTuple):
-    """The settings of a run and its opened data."""
-
-    config: RunConfig
-    """Settings with all derived values."""
-    shards: WeightedShards
-    """SHARDS to train on: those of the user, or those of the embedded digits."""
-    sources: Sources
-    """The opened shards."""
-    fingerprint: str
-    """Hash of everything that determines the sample order; see `fingerprint`."""
-
-    @property
-    def images(self) -> int:
-        """Number of training images."""
-        return sum(source.images for source in self.sources.lists)
-
-
-def prepare(given: RunConfig, accelerator: Accelerator) -> Prepared:
-    """Open the training data, and return it with the settings of the run. Collective.
-
-    Raises:
-        UserError: the shards cannot be read, or the settings do not fit together.
-    """
-    with first_of_node_first():  # the first process of each node fills the caches for the others
-        shards, given = training_shards(given)
-        sources = open_sources(shards, source=given.source)
-    fingerprint = agree(sources.lists, given.stream.buffers(sources.lists))
-    statistics = measure_pixels(given, sources, accelerator)
-    images = sum(source.images for source in sources.lists)
-    config = resolve(given, images, statistics, measure_classes(given, sources, accelerator))
-    return Prepared(config, shards, sources, fingerprint)
 
 
 def resolve(
