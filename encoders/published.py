@@ -35,7 +35,7 @@ def fetch(source: str | Path) -> tuple[State, Preprocessing]:
         raise WeightsError(f"timm {timm.__version__} has no pretrained model {name!r}. {hint}")
     try:
         model = timm.create_model(name, pretrained=True)
-    # the download fails with errors of several packages, such as those of huggingface_hub
+    # a failed download raises errors of several packages, such as huggingface_hub
     except Exception as error:
         raise WeightsError(f"timm could not load the weights of {name!r}: {error}") from error
     config = model.pretrained_cfg

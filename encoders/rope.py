@@ -34,15 +34,15 @@ class RotaryPositions(nn.Module):
 
     In training, the coordinates may change at random: first a shift for rows and one for columns, drawn from -`shift`
     to `shift`, is added to the coordinates. Then the coordinates are multiplied by a factor for rows and one for
-    columns, drawn log-uniformly from 1 / `jitter` to `jitter`, and by a common factor, drawn log-uniformly from
-    1 / `rescale` to `rescale`. The numbers are drawn for each block and each size of images anew. All images of that
-    size share them, on all processes.
+    columns, drawn log-uniformly from 1 / `jitter` to `jitter`, and by a common factor, drawn log-uniformly from 1 /
+    `rescale` to `rescale`. New numbers are drawn for each block and each image size. All images of the same size share
+    these numbers, on all processes.
 
     Args:
         head_dim: width d of a head.
         blocks: number of blocks of the encoder.
         base: base of the periods, which rise from 1 to nearly `base`.
-        coordinates: divisor of coordinates, each its own side ("separate"), the longer ("max") or the shorter ("min").
+        coordinates: divisor of coordinates: own side ("separate"), longer side ("max") or shorter side ("min").
         shift: largest random shift. None means no shift.
         jitter: largest random factor for each axis. None means no such factor.
         rescale: largest random common factor. None means no such factor.

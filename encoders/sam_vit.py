@@ -125,8 +125,8 @@ class SAMViT(Encoder):
     image differs from the grid for `image_size`, the position tables are resized: the relative tables linearly, as in
     the published code, and the absolute table by MAE's rule, because the published code has no rule for this table.
 
-    The encoder cannot drop hidden tokens, because windows need the full grid of tokens. The mask token replaces them
-    before positions are added.
+    The encoder cannot drop hidden tokens, because windows need the full grid of tokens. The mask token replaces hidden
+    tokens before positions are added.
 
     Args:
         dim: width of the blocks.
