@@ -33,10 +33,10 @@ class RotaryPositions(nn.Module):
     The d / 4 `periods` are a buffer, so that the weights of an encoder include the periods that it was trained with.
 
     In training, the coordinates may change at random: first a shift for rows and one for columns, drawn from -`shift`
-    to `shift`, is added to the coordinates. Then the coordinates are multiplied by a factor for rows and one for
-    columns, drawn log-uniformly from 1 / `jitter` to `jitter`, and by a common factor, drawn log-uniformly from 1 /
-    `rescale` to `rescale`. New numbers are drawn for each block and each image size. All images of the same size share
-    these numbers, on all processes.
+    to `shift`, is added to the coordinates. Then the coordinates are multiplied by three factors, each drawn
+    log-uniformly: one for rows and one for columns, from 1 / `jitter` to `jitter`, and a common factor, from
+    1 / `rescale` to `rescale`. New numbers are drawn for each block and each image size. All images of the same size
+    share these numbers, on all processes.
 
     Args:
         head_dim: width d of a head.
