@@ -115,7 +115,9 @@ def test_distilled_checkpoint_of_deit():
     assert report.left_out == ["head.weight", "head.bias", "head_dist.weight", "head_dist.bias"]
     images = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(encoder(images).pooled, model.forward_features(images)[:, 0], **CLOSE)
-    with pytest.raises(ValueError, match=r"Unknown to the encoder: dist_token. encoder settings: distillation_token"):
+    with pytest.raises(
+        ValueError, match=r"Unknown to the encoder: dist_token. Check these encoder settings: distillation_token"
+    ):
         load_weights(small(), model.state_dict())
 
 
@@ -125,7 +127,9 @@ def test_registers_of_timm_and_of_dinov2(no_embed_class):
     encoder = small(registers=3, layer_scale=1.0)
     load_weights(encoder, model.state_dict())
     assert_equals_timm(encoder, model)
-    with pytest.raises(ValueError, match=r"Unknown to the encoder: .*reg_token. encoder settings: .*registers"):
+    with pytest.raises(
+        ValueError, match=r"Unknown to the encoder: .*reg_token. Check these encoder settings: .*registers"
+    ):
         load_weights(small(), model.state_dict())
 
     dinov2 = timm_vit(init_values=0.1).state_dict() | {"mask_token": torch.ones(1, 48)}
