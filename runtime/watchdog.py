@@ -6,8 +6,9 @@ that heartbeats continue while the main thread is saving, reading or waiting in 
 heartbeats of all other processes, and each other process watches the heartbeats of process 0. Messages about a lost or
 failed process reach all processes through the same store.
 
-The heartbeats begin before the process group is made. A process that has never sent one is not lost: it may still
-import torch from a slow disk. While the others wait for it, the first process of each node names it every minute.
+The heartbeats begin before the process group is made. A process that has never sent a heartbeat does not count as lost,
+because it may still be importing torch from a slow disk. Until it starts, the first process of each node prints its
+rank every minute.
 """
 
 import datetime
@@ -31,7 +32,7 @@ from tessera.runtime.streams import tell
 
 EXIT_CODE = 69
 """Exit code of a process that exits because another process is lost or has failed: EX_UNAVAILABLE of sysexits.h."""
-CONTINUE = "To continue from the newest checkpoint, start again with --resume and the folder of this run"
+CONTINUE = "To continue from the newest checkpoint, start again with --resume and the folder of this run."
 MOST_NAMED = 8
 """Largest number of processes that a message names."""
 _BROKEN = ("by peer", "broken pipe", "remote", "timed out", "timeout", "aborted", "connection", "socket", "network")
@@ -54,7 +55,7 @@ class Timing:
     """Seconds from a message about a lost or failed process until the watchdog ends a process that has not exited by
     itself. Within this time, the message reaches all processes."""
     notice: float = 60.0
-    """Seconds until the processes that have not started are named, and between two such messages."""
+    """Seconds until a message names the processes that have not started, and seconds between two such messages."""
 
 
 TIMING = Timing()
@@ -69,10 +70,10 @@ class LostError(UserError, RuntimeError):
 def watched(advice: str = CONTINUE) -> Iterator[None]:
     """Run the watchdog until the context ends. With one process, the context does nothing.
 
-    Enter the context before the process group is made, so that a process is named that does not start.
+    Enter the context before the process group is made, so that messages can name a process that does not start.
 
     Args:
-        advice: sentence that tells the user how to go on after a loss.
+        advice: sentence that tells the user how to continue after a loss.
 
     If another process is lost, this process exits with `EXIT_CODE` and a message, even if its main thread is blocked.
 

@@ -80,7 +80,7 @@ def pretrain(method: str = "dino", data: Any = None, **settings: Any) -> Run:
 
 
 def training_batches(method: str = "dino", data: Any = None, **settings: Any) -> Iterator[Batch]:
-    """Yield the batches that `pretrain` would train on, in the same order, for a training loop of one's own.
+    """Yield the batches that `pretrain` would train on, in the same order, for a custom training loop.
 
     A batch holds the normalised images, crops and masks of the method on the device of this process: `batch.views`. The
     arguments and errors are those of `pretrain`.
@@ -102,7 +102,7 @@ def load(path: str | Path) -> Encoder:
 
 
 def embed(encoder: Encoder, data: Any, **options: Any) -> LabelledFeatures:
-    """Encode all images in SHARDS, and return features (N, D), labels (N,) and names. Labels are -1 without labels.
+    """Encode all images in SHARDS, and return features (N, D), labels (N,) and names. Missing labels are -1.
 
     Args:
         encoder: encoder of the images.
@@ -179,7 +179,6 @@ def _values(method: str, data: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _forget_settings_of_earlier_runs() -> None:
-    """Let a run in this process have another precision than the run before it. Accelerate keeps the settings of the
-    first run otherwise."""
+    """Reset accelerate's settings, which would otherwise keep the precision of the first run in this process."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
