@@ -143,7 +143,7 @@ def _local_rows(tensor: Tensor) -> LocalTensor:
     first = min(mesh.get_local_rank("shard") * rows, len(tensor))
     copies, copy = (mesh.size(0), mesh.get_local_rank("copy")) if mesh.ndim == 2 else (1, 0)
     data = local(tensor).detach().view(-1)
-    row = math.prod(tensor.shape[1:])  # number of values
+    row = math.prod(tensor.shape[1:])  # number of values in a row
     return LocalTensor(data, first * row, tensor.numel(), copies, copy)
 
 
@@ -170,7 +170,7 @@ def check_options(accelerator: Accelerator, precision: str) -> None:
 
 
 def groups() -> ParallelismConfig:
-    """Return the launcher's settings of groups of processes, which it passes in environment variables.
+    """Return the settings of process groups, which the launcher passes in environment variables.
 
     Raises:
         SettingsError: a size is out of range.
@@ -178,7 +178,7 @@ def groups() -> ParallelismConfig:
     try:
         return ParallelismConfig()
     except ValueError as error:
-        raise SettingsError(f"parallelism_config of the launcher: {error}") from None
+        raise SettingsError(f"The launcher's parallelism_config is invalid: {error}") from None
 
 
 def _check_groups(processes: int) -> None:

@@ -364,7 +364,8 @@ def test_status(slurm: Slurm) -> None:
     assert f"step 120 of 500, newest checkpoint {step}" in shown.stdout
     assert ["101", "pretrain", "RUNNING"] in lines
     assert ["102", "knn", "PENDING", "(Dependency)"] in lines
-    assert ["103", "probe", *"over (SLURM no longer knows how it ended; see its log)".split()] in lines
+    state = "over (SLURM no longer knows how it ended; see its log)"
+    assert ["103", "probe", *state.split()] in lines
     assert [f"knn-v-{step}-20261124T101530Z", "top-1", "12.50", "%"] in lines
     assert ["retrieval-v-20261124T101530Z", "mAP", "75.00", "%"] in lines
     assert "999" not in shown.stdout
