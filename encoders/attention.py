@@ -49,7 +49,8 @@ def attention(
     if segments.uniform:
         q, k, v = (x.unflatten(1, (len(segments.lengths), -1)).transpose(0, 1) for x in (q, k, v))  # (B, heads, N, d)
         out = dot_product_attention(q, k, v, scale=scale)
-        return out.transpose(1, 2).flatten(0, 1).transpose(0, 1)  # the fused kernels' memory layout is (B, N, heads, d)
+        # The fused kernels store the result as (B, N, heads, d), so that `flatten` copies nothing.
+        return out.transpose(1, 2).flatten(0, 1).transpose(0, 1)
     from tessera.encoders import packed_attention  # imported here, because it loads torch's compiler, which is slow
 
     return packed_attention.packed_attention(q, k, v, scale, segments)

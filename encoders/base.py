@@ -121,7 +121,7 @@ class Encoder(nn.Module):
         may have different numbers of visible tokens.
 
         Raises:
-            EncoderError: the images or the mask do not fit the encoder, or it needs a mask token and has none.
+            EncoderError: the images or the mask do not fit the encoder, or the encoder needs a mask token and has none.
         """
         features = self(images, mask, drop=self.can_drop)
         if self.can_drop:
@@ -219,7 +219,9 @@ class Encoder(nn.Module):
         if not images.patches.is_floating_point():
             raise EncoderError(f"Images must be normalised floats, not {images.patches.dtype}.")
         if images.patch != side:
-            raise EncoderError(f"The images are packed in patches of {images.patch} pixels, not of {side} pixels.")
+            raise EncoderError(
+                f"The images are packed in patches of {images.patch} pixels, but the encoder takes patches of {side}."
+            )
         if values != side**2 * self.channels:
             raise EncoderError(
                 f"Packed patches have {values} values. Patches of {side} x {side} pixels with {self.channels} channels "

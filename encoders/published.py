@@ -1,7 +1,7 @@
 """Published weights by name: `timm:NAME` is a pretrained model of timm, such as `timm:vit_small_patch16_224.dino`.
 
 timm downloads the weights to its cache, or finds them there. Only the weights, the normalisation and the size of the
-images are taken from timm; the encoder is one of this project.
+images are taken from timm. The encoder class is one of this project.
 """
 
 import difflib

@@ -80,7 +80,7 @@ class RotaryPositions(nn.Module):
 
         Args:
             grids: number of patch rows and of patch columns of each image, on the CPU.
-            prefix: number S of prefix tokens before the patches of each image. They are not rotated.
+            prefix: number of prefix tokens S before the patches of each image. Prefix tokens are not rotated.
             lengths: number of patch tokens of each image: (B,) on the CPU.
             visible: indices (T,) of the patch tokens among all patches of the images, or None for all patches.
         """

@@ -226,8 +226,8 @@ class SAMViT(Encoder):
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
         raise NotImplementedError(
-            f"SAMViT has no intermediate features, because the neck that computes the {self.dim} channels of features "
-            "follows only the last block. Use block_maps(images, blocks) for the outputs of the blocks."
+            f"SAMViT has no intermediate features, because features have {self.dim} channels only after the neck, "
+            "which follows the last block. Use block_maps(images, blocks) for the outputs of the blocks."
         )
 
     def _outputs(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Iterator[Tensor]:

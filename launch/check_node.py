@@ -71,7 +71,7 @@ def check_gpus(count: int) -> Iterator[str]:
             ones = torch.ones(256, 256, device=f"cuda:{number}")
             total = float((ones @ ones).sum())
             if total != 256**3:
-                raise RuntimeError(f"the sum of the product of two 256 x 256 matrices of ones is {total}, not {256**3}")
+                raise RuntimeError(f"a product of two 256 x 256 matrices of ones sums to {total}, not {256**3}")
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             yield f"GPU {number} does not compute: {reason}. Avoid the node with sbatch --exclude={node()}"

@@ -1,8 +1,8 @@
 """The lock of a folder: at most one run at a time writes there, on one machine or on several that share a disk.
 
-The lock is a file FOLDER/.lock-N. A process that finds a dead holder creates the file with the next larger N. The
-creation of a file that must not exist yet is atomic, also on network disks, so that only one process can take over from
-a dead holder. The file with the largest N counts, and a run that ends removes its file.
+The lock is a file FOLDER/.lock-N. A process that finds a dead holder creates the file with the next larger N. Exclusive
+creation of a file is atomic, also on network disks, so that only one process can take over from a dead holder. Only the
+file with the largest N is valid. A run removes its file when it ends.
 
 A run that was killed leaves its file. On the machine of the holder, its process id and start time show whether the
 holder is alive. On other machines, a counter in the file shows this: a live holder increases the counter every

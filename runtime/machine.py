@@ -44,7 +44,7 @@ def machine_id() -> str:
 
 
 def process_fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the program name, which begin with the state and the parent's id.
+    """Return the fields of /proc/PID/stat after the program name: the state, the id of the parent process, ...
 
     The list is empty if the process does not run, or if the system has no /proc.
     """

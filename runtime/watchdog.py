@@ -216,7 +216,7 @@ class Watch:
                 self._on_loss(f"process {self._rank}: {self._told}")
 
     def _name_missing(self, store: Store | None) -> None:
-        """Print which processes have not started, once in `Timing.notice` seconds until the process group is made."""
+        """Until the process group is made, print every `Timing.notice` seconds which processes have not started."""
         waited = time.monotonic() - self._began
         is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
         if dist.is_initialized() or waited < (self._notices + 1) * self._timing.notice or not is_first_of_node:
@@ -284,7 +284,7 @@ def _exit(message: str) -> None:
 
 
 def _is_broken_collective(error: BaseException | None) -> bool:
-    """Return True if gloo or NCCL raised `error`, or one of its causes, because another process is lost."""
+    """Return True if `error` or one of its causes shows that a gloo or NCCL collective lost another process."""
     while error is not None:
         of_torch = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
         if of_torch and any(word in str(error).lower() for word in _BROKEN):

@@ -57,9 +57,9 @@ class Run:
 
 
 def pretrain(method: str = "dino", data: Any = None, **settings: Any) -> Run:
-    """Pretrain an encoder in this process, on one device. `accelerate launch pretrain/run.py` uses several.
+    """Pretrain an encoder in this process, on one device. For several devices, use `accelerate launch pretrain/run.py`.
 
-    A first Ctrl-C saves and ends the run. `pretrain(resume=True, output=FOLDER)` continues it.
+    A first Ctrl-C saves and ends the run. `pretrain(resume=True, output=FOLDER)` continues the run.
 
     Args:
         method: pretraining method.
@@ -122,7 +122,7 @@ def embed(encoder: Encoder, data: Any, **options: Any) -> LabelledFeatures:
 def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
     """Return the result of the command `knn`: `result["top1"]` is the 20-NN accuracy, 0 to 1.
 
-    The result is also written to a file, as by the command.
+    Like the command, the function also writes the result to a file.
 
     Args:
         checkpoint: run folder, checkpoint in a run folder, exported encoder, `timm:NAME`, or `pixels`.
@@ -140,7 +140,7 @@ def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[s
 def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
     """Return the result of the command `linear_probe`: `result["top1"]` is the accuracy, 0 to 1.
 
-    The result is also written to a file, as by the command. The arguments and errors are those of `knn`.
+    Like the command, the function also writes the result to a file. The arguments and errors are those of `knn`.
     """
     given = {"checkpoint": str(checkpoint), "train": train, "val": val, **settings}
     return probe_command.run(validate(probe_command.ProbeSettings, given))

@@ -120,7 +120,7 @@ def has_masked_bias(encoder: ViT) -> bool:
 
 
 def _size(state: State) -> tuple[int, int, int]:
-    """Return the width, depth and patch size of named weights."""
+    """Return the width, depth and patch size of weights with the names of this project."""
     check_present(state, (FIRST, "blocks.0.attn.qkv.weight"))
     return state[FIRST].shape[0], depth_of(state), state[FIRST].shape[-1]
 

@@ -49,7 +49,7 @@ DINOV3 = {
 
 
 def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
-    """Return the configuration of a model of transformers, and the encoder's weights with the names of published files.
+    """Return the configuration of an equivalent transformers model, and weights with the names of published files.
 
     `AutoModel.from_pretrained` loads a folder with both. For images of the encoder's image size, the model computes the
     same features as the encoder. For other sizes, the features are equal only if both resize positions in the same way.

@@ -195,7 +195,7 @@ def grid_of(count: int, own: tuple[int, int], source: Source) -> tuple[int, int]
     square = count > 0 and side * side == count
     if count == rows * columns and square and rows != columns and source != "ours":
         raise WeightsError(
-            f"A position table of {count} patches may have a grid of {side} x {side}, or the encoder's grid of "
+            f"A position table of {count} patches fits both a grid of {side} x {side} and the encoder's grid of "
             f"{rows} x {columns}. "
             'Pass source="ours" for the encoder\'s grid, or build the encoder with a square image_size.'
         )

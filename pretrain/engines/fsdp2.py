@@ -30,7 +30,7 @@ from tessera.runtime.settings import SettingsError
 class FSDP2(Engine):
     """Engine that applies `fully_shard` to each block and then to the whole method.
 
-    In bf16, the blocks' weights are gathered in bf16, which halves the traffic of gathering and the memory of gathered
+    In bf16, the blocks' weights are gathered in bf16, which halves the communication volume and the memory of gathered
     weights. Other engines round only the weights of matrix products to bf16; here, the weights of norms, layer scales
     and relative positions are rounded, too. All other weights are gathered in float32, because heads and embeddings
     compute a part of their outputs in float32. Gradients are reduced in float32. Autocast sets the precision of the

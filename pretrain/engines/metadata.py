@@ -52,7 +52,7 @@ _ALLOWED |= {("torch", name): kind for name in dir(torch) if isinstance(kind := 
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that knows only the names in `_ALLOWED`."""
+    """Unpickler that resolves only the names in `_ALLOWED`."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         try:

@@ -143,7 +143,7 @@ def test_failing_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "ones", ones)
     second, third = check_node.check_gpus(3)
     assert "GPU 1 does not compute: CUDA error: uncorrectable ECC error encountered." in second
-    assert "GPU 2 does not compute: the sum of the product of two 256 x 256 matrices of ones is" in third
+    assert "GPU 2 does not compute: a product of two 256 x 256 matrices of ones sums to" in third
 
 
 def test_a_missing_torch_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

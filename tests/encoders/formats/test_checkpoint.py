@@ -162,7 +162,7 @@ def test_position_table_is_resized_by_the_rule_of_the_encoder(rule):
 def test_a_table_that_may_be_square_or_not_is_not_guessed():
     wide = small(image_size=(16, 64))
     with pytest.raises(
-        ValueError, match=r'may have a grid of 4 x 4, or the encoder.s grid of 2 x 8. Pass source="ours"'
+        ValueError, match=r'fits both a grid of 4 x 4 and the encoder.s grid of 2 x 8. Pass source="ours"'
     ):
         load_weights(small(image_size=(16, 64)), wide.state_dict())
     encoder = small(image_size=(16, 64))

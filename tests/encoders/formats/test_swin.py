@@ -191,7 +191,7 @@ def test_positions_are_resized():
     with pytest.raises(ValueError, match="position table of 384 rows is unknown"):
         load_weights(encoder, other.state_dict())
     oblong = small(absolute_positions=True, image_size=(32, 128))
-    with pytest.raises(ValueError, match=r"may have a grid of 16 x 16, or the encoder's grid of 8 x 32. Pass source"):
+    with pytest.raises(ValueError, match=r"fits both a grid of 16 x 16 and the encoder's grid of 8 x 32. Pass source"):
         load_weights(oblong, encoder.state_dict())
     assert load_weights(oblong, oblong.state_dict(), "ours").resized == []
 
