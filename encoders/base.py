@@ -89,7 +89,8 @@ class Encoder(nn.Module):
     the paper of the encoder. Vectors never have weight decay."""
 
     checkpoint_activations: Recompute = False
-    """Parts of the encoder that the backward pass computes again. `run_block` recomputes whole blocks if it is True."""
+    """Parts of the encoder that the backward pass recomputes. `run_block` recomputes whole blocks if the value is
+    True."""
 
     @classmethod
     def unused_settings(cls, settings: Mapping[str, Any]) -> dict[str, str]:

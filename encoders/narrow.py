@@ -67,7 +67,7 @@ class NarrowTransformer(nn.Module):
         Args:
             tokens: features of the tokens, (V, D) in the order of `mask.visible`, or (T, D) without `mask`.
             grids: number of token rows and of token columns of each image, (B, 2) on the CPU.
-            mask: hidden tokens. They are represented by the mask token and their positions.
+            mask: hidden tokens. Each hidden token is represented by the mask token and its position.
             pooled: features (B, D) of one additional token per image. This token has no position, and no effect if
                 `depth` is 0.
             sequences: `PackedImages.sequences`, or None for images of one size.

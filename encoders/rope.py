@@ -103,8 +103,9 @@ class RotaryPositions(nn.Module):
         """Return the sines and cosines of all patches of a grid: (L, 2, N, d / 2) float32.
 
         Args:
-            factors: factor of the coordinates of rows and columns: (L, 2).
-            shifts: number that is added to the coordinates before they are multiplied by the factor: (L, 2).
+            factors: factors of the row and column coordinates in each block: (L, 2).
+            shifts: shifts of the row and column coordinates in each block: (L, 2). They are added before the factors
+                are applied.
         """
         h, w = grid
         rows, columns = {"separate": (h, w), "max": (max(grid),) * 2, "min": (min(grid),) * 2}[self.coordinates]

@@ -51,7 +51,7 @@ def unused_parameters(
     use = _Use(encoder, pooled, tokens, drop, packed)
     modes = {module: module.training for module in encoder.modules()}
     encoder.train()
-    # An export builds encoders on the meta device, on which the grids of images could not be read.
+    # An export makes the meta device the default, on which the values of image grids could not be read.
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), random_keys(0, 0, torch.arange(IMAGES)):
         views = [torch.zeros(IMAGES, encoder.channels, side, side) for side in sides]
         mask = _half_hidden(encoder, sides[0]) if masked else None

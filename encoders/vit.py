@@ -43,7 +43,8 @@ Positions = Literal["learned", "sincos", "rope"]
 PositionInit = Literal["normal", "sincos"]
 TokenInit = Literal["normal", "dinov2", "dinov3"]
 Output = tuple[Tensor, Segments | None]
-"""Tokens (B, S + N, D), and None; or the tokens (T + B * S, D) of packed images, and their boundaries."""
+"""Output of a block: tokens (B, S + N, D) and None, or tokens (T + B * S, D) of packed images and the boundaries of the
+images."""
 
 OF_TABLES = ("interpolation", "position_init")
 """Settings that have no effect with rotary positions."""
@@ -120,9 +121,9 @@ class ViT(Encoder):
     `encoders.randomness.random_keys`, which every training step opens, no image is skipped. DINOv2 (2304.07193) skips a
     fixed number of images per process.
 
-    With `local_cls_norm`, local crops are packed images that have fewer patches than the largest image of the batch.
-    This norm gets a gradient only if a batch has such images. Set `mask_token` only if training replaces hidden tokens,
-    and `classes` only if training uses `logits`. Otherwise the mask token or the class head gets no gradient.
+    With `local_cls_norm`, packed images that have fewer patches than the largest image of the batch count as local
+    crops. This norm gets a gradient only if a batch has such images. Set `mask_token` only if training replaces hidden
+    tokens, and `classes` only if training uses `logits`. Otherwise the mask token or the class head gets no gradient.
 
     Args:
         dim: width of a token.
@@ -160,7 +161,8 @@ class ViT(Encoder):
         rope_jitter: largest random factor for each axis in training. None means no such factor.
         rope_rescale: largest random common factor in training. None means no such factor.
         init: initialisation of weights, DINO's truncated normal ("trunc_normal") or MAE's Xavier uniform ("xavier").
-        token_init: initial tokens: normal ("normal"), or mask token 0, others near 0 ("dinov2") or normal ("dinov3").
+        token_init: initial tokens: trunc. normal ("normal"), near 0 ("dinov2"), normal ("dinov3"); the last two with
+            mask token 0.
         position_init: initial values of a learned table, truncated normal ("normal") or sine-cosine table ("sincos").
         representation_size: width of a linear layer with tanh before the class head. None means no such layer.
         classes: number of outputs of the class head and of the distillation head. 0 means no heads.
@@ -314,7 +316,7 @@ class ViT(Encoder):
             yield x, segments
 
     def _draw(self, x: Tensor, segments: Segments | None) -> BranchScales:
-        """Draw the drop path factors of a forward pass on the tokens `x`, or the images that keep each branch."""
+        """Return drop path factors for the images in `x`, or with `skip_dropped` the images that keep each branch."""
         images = len(x) if segments is None else len(segments.lengths)
         if not self.skip_dropped:
             return self.draw_drop_path(images, x.device)
@@ -375,7 +377,7 @@ class ViT(Encoder):
         return self.rope_embed.rotations(grids, self.num_prefix_tokens, lengths, visible)
 
     def _positions(self, images: Images) -> Tensor:
-        """Return the position embeddings of the patches of images of one size, (1, N, D), or packed, (T, D)."""
+        """Return the position embeddings of patches: (1, N, D) for images of one size, (T, D) for packed images."""
         if isinstance(images, Tensor):
             height, width = images.shape[-2:]
             return self._resized(self.grid(height, width), square=height == width)

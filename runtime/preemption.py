@@ -65,7 +65,7 @@ def end_with_launcher() -> None:
 
     For a single process, `accelerate launch` does not forward signals: SIGTERM would end the launcher and leave this
     process running. For several processes, torch's elastic agent forwards SIGTERM. launch/accelerate_launch.py replaces
-    itself by this process, which then has another parent. Only Linux has such a signal.
+    itself by this process, which then has another parent. Only Linux supports such a signal.
     """
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ or not is_launcher(command_line(parent)):

@@ -57,7 +57,7 @@ def set_threads(processes: int) -> None:
     """Let torch compute with all cores that this process may use, if the user did not choose a number of threads.
 
     `accelerate launch` and `torchrun` set OMP_NUM_THREADS to 1 if the user did not set it. Without a GPU, a run would
-    then compute on one core. The cores of a node are divided by its training processes. A process with more than two
+    then compute on one core. The cores of a node are divided among its training processes. A process with more than two
     cores leaves one of them to its loader workers.
 
     Args:

@@ -7,8 +7,8 @@ heartbeats of all other processes, and each other process watches the heartbeats
 failed process reach all processes through the same store.
 
 The heartbeats begin before the process group is made. A process that has never sent a heartbeat does not count as lost,
-because it may still be importing torch from a slow disk. Until it starts, the first process of each node prints its
-rank every minute.
+because it may still be importing torch from a slow disk. Every minute, the first process of each node names the
+processes that have not started.
 """
 
 import datetime
