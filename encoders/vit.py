@@ -161,8 +161,7 @@ class ViT(Encoder):
         rope_jitter: largest random factor for each axis in training. None means no such factor.
         rope_rescale: largest random common factor in training. None means no such factor.
         init: initialisation of weights, DINO's truncated normal ("trunc_normal") or MAE's Xavier uniform ("xavier").
-        token_init: initial tokens: trunc. normal ("normal"), near 0 ("dinov2"), normal ("dinov3"); the last two with
-            mask token 0.
+        token_init: initial tokens: normal ("normal", "dinov3") or near 0 ("dinov2"). DINO rules set mask tokens to 0.
         position_init: initial values of a learned table, truncated normal ("normal") or sine-cosine table ("sincos").
         representation_size: width of a linear layer with tanh before the class head. None means no such layer.
         classes: number of outputs of the class head and of the distillation head. 0 means no heads.
