@@ -1,4 +1,4 @@
-"""Attention of batches of sequences and of packed images. In half precision on a CPU, torch's slow kernel is replaced.
+"""Attention for batches of sequences and for packed images. On a CPU, half precision avoids torch's slow kernel.
 
 Letters in shapes: N tokens of an image; T tokens of all packed images; d width of one head.
 """
@@ -14,9 +14,9 @@ from tessera.encoders.errors import EncoderError
 from tessera.encoders.segments import Segments
 
 MOST_KEYS = 1024
-"""Largest number of keys up to which bf16 attention on the CPU keeps the weights of all pairs of tokens in memory."""
+"""Largest number of keys for which bf16 attention on the CPU stores the full matrix of attention weights."""
 _torchs_kernel = False
-"""True in the block of `only_torchs_kernel`."""
+"""True inside the context `only_torchs_kernel`."""
 
 
 def attention(
@@ -49,7 +49,8 @@ def attention(
     if segments.uniform:
         q, k, v = (x.unflatten(1, (len(segments.lengths), -1)).transpose(0, 1) for x in (q, k, v))  # (B, heads, N, d)
         out = dot_product_attention(q, k, v, scale=scale)
-        return out.transpose(1, 2).flatten(0, 1).transpose(0, 1)  # the fused kernels' memory layout is (B, N, heads, d)
+        # The fused kernels store the result as (B, N, heads, d), so that `flatten` copies nothing.
+        return out.transpose(1, 2).flatten(0, 1).transpose(0, 1)
     from tessera.encoders import packed_attention  # imported here, because it loads torch's compiler, which is slow
 
     return packed_attention.packed_attention(q, k, v, scale, segments)
@@ -65,14 +66,14 @@ def self_attention(qkv: Tensor, *, scale: float | None = None, segments: Segment
 
         if len(segments.runs) <= packed_attention.FEW_RUNS:
             return packed_attention.self_attention_by_run(qkv, scale, segments)
-    # With the three on this axis, the gradient of `unbind` has the layout that the linear layer needs.
+    # Because q, k and v are split along this axis, the gradient of `unbind` has the layout that the linear layer needs.
     q, k, v = (part.transpose(-3, -2) for part in qkv.unbind(-3))
     return attention(q, k, v, scale=scale, segments=segments)
 
 
 @contextmanager
 def only_torchs_kernel() -> Iterator[None]:
-    """Use torch's kernel in the block, to count on a CPU the memory that attention takes on a GPU."""
+    """Use torch's kernel within the context, so that a CPU can count the memory that attention takes on a GPU."""
     global _torchs_kernel
     before, _torchs_kernel = _torchs_kernel, True
     try:
@@ -93,7 +94,7 @@ def dot_product_attention(
 
     Args:
         bias: tensor that broadcasts to (..., N, M). A float bias is added to the logits. A bool bias excludes keys
-            where it is False.
+            where the bias is False.
         scale: factor of the logits. None means d ** -0.5.
     """
     if q.device.type != "cpu" or _torchs_kernel:
@@ -116,6 +117,6 @@ def _by_products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: fl
     if bias is not None and bias.is_floating_point():
         logits = logits + bias.to(logits.dtype)
     elif bias is not None:
-        # not -inf, which would turn the row of a query without keys into NaN
+        # -inf would turn the row of a query without keys into NaN
         logits = logits.masked_fill(~bias, torch.finfo(logits.dtype).min)
     return logits.softmax(-1) @ v

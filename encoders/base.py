@@ -89,14 +89,15 @@ class Encoder(nn.Module):
     the paper of the encoder. Vectors never have weight decay."""
 
     checkpoint_activations: Recompute = False
-    """Parts of the encoder that the backward pass computes again. `run_block` recomputes whole blocks if it is True."""
+    """Parts of the encoder that the backward pass recomputes. `run_block` recomputes whole blocks if the value is
+    True."""
 
     @classmethod
     def unused_settings(cls, settings: Mapping[str, Any]) -> dict[str, str]:
-        """Return the constructor arguments without effect in an encoder with these `settings`.
+        """Return the constructor arguments that have no effect with these `settings`.
 
-        The value of an entry is the name of the setting that makes the argument ineffective. `encoders.build` raises an
-        error if such an argument is changed.
+        Each key is such an argument, and its value is the setting that makes the argument ineffective. `encoders.build`
+        raises an error if such an argument differs from its default.
         """
         del settings
         return {}
@@ -116,12 +117,12 @@ class Encoder(nn.Module):
     def visible(self, images: Images, mask: Mask) -> Features:
         """Return the features of the visible tokens: `Features.tokens` (V, D) are in the order of `mask.visible`.
 
-        The encoder drops hidden tokens if it can. Otherwise, it needs a mask token (`mask_token=True`), which replaces
-        the hidden tokens, and the features of hidden tokens are left out of `tokens`, but not of `pooled`. Images may
-        have different numbers of visible tokens.
+        The encoder drops hidden tokens if `can_drop` is True. Otherwise, a mask token replaces hidden tokens, so the
+        encoder must be built with `mask_token=True`. In this case, `pooled` still depends on the hidden tokens. Images
+        may have different numbers of visible tokens.
 
         Raises:
-            EncoderError: the images or the mask do not fit the encoder, or it needs a mask token and has none.
+            EncoderError: the images or the mask do not fit the encoder, or the encoder needs a mask token and has none.
         """
         features = self(images, mask, drop=self.can_drop)
         if self.can_drop:
@@ -134,22 +135,22 @@ class Encoder(nn.Module):
         The final norm is applied to the output of each of these blocks.
 
         Raises:
-            EncoderError: the images do not fit the encoder, or it has fewer blocks.
+            EncoderError: the images do not fit the encoder, or the encoder has fewer than `blocks` blocks.
         """
         check_block_count(blocks, self._final_blocks())
         grids = self.grids(images)
         return [self._features(output, grids) for output in self._last_outputs(blocks, images)]
 
     def _outputs(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Iterator[Any]:
-        """Yield the output of each block, in the form in which `_features` takes it."""
+        """Yield the output of each block. `_features` accepts each of these outputs."""
         raise NotImplementedError(f"{type(self).__name__} has neither `forward` nor `_outputs`.")
 
     def _features(self, output: Any, grids: Tensor) -> Features:
-        """Return the features that are computed from the output of a block. `grids` (B, 2) are those of the images."""
+        """Return the features for the output of a block. `grids` (B, 2) are the grids of the images."""
         raise NotImplementedError
 
     def _final_blocks(self) -> int:
-        """Return the number of blocks at the end of the encoder whose outputs `_features` takes."""
+        """Return the number of final blocks whose outputs `_features` accepts."""
         return len(self.blocks)
 
     def _last_outputs(self, count: int, images: Images, mask: Mask | None = None, drop: bool = False) -> list[Any]:
@@ -157,7 +158,7 @@ class Encoder(nn.Module):
         return list(deque(self._outputs(images, mask, drop), maxlen=count))
 
     def run_block(self, block: nn.Module, *arguments: Any) -> Any:
-        """Return the output of a block. If `checkpoint_activations` is True, the backward pass computes it again."""
+        """Return the output of a block. If `checkpoint_activations` is True, the backward pass recomputes the block."""
         if self.training and self.checkpoint_activations not in (False, "selective"):
             return checkpoint(block, *arguments, use_reentrant=False)
         return block(*arguments)
@@ -176,10 +177,10 @@ class Encoder(nn.Module):
         """Check the arguments of `forward`.
 
         Raises:
-            EncoderError: the encoder does not accept packed images; packed images have other patches than the encoder,
-                or do not match their grids; the images are not floats, have the wrong number of channels, or are
-                smaller than one patch; the mask does not fit the grids of tokens; or the encoder cannot replace or
-                drop hidden tokens.
+            EncoderError: the encoder does not accept packed images; packed patches do not match the encoder or the
+                grids of the images; the images are not floats, have the wrong number of channels, or are smaller than
+                one patch; the mask does not fit the grids of tokens; or the encoder cannot replace or drop hidden
+                tokens.
         """
         if not isinstance(images, PackedImages):
             self._check_tensor(images)
@@ -219,7 +220,9 @@ class Encoder(nn.Module):
         if not images.patches.is_floating_point():
             raise EncoderError(f"Images must be normalised floats, not {images.patches.dtype}.")
         if images.patch != side:
-            raise EncoderError(f"The images are packed in patches of {images.patch} pixels, not of {side} pixels.")
+            raise EncoderError(
+                f"The images are packed in patches of {images.patch} pixels, but the encoder takes patches of {side}."
+            )
         if values != side**2 * self.channels:
             raise EncoderError(
                 f"Packed patches have {values} values. Patches of {side} x {side} pixels with {self.channels} channels "
@@ -255,9 +258,9 @@ class Encoder(nn.Module):
     def draw_drop_path(self, images: int, device: torch.device) -> Scales:
         """Draw the drop path factors of one forward pass. Return an iterator with one item per block.
 
-        For each block, the iterator yields a tensor (2, images). If drop path is inactive, the iterator yields only
-        None. Outside of the context `encoders.randomness.random_keys`, the iterator also yields only None, and each
-        block draws its factors from torch's generator.
+        For each block, the iterator yields the factors as a tensor (2, images). It yields only None if drop path is
+        inactive. It also yields only None outside of the context `encoders.randomness.random_keys`, where each block
+        draws its factors from torch's generator.
         """
         parts = [part if isinstance(part, nn.ModuleList) else [part] for part in self.blocks]
         drops = [block.drop_path for part in parts for block in part]
@@ -276,11 +279,10 @@ class Encoder(nn.Module):
 
 
 def encode(encoder: nn.Module, views: Sequence[Images], mask: Mask | None = None) -> tuple[Tensor, Tensor]:
-    """Return the pooled features of all views, (S * B, D), and token features whose first rows are those of the first
-    view, (T, D).
+    """Encode S views of B images each. Return pooled features (S * B, D) and token features (T, D).
 
-    An encoder that takes packed images gets all views in one call, if its patches divide their sides. `mask` hides
-    tokens of the first view.
+    The first rows of the token features belong to the first view. `mask` hides tokens of the first view only. If the
+    encoder takes packed images, and the patch size divides the sides of all images, all views are encoded in one call.
     """
     if isinstance(encoder, Encoder) and encoder.takes_packed and can_pack(views, encoder.stride):
         packed = pack(views, encoder.stride)

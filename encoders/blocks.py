@@ -29,9 +29,9 @@ MLPKind = Literal["gelu", "swiglu"]
 
 
 class PatchProjection(nn.Conv2d):
-    """Convolution whose stride is the side of its filter, so that it is a linear map of patches.
+    """Convolution whose stride equals its kernel size, so that it projects each patch linearly.
 
-    (B, C, H, W) -> (B, D, h, w), or flat patches in (row, column, channel) order (T, P) -> (T, D).
+    Images (B, C, H, W) -> (B, D, h, w), or flat patches (T, P) -> (T, D), with values in (row, column, channel) order.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ class Block(nn.Module):
     """Pre-norm transformer block: (B, N, D) -> (B, N, D), or (T, D) -> (T, D) for packed images with `segments`.
 
     With `bf16_residuals`, the output of the block and of its norms has the dtype of the input. With `selective`, the
-    forward pass does not keep the outputs of norms and activation function, and the backward pass computes them again.
+    outputs of the norms and of the activation function are not stored, and the backward pass recomputes these outputs.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class Block(nn.Module):
         return self.drop_path.add(x, self._mlp(x), segments, second)
 
     def _forward_subsets(self, x: Tensor, subsets: tuple[Subset, Subset], rope: Tensor | None) -> Tensor:
-        """Compute attention and MLP only for the images of one subset each."""
+        """Apply attention to the images of the first subset only, and the MLP to those of the second only."""
         first, second = subsets
         rope = first.rotations(rope)
         x = first.add(x, lambda kept: self._attention(kept, first.segments, rope))

@@ -1,4 +1,4 @@
-"""Checks of encoder settings, which may come from a file of a stranger."""
+"""Checks of encoder settings, which may come from an untrusted file."""
 
 import inspect
 import types
@@ -9,7 +9,7 @@ from tessera.encoders.errors import EncoderError
 from tessera.runtime.errors import printable
 
 LARGEST = 2**16
-"""Largest whole number that a setting may have, such as a width or a side in pixels."""
+"""Largest magnitude of a number in the settings, such as a width or a side in pixels."""
 MOST_BLOCKS = 1024
 """Largest number of blocks of an encoder."""
 MOST_ITEMS = 64
@@ -38,7 +38,7 @@ def check_settings(variant: str, settings: Mapping[str, Any], constructor: Any) 
 
 
 def _description(kind: Any) -> str:
-    """Return what a value of an annotation must be, in words."""
+    """Describe in words the values that an annotation allows, such as `a bool`."""
     origin, members = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join(map(_description, members))
@@ -68,20 +68,20 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
     if kind in (bool, types.NoneType):
         return isinstance(value, bool) if kind is bool else value is None
-    return True  # another annotation, of a family of another package
+    return True  # only encoder families of other packages have other annotations
 
 
 def check_finite(name: str, values: Any) -> tuple[float, ...]:
-    """Return a list of finite numbers as a tuple.
+    """Convert a list of finite numbers to a tuple of floats.
 
     Raises:
-        ValueError: the values are not such a list, or are more than `LARGEST`.
+        ValueError: `values` is not a list of finite numbers, is empty or has more than `LARGEST` items.
     """
     if not isinstance(values, list) or not 0 < len(values) <= LARGEST:
         raise ValueError(f"{name} must be a list of numbers")
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         raise ValueError(f"{name} must hold numbers only")
-    if not all(abs(value) < 1e30 for value in values):  # false for NaN, too
+    if not all(abs(value) < 1e30 for value in values):  # this comparison is also False for NaN
         raise ValueError(f"{name} must hold finite numbers only")
     return tuple(map(float, values))
 

@@ -1,9 +1,8 @@
 """Drop path (stochastic depth, 1603.09382): in training, residual branches are dropped at random for whole images.
 
-DINOv2 (2304.07193) computes a branch only for the images that keep it, and draws a fixed number of the images of a
-process for each branch. Here, the factors of drop path are those of `encoders.randomness`, one for each image, so that
-the result does not depend on the number of processes. Therefore, the number of computed images varies from branch to
-branch.
+DINOv2 (2304.07193) computes each branch for a fixed number of randomly drawn images per process. Here,
+`encoders.randomness` draws one factor for each image, so that the result does not depend on the number of processes.
+Therefore, the number of images that keep a branch varies from branch to branch.
 
 Letters in shapes: B images; N tokens of an image; T tokens of all packed images; k images that keep a branch, with K
 tokens; D width of a token.
@@ -86,7 +85,7 @@ class Subset:
     def of(cls, factors: Tensor, segments: Segments | None, device: torch.device) -> "Subset":
         """Return the images whose factor is not 0. `factors` (B,) is on the CPU.
 
-        If all factors are 0, return the first image, so that every parameter gets a gradient, which is then 0.
+        If all factors are 0, return the first image, so that every parameter gets a gradient. This gradient is 0.
         """
         kept = factors.nonzero()[:, 0]
         kept = kept if len(kept) else torch.zeros(1, dtype=torch.int64)
@@ -101,23 +100,27 @@ class Subset:
         return cls(rows, values.index_select(0, own.image_ids)[:, None], own)
 
     def rotations(self, rope: Tensor | None) -> Tensor | None:
-        """Return the rotations (2, K, d / 2) of the tokens of packed images. Other rotations hold for any image."""
+        """Return the rotations (2, K, d / 2) of the tokens of this subset.
+
+        If images are not packed, all images share the rotations `rope`, which are returned unchanged.
+        """
         return rope if rope is None or self.segments is None else rope.index_select(1, self.rows)
 
     def add(self, x: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `x` (B, N, D) or (T, D) plus the branch of the images of this subset."""
         out = branch(x.index_select(0, self.rows))
         out = out * self.factors.to(out.dtype)
-        dtype = torch.promote_types(x.dtype, out.dtype)  # as in a sum of both
+        dtype = torch.promote_types(x.dtype, out.dtype)  # the dtype of the sum `x + out`
         return x.to(dtype).index_add(0, self.rows, out.to(dtype))
 
 
 BranchScales = Iterator[Tensor | tuple[Subset, Subset] | None]
-"""Iterator like `Scales`, which may also yield the images that keep the attention and the MLP of a block."""
+"""Iterator like `Scales`. Instead of factors, it may yield two subsets per block: the images that keep attention, and
+the images that keep the MLP."""
 
 
 def kept_images(scales: Scales, segments: Segments | None, device: torch.device) -> BranchScales:
-    """Yield the images that keep the attention and the MLP of each block, given drop path factors on the CPU."""
+    """For each block, yield the images that keep attention and those that keep the MLP. `scales` are on the CPU."""
     for factors in scales:  # (2, B)
         if factors is None or bool((factors == 1).all()):
             yield None

@@ -113,8 +113,7 @@ class Mask:
             )
 
     def extended(self, grids: Tensor) -> "Mask":
-        """Return the mask of images with these `grids` (n, 2). The first B images have this mask, and no token of the
-        other images is hidden."""
+        """Extend the mask to n images with these `grids` (n, 2). All tokens of the additional images are visible."""
         counts = grids[len(self.lengths) :].prod(1)
         tokens, more = len(self.hidden), int(counts.sum())
         return Mask(

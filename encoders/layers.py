@@ -48,7 +48,8 @@ class MLP(nn.Module):
 class LayerScale(nn.Module):
     """Learned factor for each channel of a residual branch (2103.17239): (..., D) -> (..., D).
 
-    With `same_dtype`, the output has the dtype of the input. Otherwise, it is in float32 also for a branch in bf16.
+    With `same_dtype`, the output has the dtype of the input. Otherwise, under autocast, the output is in float32 even
+    if the input is in bf16.
     """
 
     def __init__(self, dim: int, value: float, *, same_dtype: bool = False):
@@ -61,9 +62,10 @@ class LayerScale(nn.Module):
 
 
 def at_least_float32(parameter: Tensor) -> Tensor:
-    """Convert `parameter` to float32 if its precision is lower under autocast, because an engine gathered it in bf16.
+    """Convert `parameter` to float32 under autocast, because an engine may have gathered it in half precision.
 
-    Without autocast, the whole encoder has a lower precision, and so has `parameter`.
+    Without autocast, return `parameter` unchanged, because the whole encoder then computes in the precision of its
+    parameters.
     """
     if parameter.dtype not in (torch.bfloat16, torch.float16) or parameter.is_meta:
         return parameter
@@ -71,7 +73,7 @@ def at_least_float32(parameter: Tensor) -> Tensor:
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm: (..., D) -> (..., D). Under autocast, the input may be in float32 if the parameters are in bf16."""
+    """Layer norm: (..., D) -> (..., D). Under autocast, it also accepts float32 input for bf16 parameters."""
 
     def forward(self, input: Tensor) -> Tensor:
         if input.dtype == self.weight.dtype:
@@ -97,8 +99,8 @@ class SameDtypeLayerNorm(LayerNorm):
 class PreNormBlock(nn.Module):
     """Transformer block: attention and an MLP, each after a norm and added to its input. (..., D) -> (..., D).
 
-    Drop path multiplies the branches of an image by the factors `scales` (2, B). Unless `context` is None, it is the
-    second argument of `attn`: the windows of a grid, or the boundaries of packed images.
+    Drop path multiplies the branches of an image by the factors `scales` (2, B). `context` is passed to `attn` as its
+    second argument unless it is None. It holds the windows of a grid or the boundaries of packed images.
     """
 
     def __init__(

@@ -28,8 +28,8 @@ class NarrowTransformer(nn.Module):
         dim: width E of the blocks, a multiple of 4.
         depth: number of blocks.
         heads: number of attention heads of a block.
-        predicted: number P of values to predict for each token.
-        mask_token: add a learned token for hidden tokens, of which the encoder gives no features.
+        predicted: number of values P to predict for each token.
+        mask_token: add a learned token for hidden tokens, for which the encoder returns no features.
 
     Raises:
         EncoderError: the width does not fit the number of heads, or `depth` is 0 and `mask_token` is set.
@@ -67,9 +67,9 @@ class NarrowTransformer(nn.Module):
         Args:
             tokens: features of the tokens, (V, D) in the order of `mask.visible`, or (T, D) without `mask`.
             grids: number of token rows and of token columns of each image, (B, 2) on the CPU.
-            mask: hidden tokens. They are represented by the mask token and their positions.
-            pooled: features (B, D) of one more token for each image, which has no position. It has no effect if there
-                are no blocks.
+            mask: hidden tokens. Each hidden token is represented by the mask token and its position.
+            pooled: features (B, D) of one additional token per image. This token has no position, and no effect if
+                `depth` is 0.
             sequences: `PackedImages.sequences`, or None for images of one size.
 
         Raises:

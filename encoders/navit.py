@@ -133,7 +133,7 @@ class NaViT(Encoder):
         positions: lookup in the position tables, by row and column ("absolute") or by their fractions ("fractional").
         pool: rule for `Features.pooled`, pooling with a learned query ("attention") or mean of the tokens ("mean").
         token_drop: fraction of the tokens of each image that is dropped in training.
-        token_drop_full: dropped fraction for an image of `image_size`, if not `token_drop` (linear in the image area).
+        token_drop_full: fraction dropped at `image_size`, linear in the image area. None means `token_drop`.
         drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
         mask_token: add a learned token that replaces hidden tokens.
         norm_eps: epsilon of all layer norms.

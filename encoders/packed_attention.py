@@ -22,8 +22,8 @@ from tessera.encoders.segments import PaddedSequences, Segments
 VARLEN_TAKES_SCALE = "scale" in inspect.signature(varlen_attn).parameters
 
 FEW_RUNS = 8
-"""Number of runs of images of one size up to which attention is computed run by run, by the kernels for batches. The
-crops of a training step without packing of images are two to four runs."""
+"""Largest number of runs for which attention is computed run by run, with the kernels for batches. A run consists of
+consecutive images of the same size. If images are not packed, the crops of a training step form two to four runs."""
 
 
 @torch.compiler.disable()  # otherwise torch would compile a new graph for each batch, because image lengths differ
@@ -87,7 +87,7 @@ def attention_by_run(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segme
     """Compute attention within each image: (heads, T, d) -> (heads, T, d).
 
     Consecutive images with the same numbers of queries and tokens are computed as one batch. The crops of a training
-    step are a few such runs.
+    step form a few such runs.
     """
     queries = [images * length for images, length, _ in segments.runs]
     tokens = [images * length for images, _, length in segments.runs]
@@ -103,7 +103,8 @@ def attention_by_run(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segme
 def self_attention_by_run(qkv: Tensor, scale: float | None, segments: Segments) -> Tensor:
     """Compute `attention_by_run` for queries, keys and values in one tensor: (T, 3, heads, d) -> (heads, T, d).
 
-    The gradient of `qkv` is written once. The gradients of views that are split twice would be joined twice.
+    The backward pass writes the gradient of `qkv` once. If autograd split `qkv` into runs and then into q, k and v, the
+    backward pass would join the gradients twice.
     """
     parts = _SplitRuns.apply(qkv, segments)
     batches = [parts[i : i + 3] for i in range(0, len(parts), 3)]
@@ -112,7 +113,7 @@ def self_attention_by_run(qkv: Tensor, scale: float | None, segments: Segments) 
 
 def _join(runs: list[Tensor]) -> Tensor:
     """Join the images of all runs: (images, heads, N, d) of each run -> (heads, T, d)."""
-    # (images, N, heads, d) is the memory layout of the fused kernels' results, in which joining copies nothing.
+    # The fused kernels store their results as (images, N, heads, d), so that `transpose` and `flatten` copy nothing.
     return torch.cat([run.transpose(1, 2).flatten(0, 1) for run in runs]).transpose(0, 1)
 
 

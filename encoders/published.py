@@ -1,7 +1,7 @@
 """Published weights by name: `timm:NAME` is a pretrained model of timm, such as `timm:vit_small_patch16_224.dino`.
 
 timm downloads the weights to its cache, or finds them there. Only the weights, the normalisation and the size of the
-images are taken from timm; the encoder is one of this project.
+images are taken from timm. The encoder class is one of this project.
 """
 
 import difflib
@@ -35,7 +35,7 @@ def fetch(source: str | Path) -> tuple[State, Preprocessing]:
         raise WeightsError(f"timm {timm.__version__} has no pretrained model {name!r}. {hint}")
     try:
         model = timm.create_model(name, pretrained=True)
-    # the download fails with errors of several packages, such as those of huggingface_hub
+    # a failed download raises errors of several packages, such as huggingface_hub
     except Exception as error:
         raise WeightsError(f"timm could not load the weights of {name!r}: {error}") from error
     config = model.pretrained_cfg

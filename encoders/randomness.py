@@ -74,8 +74,8 @@ def random_keys(seed: int, step: int, samples: Tensor) -> Iterator[None]:
 def restarted_draws() -> Iterator[None]:
     """Count the draws of the surrounding `random_keys` context from 0 again, until this context ends.
 
-    Encoders that are trained side by side, each in a context of its own, draw the numbers that each of them draws
-    alone. Outside of a `random_keys` context, this context changes nothing.
+    If several encoders are trained side by side, each in its own `restarted_draws` context, each encoder draws the same
+    numbers as if it were trained alone. Outside of a `random_keys` context, this context changes nothing.
     """
     keys = _current.get()
     token = _current.set(None if keys is None else _Keys(keys.samples, keys.shared))
@@ -110,8 +110,8 @@ def next_keys(images: int) -> Tensor | None:
 def shared_noise(words: Tensor) -> Tensor:
     """Return a uniform random number from 0 to 1 for each integer word: float64 on the CPU, with the shape of `words`.
 
-    Inside a `random_keys` context, the numbers are equal for all samples of the step, and so on all processes. Outside
-    of such a context, the numbers come from torch's generator.
+    Inside a `random_keys` context, all samples of the step share the numbers. The numbers are therefore equal on all
+    processes. Outside of such a context, the numbers come from torch's generator.
     """
     keys = _current.get()
     if keys is None:
@@ -155,9 +155,9 @@ def _constants(rates: tuple[float, ...], device: torch.device) -> tuple[Tensor, 
     """Return the constants of `drop_path_scales` on the device.
 
     Returns:
-        Three tensors. Numbers that are hashed together with the keys of the samples: (blocks, 2, 1). Thresholds, where
-        a hash below the threshold drops the branch: (blocks, 1, 1). Factors that scale the other branches: (blocks, 1,
-        1).
+        Three tensors: words (blocks, 2, 1) that are hashed with the keys of the images; thresholds (blocks, 1, 1),
+        where a hash below the threshold drops the branch; and factors (blocks, 1, 1) that scale the branches that are
+        kept.
     """
     with torch.inference_mode(False):  # training could not use the cached tensors if they were inference tensors
         words = _mixed((torch.arange(2 * len(rates)) + 0x9E3779B9) & MASK).view(-1, 2, 1)

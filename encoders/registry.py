@@ -55,10 +55,9 @@ def family(variant: str) -> type[Encoder]:
 
 
 def supported(variant: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `settings` that an encoder of this variant takes.
+    """Return the entries of `settings` that have an effect in an encoder of this variant.
 
-    Settings that its family does not have, or that have no effect in the variant, are left out. `positions` and
-    `token_init` are left out if they are part of the variant.
+    All other settings are left out. `positions` and `token_init` are also left out if the variant defines them.
     """
     constructor = family(variant)
     known = inspect.signature(constructor).parameters.keys() - constructor.unused_settings(VARIANTS[variant]).keys()

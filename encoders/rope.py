@@ -33,16 +33,16 @@ class RotaryPositions(nn.Module):
     The d / 4 `periods` are a buffer, so that the weights of an encoder include the periods that it was trained with.
 
     In training, the coordinates may change at random: first a shift for rows and one for columns, drawn from -`shift`
-    to `shift`, is added to the coordinates. Then the coordinates are multiplied by a factor for rows and one for
-    columns, drawn log-uniformly from 1 / `jitter` to `jitter`, and by a common factor, drawn log-uniformly from
-    1 / `rescale` to `rescale`. The numbers are drawn for each block and each size of images anew. All images of that
-    size share them, on all processes.
+    to `shift`, is added to the coordinates. Then the coordinates are multiplied by three factors, each drawn
+    log-uniformly: one for rows and one for columns, from 1 / `jitter` to `jitter`, and a common factor, from
+    1 / `rescale` to `rescale`. New numbers are drawn for each block and each image size. All images of the same size
+    share these numbers, on all processes.
 
     Args:
         head_dim: width d of a head.
         blocks: number of blocks of the encoder.
         base: base of the periods, which rise from 1 to nearly `base`.
-        coordinates: divisor of coordinates, each its own side ("separate"), the longer ("max") or the shorter ("min").
+        coordinates: divisor of coordinates: own side ("separate"), longer side ("max") or shorter side ("min").
         shift: largest random shift. None means no shift.
         jitter: largest random factor for each axis. None means no such factor.
         rescale: largest random common factor. None means no such factor.
@@ -80,7 +80,7 @@ class RotaryPositions(nn.Module):
 
         Args:
             grids: number of patch rows and of patch columns of each image, on the CPU.
-            prefix: number S of prefix tokens before the patches of each image. They are not rotated.
+            prefix: number of prefix tokens S before the patches of each image. Prefix tokens are not rotated.
             lengths: number of patch tokens of each image: (B,) on the CPU.
             visible: indices (T,) of the patch tokens among all patches of the images, or None for all patches.
         """
@@ -103,8 +103,9 @@ class RotaryPositions(nn.Module):
         """Return the sines and cosines of all patches of a grid: (L, 2, N, d / 2) float32.
 
         Args:
-            factors: factor of the coordinates of rows and columns: (L, 2).
-            shifts: number that is added to the coordinates before they are multiplied by the factor: (L, 2).
+            factors: factors of the row and column coordinates in each block: (L, 2).
+            shifts: shifts of the row and column coordinates in each block: (L, 2). They are added before the factors
+                are applied.
         """
         h, w = grid
         rows, columns = {"separate": (h, w), "max": (max(grid),) * 2, "min": (min(grid),) * 2}[self.coordinates]

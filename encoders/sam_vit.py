@@ -125,8 +125,8 @@ class SAMViT(Encoder):
     image differs from the grid for `image_size`, the position tables are resized: the relative tables linearly, as in
     the published code, and the absolute table by MAE's rule, because the published code has no rule for this table.
 
-    The encoder cannot drop hidden tokens, because windows need the full grid of tokens. The mask token replaces them
-    before positions are added.
+    The encoder cannot drop hidden tokens, because windows need the full grid of tokens. The mask token replaces hidden
+    tokens before positions are added.
 
     Args:
         dim: width of the blocks.
@@ -226,8 +226,8 @@ class SAMViT(Encoder):
 
     def intermediate(self, images: Images, blocks: int = 1) -> list[Features]:
         raise NotImplementedError(
-            f"SAMViT has no intermediate features, because the neck that computes the {self.dim} channels of features "
-            "follows only the last block. Use block_maps(images, blocks) for the outputs of the blocks."
+            f"SAMViT has no intermediate features, because features have {self.dim} channels only after the neck, "
+            "which follows the last block. Use block_maps(images, blocks) for the outputs of the blocks."
         )
 
     def _outputs(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Iterator[Tensor]:

@@ -35,8 +35,7 @@ def save(encoder: Encoder, path: str | Path, *, step: int | None = None):
     Args:
         encoder: encoder made by `build`.
         path: file to write.
-        step: number of optimizer steps after which the encoder has these weights. The .json file then holds the step,
-            so that the results of evaluations can name it.
+        step: number of completed optimizer steps. The .json file stores this number, so that evaluations can report it.
 
     Raises:
         EncoderError: the encoder was not made by `encoders.build`, or `path` does not end in .safetensors.
@@ -57,12 +56,12 @@ def load(path: str | Path) -> Encoder:
     """Return the encoder that `save` wrote to `path`, a .safetensors file. The returned encoder is in evaluation mode.
 
     `path` may also be the folder of a run or of a checkpoint, or `timm:NAME` for a pretrained model of timm. The files
-    may come from a stranger: nothing in them is executed, and memory is taken only for settings that fit the weights.
+    may be untrusted: no code in them is executed, and memory is allocated only if the settings fit the weights.
 
     Raises:
         EncoderError: the .json file next to `path` is missing or does not describe an encoder.
-        WeightsError: the weights do not fit the settings, or are no finite floating point numbers, or timm
-            has no weights of this name.
+        WeightsError: the weights do not fit the settings, or are not finite floating-point numbers, or timm has no
+            weights of this name.
     """
     if published.is_name(path):
         state, preprocessing = published.fetch(path)
@@ -79,7 +78,7 @@ def load(path: str | Path) -> Encoder:
     try:
         with torch.device("meta"):
             own = build(**settings).state_dict()
-    except RuntimeError as error:  # sizes for which torch has no numbers
+    except RuntimeError as error:  # a tensor size overflows torch's integers
         raise EncoderError(f"{description} describes an encoder that is too large: {error}.") from error
     try:
         check_names(state, own, {})
@@ -94,9 +93,9 @@ def load(path: str | Path) -> Encoder:
 
 
 def places(folder: Path) -> list[Path]:
-    """Return the files in which a run folder or the folder of a checkpoint may hold its encoder, best first."""
+    """Return the paths at which a run folder or checkpoint folder may hold its encoder, in order of preference."""
     checkpoints = folder / "checkpoints"
-    # a disk without symlinks has no `latest`; a larger step has a longer name, or one that sorts later
+    # Without symlinks, there is no `latest`. Names of later steps are longer, or equally long and sort later.
     steps = sorted(checkpoints.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
     return [place / WEIGHTS for place in (folder, checkpoints / "latest", *steps)]
 
@@ -138,7 +137,7 @@ def describe_published(name: str) -> tuple[dict[str, Any], Preprocessing]:
 
 
 def read_step(path: str | Path) -> int | None:
-    """Return the step of a saved encoder, a .safetensors file, or None if `save` was called without a step."""
+    """Return the step of the encoder saved in `path` (.safetensors), or None if `save` was called without a step."""
     _, description = _files(path)
     return _read_json(description)["step"]
 
@@ -155,7 +154,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise EncoderError(f"{path} does not describe an encoder.")
     step = described.setdefault("step", None)
     if step is not None and (not isinstance(step, int) or not 0 <= step < 2**53):
-        raise EncoderError(f'"step" in {path} must be the number of a step.')
+        raise EncoderError(f'"step" in {path} must be a number of optimizer steps.')
     return described
 
 

@@ -55,7 +55,7 @@ class Segments:
 
     @cached_property
     def runs(self) -> list[tuple[int, int, int]]:
-        """Runs of consecutive images with the same lengths: number of images, and of queries and tokens of an image."""
+        """Runs of consecutive images of equal lengths, each as (images, queries per image, tokens per image)."""
         lengths = torch.stack([self.query_lengths, self.lengths], 1)  # (B, 2)
         values, images = lengths.unique_consecutive(dim=0, return_counts=True)
         return [(n, q, t) for n, (q, t) in zip(images.tolist(), values.tolist(), strict=True)]
@@ -150,7 +150,7 @@ def split_prefix(x: Tensor, count: int, lengths: Tensor) -> tuple[Tensor, Tensor
 
     Args:
         x: tokens of all images: (T + B * S, D).
-        count: number S of prefix tokens of an image.
+        count: number of prefix tokens S of each image.
         lengths: number of patch tokens of each image: (B,) on the CPU.
     """
     parts = _split(x, lengths + count)

@@ -16,8 +16,8 @@ class StagedEncoder(Encoder):
     """Encoder with stages. Each stage after the first halves both sides of the grid.
 
     `Features.tokens` are the normed tokens of the last stage, and `Features.pooled` is their mean. `mask` marks hidden
-    output tokens. The mask token replaces the embeddings of all patches below a hidden token. `intermediate` returns
-    the features of blocks of the last stage.
+    output tokens. The mask token replaces the embeddings of all patches that a hidden token covers. `intermediate`
+    returns the features of blocks of the last stage.
     """
 
     patch_size: int
@@ -54,7 +54,7 @@ class StagedEncoder(Encoder):
         return Features(x.mean((1, 2)), x.flatten(0, 2), grids)  # (B, D), (B * h * w, D)
 
     def _hide(self, x: Tensor, mask: Mask, grid: tuple[int, int]) -> Tensor:
-        """Replace the embeddings (B, h, w, D) of all patches below hidden output tokens by the mask token."""
+        """In embeddings (B, h, w, D), replace all patches that hidden output tokens cover by the mask token."""
         side = self.stride // self.patch_size
         hidden = repeat(mask.hidden.view(len(x), *grid), "b h w -> b (h i) (w j) 1", i=side, j=side)
         return self.replace_hidden(x, hidden[:, : x.shape[1], : x.shape[2]]).to(x.dtype)

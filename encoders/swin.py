@@ -80,7 +80,7 @@ def make_windows(grid: tuple[int, int], window_size: int, shifted: bool, device:
 
 
 def _side(length: int, shift: int, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a mask of wrapped-around positions and a mask of padding, for one side of the padded and shifted grid."""
+    """For one side of the padded and shifted grid, return a mask of wrapped positions and a mask of padding."""
     index = torch.arange(length + padding, device=device).roll(-shift)
     return index < shift, index >= length
 

@@ -321,7 +321,7 @@ def _init(layer: nn.Module):
 def _each(name: str, value: Number | Sequence[Number], stages: int) -> tuple[Number, ...]:
     """Return a tuple with one value for each stage. A single number is repeated for all stages."""
     values = tuple(value) if isinstance(value, Sequence) else (value,)
-    values = values * stages if len(values) == 1 else values  # a flag with one number gives a list of one number
+    values = values * stages if len(values) == 1 else values  # a command-line flag with one number is parsed as a list
     if len(values) != stages:
         raise EncoderError(f"{name} has {len(values)} entries, but dims defines {stages} stages. Give one per stage.")
     return values

@@ -1,7 +1,7 @@
 """Parameters of an encoder that get no gradient from the features that a method uses.
 
-They are found by a forward pass on the meta device, on which no value is computed. A method freezes them, because DDP
-fails if a trainable parameter gets no gradient.
+A forward pass on the meta device, which computes no values, finds these parameters. A method freezes these parameters,
+because DDP fails if a trainable parameter gets no gradient.
 """
 
 import re
@@ -15,8 +15,8 @@ from tessera.encoders.images import Mask
 from tessera.encoders.randomness import random_keys
 
 ON_META = re.compile(r"\b(register_)?meta\b")
-"""Found in the messages of operations that need the data of a tensor on the meta device. torch has no class for these
-errors."""
+"""Pattern of the errors that torch raises if an operation needs the data of a meta tensor. torch has no exception class
+for such errors."""
 IMAGES = 2
 """Number of images of the forward pass. Batch norm cannot normalise one image."""
 
@@ -31,7 +31,7 @@ def unused_parameters(
     drop: bool = False,
     packed: bool = False,
 ) -> set[str]:
-    """Return the names of the trainable parameters on which the used features of a training step do not depend.
+    """Return the names of the trainable parameters that do not affect the features that a training step uses.
 
     The forward pass changes neither the encoder nor any random state. An encoder that reads the values of tensors
     cannot run on the meta device. The forward pass is then computed on the device of its parameters.
@@ -51,7 +51,7 @@ def unused_parameters(
     use = _Use(encoder, pooled, tokens, drop, packed)
     modes = {module: module.training for module in encoder.modules()}
     encoder.train()
-    # An export builds encoders on the meta device, on which the grids of images could not be read.
+    # An export makes the meta device the default, on which the values of image grids could not be read.
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), random_keys(0, 0, torch.arange(IMAGES)):
         views = [torch.zeros(IMAGES, encoder.channels, side, side) for side in sides]
         mask = _half_hidden(encoder, sides[0]) if masked else None
@@ -73,7 +73,7 @@ def freeze_unused(encoder: Encoder, sides: Sequence[int], **uses: bool) -> None:
 
 
 class _Use(nn.Module):
-    """The use that a method makes of an encoder, as a module for `functional_call`: views -> used features."""
+    """Module that returns the features that a method uses, for `functional_call`: views -> features."""
 
     def __init__(self, encoder: Encoder, pooled: bool, tokens: bool, drop: bool, packed: bool) -> None:
         super().__init__()
@@ -88,9 +88,10 @@ class _Use(nn.Module):
 
 
 def _not_reached(use: _Use, views: Sequence[Tensor], mask: Mask | None, device: torch.device) -> set[str]:
-    """Return the names of the encoder's trainable parameters that are not reached from the used features.
+    """Return the names of the encoder's trainable parameters that the used features do not depend on.
 
-    Autograd's graph is only walked. A backward pass could not recompute checkpointed blocks with other parameters.
+    The function walks autograd's graph, because a backward pass would recompute checkpointed blocks with the encoder's
+    own parameters, not with those of `functional_call`.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in [*use.named_parameters(), *use.named_buffers()]:

@@ -43,7 +43,8 @@ Positions = Literal["learned", "sincos", "rope"]
 PositionInit = Literal["normal", "sincos"]
 TokenInit = Literal["normal", "dinov2", "dinov3"]
 Output = tuple[Tensor, Segments | None]
-"""Tokens (B, S + N, D), and None; or the tokens (T + B * S, D) of packed images, and their boundaries."""
+"""Output of a block: tokens (B, S + N, D) and None, or tokens (T + B * S, D) of packed images and the boundaries of the
+images."""
 
 OF_TABLES = ("interpolation", "position_init")
 """Settings that have no effect with rotary positions."""
@@ -102,9 +103,9 @@ class ViT(Encoder):
 
     Positions are a table that is added to the patches and resized to the grid of the images (`positions="learned"` or
     `"sincos"`), or rotations of the queries and keys of patches (`"rope"`, see `encoders.rope`). The table `pos_embed`
-    has rows for the class token, the distillation token and the patches, and no rows for register tokens. Rotations
-    leave all prefix tokens as they are, and `image_size` has no effect on them. `encoders.build` refuses a changed
-    setting that has no effect with these positions.
+    has rows for the class token, the distillation token and the patches, and no rows for register tokens. Rotations do
+    not change prefix tokens and do not depend on `image_size`. `encoders.build` raises an error if a setting is changed
+    that has no effect with the chosen positions.
 
     If a side of the image is not a multiple of the patch, the last pixels of that side are cropped. If hidden tokens
     are replaced, the mask token replaces them before positions are added.
@@ -112,16 +113,17 @@ class ViT(Encoder):
     With `pool="mean"` and a position table, as in MAE's fine-tuning, the layer norm `fc_norm` replaces the final layer
     norm `norm`. `Features.pooled` is then `fc_norm` of the mean patch token, and `Features.tokens` is `fc_norm` of each
     patch token. With rotary positions, `Features.pooled` is the mean of the normed patch tokens. With `pool="all"`, as
-    in vit-pytorch, it is the mean of all tokens after `norm`, prefix tokens included.
+    in vit-pytorch, `Features.pooled` is the mean of all tokens after `norm`, prefix tokens included.
 
-    With `skip_dropped`, the branches of a block are computed only for the images that keep them. Factors are the same,
-    and results differ by rounding. Every branch then gathers its images and adds its result to them, and the number of
-    images changes from branch to branch. Without the context `encoders.randomness.random_keys`, which every training
-    step opens, nothing is skipped. DINOv2 (2304.07193) skips a fixed number of images per process.
+    With `skip_dropped`, each branch of a block is computed only for the images that keep the branch. The drop path
+    factors do not change, so results differ only by rounding. Each branch gathers its images and adds its result to
+    their tokens, and the number of gathered images varies from branch to branch. Outside of the context
+    `encoders.randomness.random_keys`, which every training step opens, no image is skipped. DINOv2 (2304.07193) skips a
+    fixed number of images per process.
 
-    With `local_cls_norm`, local crops are packed images that have fewer patches than the largest image of the batch.
-    This norm gets a gradient only if a batch has such images. Set `mask_token` only if training replaces hidden tokens,
-    and `classes` only if training uses `logits`. Otherwise the mask token or the class head gets no gradient.
+    With `local_cls_norm`, packed images that have fewer patches than the largest image of the batch count as local
+    crops. This norm gets a gradient only if a batch has such images. Set `mask_token` only if training replaces hidden
+    tokens, and `classes` only if training uses `logits`. Otherwise the mask token or the class head gets no gradient.
 
     Args:
         dim: width of a token.
@@ -130,7 +132,7 @@ class ViT(Encoder):
         head_dim: width of a head. None means `dim` / `heads`.
         mlp: MLP of a block, two layers with a GELU ("gelu") or a gated MLP ("swiglu").
         mlp_ratio: hidden width of the MLP divided by `dim`. A SwiGLU has two thirds of this width (`swiglu_width`).
-        swiglu_multiple: number of which the hidden width of a SwiGLU is a multiple.
+        swiglu_multiple: divisor of the hidden width of a SwiGLU. The width is rounded up to a multiple of this number.
         patch_size: side of a patch in pixels.
         image_size: image size in pixels for which the position table is made, one side or (height, width).
         patch_norm: normalise patches before and after their projection, as in vit-pytorch.
@@ -141,7 +143,7 @@ class ViT(Encoder):
         mask_token: add a learned token that replaces hidden tokens.
         pool: rule for `Features.pooled`: class token ("class"), mean of patch tokens ("mean") or of all tokens ("all").
         qkv_bias: add a bias to queries, keys and values.
-        mask_key_bias: let the bias of keys count as 0, although `qkv_bias` has entries for it (DINOv3).
+        mask_key_bias: treat the bias of keys as 0, although the bias vector has entries for keys (DINOv3).
         norm_eps: epsilon of all layer norms.
         qk_norm: normalise queries and keys in each head.
         qk_scale: factor of the attention logits. None means 1 / sqrt(width of a head).
@@ -151,15 +153,15 @@ class ViT(Encoder):
         bf16_residuals: under autocast to bf16, keep the tokens between blocks in bf16, and not in float32.
         positions: learned table ("learned"), fixed sine-cosine table of MAE ("sincos") or rotary positions ("rope").
         interpolation: resizing of the position table, DINO's ("dino"), MAE's ("mae") or antialiased ("antialias").
-        cls_norm: normalise the class token with a layer norm of its own, not with the one of the patches.
+        cls_norm: normalise the class token with a separate layer norm instead of that of the patches.
         local_cls_norm: normalise the class tokens of local crops with another layer norm, in training.
         rope_base: base of the periods of rotary positions, which rise from 1 to nearly `rope_base`.
-        rope_coordinates: divisor of coordinates, each its own side ("separate"), the longer ("max") or shorter ("min").
+        rope_coordinates: divisor of coordinates: own side ("separate"), longer side ("max") or shorter side ("min").
         rope_shift: largest random shift of coordinates in training. None means no shift.
         rope_jitter: largest random factor for each axis in training. None means no such factor.
         rope_rescale: largest random common factor in training. None means no such factor.
         init: initialisation of weights, DINO's truncated normal ("trunc_normal") or MAE's Xavier uniform ("xavier").
-        token_init: initial tokens: normal ("normal"), or mask token 0, others near 0 ("dinov2") or normal ("dinov3").
+        token_init: initial tokens: normal ("normal", "dinov3") or near 0 ("dinov2"). DINO rules set mask tokens to 0.
         position_init: initial values of a learned table, truncated normal ("normal") or sine-cosine table ("sincos").
         representation_size: width of a linear layer with tanh before the class head. None means no such layer.
         classes: number of outputs of the class head and of the distillation head. 0 means no heads.
@@ -313,11 +315,11 @@ class ViT(Encoder):
             yield x, segments
 
     def _draw(self, x: Tensor, segments: Segments | None) -> BranchScales:
-        """Draw the drop path factors of a forward pass on the tokens `x`, or the images that keep each branch."""
+        """Return drop path factors for the images in `x`, or with `skip_dropped` the images that keep each branch."""
         images = len(x) if segments is None else len(segments.lengths)
         if not self.skip_dropped:
             return self.draw_drop_path(images, x.device)
-        # on the CPU, because the numbers of images are needed there
+        # on the CPU, because tensor shapes depend on how many images keep a branch
         return kept_images(self.draw_drop_path(images, torch.device("cpu")), segments, x.device)
 
     def _embed(
@@ -326,7 +328,8 @@ class ViT(Encoder):
         """Return the input of the first block, the boundaries of packed images in this input, and the rotations.
 
         For images (B, C, H, W), the input is (B, S + N, D). For packed images, it is (T + B * S, D). If hidden tokens
-        are dropped, images are packed unless they have a position table and equal numbers of visible tokens.
+        are dropped, images (B, C, H, W) are also packed, unless the encoder has a position table and all images have
+        the same number of visible tokens.
         """
         self.check(images, mask, drop=drop)
         x = self.patch_embed(images)  # (B, N, D) or (T, D)
@@ -373,7 +376,7 @@ class ViT(Encoder):
         return self.rope_embed.rotations(grids, self.num_prefix_tokens, lengths, visible)
 
     def _positions(self, images: Images) -> Tensor:
-        """Return the position embeddings of the patches of images of one size, (1, N, D), or packed, (T, D)."""
+        """Return the position embeddings of patches: (1, N, D) for images of one size, (T, D) for packed images."""
         if isinstance(images, Tensor):
             height, width = images.shape[-2:]
             return self._resized(self.grid(height, width), square=height == width)
@@ -385,7 +388,8 @@ class ViT(Encoder):
     def _resized(self, grid: tuple[int, int], *, square: bool) -> Tensor:
         """Return the rows of the position table for patches, resized to a grid: (1, N, D).
 
-        `square` is True for square images. The published code of DINO resizes a square table for all other images.
+        `square` is True for square images. For other images, DINO's published code always resizes a square table, even
+        to its own grid.
         """
         assert self.pos_embed is not None
         patches = self.pos_embed[:, self.num_positioned :]
@@ -397,7 +401,7 @@ class ViT(Encoder):
     def _features(self, output: Output, grids: Tensor) -> Features:
         x, segments = output
         x = x.float() if self.bf16_residuals else x
-        # with rotary positions, the class token and the patches are normalised separately, also by the same norm
+        # with rotary positions, the class token and the patches are normalised separately, even if they share one norm
         apart = self.rope_embed is not None and self.pool != "all"
         x = x if apart else self.norm(x)
         lengths = torch.full((len(x),), x.shape[1]) if segments is None else segments.lengths

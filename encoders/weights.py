@@ -1,9 +1,10 @@
-"""Convert a published checkpoint, or an encoder of this project, to an encoder of this project, timm or transformers.
+"""Convert weights to an encoder of this project, of timm or of transformers.
 
     tessera weights SOURCE_CHECKPOINT OUTPUT.safetensors [--to timm|transformers] [--set image_size=96]
 
-The checkpoint determines the settings of the encoder. `--encoder` and `--set` override these settings, or add settings
-that the checkpoint does not determine. Position tables and bias tables are resized to the new settings.
+The source is a published checkpoint or an encoder of this project. It determines the settings of the encoder.
+`--encoder` and `--set` override these settings, or add settings that the source does not determine. Position tables and
+bias tables are resized to the new settings.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def fitting(source: Path, variant: str | None, settings: dict[str, Any]) -> tupl
 
     Args:
         source: weight file, or folder of a run.
-        variant: name of the encoder variant; None for that of the weights.
+        variant: name of the encoder variant. None means the variant that fits the weights.
         settings: settings of the encoder, which override those of the weights.
 
     Raises:

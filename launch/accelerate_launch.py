@@ -40,8 +40,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 def start_without_kind(args: argparse.Namespace) -> None:
     """Start the trainers if neither a flag nor a file names the kind of distribution.
 
-    This process is replaced by the only trainer. Signals and the exit code then need no forwarding. Several trainers
-    are started as with `--multi_gpu`, which works without a GPU, too.
+    A single trainer replaces this process, so that signals and the exit code need no forwarding. Several trainers are
+    started as with `--multi_gpu`, which also works without a GPU.
 
     This function replaces accelerate's own function, which starts one process in both cases.
     """
@@ -107,8 +107,8 @@ class Trainers:
 def exit_code(codes: Iterable[int], received: signal.Signals | None) -> int:
     """Return one exit code for all trainers of this machine.
 
-    A trainer that ended because another had ended names no cause, so its code counts only if there is no other. The
-    elastic agent looks only now and then, and may find both at once.
+    The code of a trainer that ended only because another trainer had ended is used only if there is no other code. The
+    elastic agent polls at intervals, and may therefore find both trainers at once.
 
     Args:
         codes: exit codes other than 0. A negative code -N means that signal N killed the trainer. Once one trainer has
@@ -123,7 +123,7 @@ def exit_code(codes: Iterable[int], received: signal.Signals | None) -> int:
     causes = [code for code in own if code not in (STOPPED_AND_SAVED, LOST_PEER)]
     if causes:
         return causes[0] if causes[0] > 0 else 128 - causes[0]
-    # after a signal, a trainer may lose one that has saved and ended already
+    # after a signal, a trainer may report the loss of another one that has already saved and ended
     saved = STOPPED_AND_SAVED in own and (received or LOST_PEER not in own)
     return STOPPED_AND_SAVED if saved else LOST_PEER
 

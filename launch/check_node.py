@@ -58,7 +58,7 @@ def check_gpus(count: int) -> Iterator[str]:
     try:
         import torch  # imported here, because other checks need no torch
     except ImportError as error:
-        yield f"{sys.executable} cannot import torch ({error}). Put the environment on a disk that this node sees"
+        yield f"{sys.executable} cannot import torch ({error}). Put the environment on a disk that this node sees."
         return
     seen = torch.cuda.device_count()
     if seen < count:
@@ -71,7 +71,7 @@ def check_gpus(count: int) -> Iterator[str]:
             ones = torch.ones(256, 256, device=f"cuda:{number}")
             total = float((ones @ ones).sum())
             if total != 256**3:
-                raise RuntimeError(f"the sum of the product of two 256 x 256 matrices of ones is {total}, not {256**3}")
+                raise RuntimeError(f"a product of two 256 x 256 matrices of ones sums to {total}, not {256**3}")
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             yield f"GPU {number} does not compute: {reason}. Avoid the node with sbatch --exclude={node()}"
@@ -85,7 +85,7 @@ def check_folder(sees: Path | None, writes: Path | None) -> Iterator[str]:
         writes: run folder.
     """
     if sees and not appears(sees):
-        yield f"{sees}, written by the first node, is not visible. --output must lie on a disk that all nodes share"
+        yield f"{sees}, written by the first node, is not visible. --output must be on a disk that all nodes share."
         return
     if writes is None:
         return
@@ -95,13 +95,13 @@ def check_folder(sees: Path | None, writes: Path | None) -> Iterator[str]:
             file.flush()
         free = shutil.disk_usage(writes).free
     except OSError as error:
-        yield f"cannot write to {writes}: {error.strerror}. Choose another --output"
+        yield f"cannot write to {writes}: {error.strerror}. Choose another --output."
         return
     needed = max(MIN_FREE_BYTES, newest_checkpoint_bytes(writes))
     if free < needed:
         yield (
             f"the disk of {writes} has {free / 1e9:.2f} GB free, and a checkpoint needs {needed / 1e9:.2f} GB. "
-            "Free some space, or choose another --output"
+            "Free some space, or choose another --output."
         )
 
 
@@ -129,15 +129,15 @@ def check_shards(flags: list[str]) -> Iterator[str]:
     try:
         patterns = list(shard_patterns(flags))
     except (LaunchError, RecursionError, ValueError) as error:
-        yield f"cannot tell which shards the job reads: {error}. Check --config, --data and the evaluation's shards"
+        yield f"cannot tell which shards the job reads: {error}. Check --config, --data and the evaluation's shards."
         return
     for pattern in dict.fromkeys(patterns):
         paths = expand(pattern)
         if not paths:
-            yield f"no shard matches {pattern}. Check the pattern, and that this node sees its disk"
+            yield f"no shard matches {pattern}. Check the pattern, and that this node sees its disk."
         for path in dict.fromkeys(paths[:1] + paths[-1:]):
             if reason := why_unreadable(path):
-                yield f"cannot read {path}: {reason}. Check that this node sees its disk"
+                yield f"cannot read {path}: {reason}. Check that this node sees its disk."
                 break
 
 
@@ -186,7 +186,7 @@ def as_patterns(value: Any) -> list[str]:
     if isinstance(value, dict):
         return as_patterns(value["shards"]) if "shards" in value else list(value)
     if isinstance(value, list):
-        # lists in lists are not followed, because aliases of YAML can nest them without end
+        # nested lists are not expanded, because YAML aliases can nest lists without end
         return [pattern for one in value if isinstance(one, str) for pattern in as_patterns(one)]
     if not isinstance(value, str):
         raise ValueError(f"SHARDS must be text, not a {type(value).__name__}")
@@ -206,8 +206,7 @@ def expand(pattern: str) -> list[str]:
 
 
 def why_unreadable(path: str) -> str | None:
-    """Return the reason why a file or folder cannot be read, or None if it can be read. URLs are not opened and give
-    None."""
+    """Return the reason why a file or folder cannot be read, or None if it can be read or is a URL."""
     if "://" in path or path.startswith("pipe:"):
         return None
     try:

@@ -21,20 +21,20 @@ EVALUATIONS = {
     "segmentation": ("segmentation", "24:00:00"),
     "finetune": ("finetune", "24:00:00"),
 }
-"""Evaluations: name on the command line -> command of `tessera` and time limit. The names of the result files of a
-command begin with its name (`evaluation.results.result_path`)."""
+"""Map from the name of an evaluation on the command line to its `tessera` command and its time limit. The names of
+result files begin with the name of the command (`evaluation.results.result_path`)."""
 FINAL_ONLY = ("finetune",)
-"""Names of the evaluations that run only after pretraining. Each of them is a run of its own."""
+"""Names of the evaluations that run only after pretraining. Each of these evaluations is a separate run."""
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 """Final states of a SLURM job."""
 MAX_SETTINGS_BYTES = 2**18
 """Largest size of a settings file in bytes."""
-FORGOTTEN = "over (SLURM has forgotten how; see its log)"
+FORGOTTEN = "over (SLURM no longer knows how it ended; see its log)"
 """State of a job that SLURM no longer knows."""
 
 
 def engine_file(name: str) -> Path:
-    """Return the engine file of a name, such as `zero2`, or of a path."""
+    """Return the path of an engine file, given its name, such as `zero2`, or its path."""
     named = LAUNCH.parent / "configs" / "accelerate" / f"{name}.yaml"
     return named if named.exists() and not Path(name).exists() else Path(name)
 
@@ -92,14 +92,15 @@ class Record(TypedDict):
 
 
 def quoted(text: str, *, lines: bool = False) -> str:
-    """Return a text as one word of bash that nothing in the text can leave, also when a user pastes it to a terminal.
+    """Quote a text as one word of bash. Nothing in the text can end the word, even if a user pastes it into a terminal.
 
-    A terminal acts on control characters even between quotes, for example on the end of a pasted text. They are
-    therefore written as octal numbers. So are line breaks, unless `lines` is true, because one would end a comment.
+    Control characters are written as octal numbers, because a terminal acts on them even between quotes, for example on
+    the sequence that ends a pasted text. Line breaks are also written as octal numbers unless `lines` is true, because
+    a line break would end a comment.
     """
     if all(letter.isprintable() or (lines and letter == "\n") for letter in text):
         return shlex.quote(text)
-    # bash in a terminal would also replace `!`, because it does not see that this form of quotes is one
+    # interactive bash would also expand `!`, because its history expansion does not recognise this form of quotes
     kept = {byte for byte in range(32, 127) if chr(byte) not in "\\'!"}
     letters = (chr(byte) if byte in kept else f"\\{byte:03o}" for byte in text.encode("utf-8", "surrogateescape"))
     return f"$'{''.join(letters)}'"
@@ -152,7 +153,7 @@ def submit(job: Job, *, hold: bool = False, after: str = "") -> None:
 
 
 def submit_chain(jobs: Sequence[Job], prepare: Callable[[], None]) -> None:
-    """Submit jobs, of which the others wait for the first. If anything fails, cancel the jobs that were submitted.
+    """Submit jobs. All other jobs wait for the first job. If a step fails, cancel the jobs that were submitted.
 
     Args:
         prepare: function that is called when SLURM has accepted all jobs, before the first one may start.
@@ -216,7 +217,7 @@ def _run(command: list[str], environment: dict[str, str] | None = None) -> subpr
     try:
         return subprocess.run(command, capture_output=True, text=True, env=environment)
     except FileNotFoundError as error:
-        raise LaunchError(f"the command {command[0]} is not found. This needs a machine with SLURM") from error
+        raise LaunchError(f"the command {command[0]} is not found. Run this on a machine with SLURM.") from error
 
 
 def is_over(state: str) -> bool:
@@ -233,11 +234,11 @@ def read_record(output: Path) -> tuple[Record, list[Job]]:
     try:
         stored = json.loads(path.read_text())
     except FileNotFoundError:
-        raise LaunchError(f"{output} has no jobs: {path} does not exist. Call `submit` first") from None
+        raise LaunchError(f"{output} has no jobs, because {path} does not exist. Call `submit` first.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise LaunchError(f"cannot read {path}: {error}") from error
     try:
-        known = [item.name for item in fields(Job)]  # other versions write other entries, too
+        known = [item.name for item in fields(Job)]  # other versions may write additional entries
         jobs = [Job(**{name: entry[name] for name in known}) for entry in stored.pop("jobs")]
         return stored, jobs
     except (KeyError, TypeError, AttributeError) as error:
@@ -265,9 +266,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise LaunchError(f"cannot read {path}: {error}") from error
     if not isinstance(settings or {}, dict):
-        raise LaunchError(
-            f"the settings file {path} holds a {type(settings).__name__}. It must hold `name: value` lines"
-        )
+        raise LaunchError(f"the settings file {path} must hold `name: value` lines, not a {type(settings).__name__}")
     return settings or {}
 
 
@@ -289,7 +288,7 @@ def frozen_files(config: Path, engine: Path, folder: Path) -> dict[str, str]:
     if deepspeed:
         if not Path(deepspeed).is_file():
             raise LaunchError(
-                f"{engine} names the missing file {deepspeed}. Submit from the folder to which this path is relative"
+                f"{engine} names the missing file {deepspeed}. Submit from the folder to which this path is relative."
             )
         texts["deepspeed.json"] = Path(deepspeed).read_text()
         settings["deepspeed_config"] = section | {"deepspeed_config_file": str(folder / "deepspeed.json")}

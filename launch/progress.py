@@ -10,7 +10,7 @@ from tessera.launch.jobs import EVALUATIONS, evaluation_job, read_record, read_s
 
 ENCODER_FILES = ("encoder.json", "encoder.safetensors")
 METRICS = {"top1": "top-1", "mean_average_precision": "mAP", "mean_iou": "mean IoU"}
-"""Key of the main number in a result file, and the name under which it is shown."""
+"""Map from the key of the main metric in a result file to its displayed name."""
 
 
 def follow(output: Path) -> None:

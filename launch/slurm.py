@@ -136,7 +136,7 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
     settings = read_settings(options.config)
     after, every = evaluation_names(options.after_pretraining), evaluation_names(options.every_checkpoint)
     for name in set(every) & set(FINAL_ONLY):
-        raise LaunchError(f"{name} runs only after pretraining. Give --after-pretraining {name}")
+        raise LaunchError(f"{name} runs only after pretraining. Give --after-pretraining {name}.")
     check_options(options, settings, flags)
     default = Path("runs") / f"{options.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(options.output or settings.get("output") or default).expanduser().absolute()
@@ -151,20 +151,20 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
         print_plan(options, output, jobs, record)
         return
     if shutil.which("sbatch") is None:
-        raise LaunchError("SLURM is not installed here (no sbatch). Call this command on a machine with SLURM")
+        raise LaunchError("SLURM is not installed here (no sbatch). Run this command on a machine with SLURM.")
     check_queue(output)
     folder = output / "submitted"
     texts = frozen_files(options.config, options.accelerate, folder)
 
     def prepare() -> None:
-        """Write what the jobs read, and jobs.json, which also the command `cancel` needs."""
+        """Write the files that the jobs read, and jobs.json, which the command `cancel` also needs."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name, text in texts.items():
                 (folder / name).write_text(text)
             write_record(folder, record, jobs)
         except OSError as error:
-            raise LaunchError(f"cannot write to {folder}: {error.strerror}. Choose another --output") from error
+            raise LaunchError(f"cannot write to {folder}: {error.strerror}. Choose another --output.") from error
 
     submit_chain(jobs, prepare)
     for job in jobs:
@@ -181,7 +181,7 @@ def evaluation_names(text: str) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in EVALUATIONS:
-            raise LaunchError(f"there is no evaluation '{name}'. Choose from {', '.join(EVALUATIONS)}")
+            raise LaunchError(f"there is no evaluation '{name}'. Choose from {', '.join(EVALUATIONS)}.")
     return names
 
 
@@ -193,24 +193,24 @@ def check_options(options: argparse.Namespace, settings: dict[str, Any], flags: 
     """
     for name in FLAGS_OF_SUBMIT:
         if any(flag.partition("=")[0] == name for flag in flags):
-            raise LaunchError(f"{name} is an option of `submit`. Give {name} before --")
+            raise LaunchError(f"{name} is an option of `submit`. Give {name} before the separator `--`.")
     if any(flag.partition("=")[0] == "--dry_run" for flag in flags):
         raise LaunchError(
-            "--dry_run is an option of `submit`. Give --dry_run before the --. To see what a run needs, call "
-            "`tessera pretrain --dry_run`"
+            "--dry_run is an option of `submit`. Give --dry_run before the separator `--`. To see what a run needs, "
+            "call `tessera pretrain --dry_run`."
         )
     if "data" not in settings and not flag_values("data", flags):
-        raise LaunchError(f"{options.config} names no data. Add `data: SHARDS` there, or give `-- --data SHARDS`")
+        raise LaunchError(f"{options.config} names no data. Add `data: SHARDS` there, or give `-- --data SHARDS`.")
     if not options.accelerate.is_file():
-        raise LaunchError(f"there is no engine file {options.accelerate}. Choose a file of configs/accelerate/")
+        raise LaunchError(f"there is no engine file {options.accelerate}. Choose a file of configs/accelerate/.")
     for name, least in (("nodes", 1), ("gpus", 0), ("processes", 1), ("cpus", 1), ("evaluation_gpus", 0)):
         value = getattr(options, name)
         if value is not None and value < least:
-            raise LaunchError(f"--{name.replace('_', '-')} is {value}. It must be {least} or more")
+            raise LaunchError(f"--{name.replace('_', '-')} is {value}. It must be {least} or more.")
     if options.processes and options.gpus:
         raise LaunchError(
             "--processes is only for nodes without GPUs (--gpus 0), because each GPU has exactly one trainer. Remove "
-            "--processes"
+            "--processes."
         )
 
 
@@ -218,7 +218,7 @@ def check_folder(output: Path, resume: bool) -> None:
     """Raise `LaunchError` if a new run would overwrite another run."""
     occupied = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
     if occupied and not resume:
-        raise LaunchError(f"{output} holds another run. Continue that run with --resume, or choose another --output")
+        raise LaunchError(f"{output} holds another run. Continue that run with --resume, or choose another --output.")
 
 
 def check_queue(output: Path) -> None:
@@ -229,7 +229,7 @@ def check_queue(output: Path) -> None:
         active = [f"{number} {state}" for number, state in known.items() if not is_over(state)]
         if active:
             raise LaunchError(
-                f"{output} has jobs in the queue ({', '.join(active)}). Wait until they end, or end them with `cancel`"
+                f"{output} has jobs in the queue ({', '.join(active)}). Wait until they end, or end them with `cancel`."
             )
 
 
@@ -248,8 +248,8 @@ def flag_values(name: str, flags: Sequence[str]) -> list[str]:
 def evaluation_shards(config: Path, settings: dict[str, Any], flags: Sequence[str], own: Sequence[str]) -> list[str]:
     """Return `--train SHARDS --val SHARDS` from the flags, or else from the settings file.
 
-    A set that the evaluation's `own` flags name is left out, because these flags replace it. If only the test set is
-    given, the training set is that of the run, which checks its labels when it starts.
+    A set that the `own` flags of the evaluation name is left out, because these flags replace it. If only the test set
+    is given, the training set of the run is used. The evaluation checks its labels.
 
     Raises:
         LaunchError: neither the flags nor the settings file name the shards.
@@ -266,7 +266,7 @@ def evaluation_shards(config: Path, settings: dict[str, Any], flags: Sequence[st
         if not shards:
             raise LaunchError(
                 f"an evaluation needs labelled shards. Add `evaluation: {{train: SHARDS, val: SHARDS}}` to {config}, "
-                "or give `-- --evaluation.train SHARDS --evaluation.val SHARDS`"
+                "or give `-- --evaluation.train SHARDS --evaluation.val SHARDS`."
             )
         patterns = [shards] if isinstance(shards, str) else shards
         if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):

@@ -35,7 +35,7 @@ class RankError(UserError, RuntimeError):
 
 
 def world_size() -> int:
-    """Return the number of ranks; 1 in the block of `alone`."""
+    """Return the number of ranks, or 1 within the context `alone`."""
     return dist.get_world_size() if dist.is_initialized() and not _is_alone else 1
 
 
@@ -46,9 +46,9 @@ def rank() -> int:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Run the block on this rank only: the sums, maxima and gathered tensors in it are those of one process.
+    """Within the context, compute sums, maxima and gathered tensors over this rank only.
 
-    Functions that exchange objects stay collective. The block cannot be nested.
+    `gather_objects` and `run_on_all_ranks` are still collective. The context cannot be nested.
     """
     global _is_alone
     _is_alone = True
@@ -79,10 +79,10 @@ def all_reduce_sum(x: Tensor) -> Tensor:
 
 
 def all_gather_rows(x: Tensor) -> Tensor:
-    """Return the rows `x` (n, ...) of all ranks in rank order, (ranks * n, ...). The number n is equal on all ranks.
+    """Concatenate the rows `x` (n, ...) of all ranks in rank order: (ranks * n, ...). n must be equal on all ranks.
 
-    The result is differentiable: the backward pass sums the gradients over ranks, as that of `all_reduce_sum`. The
-    function does not wait for the device.
+    The result is differentiable: the backward pass sums the gradients over ranks, as in `all_reduce_sum`. The function
+    does not wait for the device.
     """
     if world_size() == 1 or x.is_meta:
         return x
@@ -100,7 +100,7 @@ def all_reduce_max(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def all_gather(x: Tensor) -> list[Tensor]:
-    """Return a list of the tensors `x` (n, ...) of all ranks, in rank order. The number n may differ between ranks."""
+    """Return a list of the tensors `x` (n, ...) of all ranks, in rank order. n may differ between ranks."""
     if world_size() == 1:
         return [x]
     own = x.to(_reachable(x.device))
@@ -152,7 +152,7 @@ def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None 
     for the failed rank in the next collective.
 
     Raises:
-        RankError: `function` failed on a rank. A subclass of `RankError` that `function` raised is raised on all ranks.
+        RankError: `function` failed on a rank. If it raised a subclass of `RankError`, all ranks raise this subclass.
     """
     results: list[T] = []
     failure: tuple[type[RankError], str] | None = None
@@ -191,8 +191,10 @@ def first_of_node_first() -> Iterator[None]:
 
 @contextmanager
 def patient_group() -> Iterator[dist.ProcessGroup | None]:
-    """Yield a process group of all ranks whose collectives wait for days; None with one process. Collectives of the
-    default group wait for minutes (10 under NCCL). All ranks wait for each other when the group is made."""
+    """Yield a process group of all ranks with a timeout of days. With one process, yield None.
+
+    The default process group has a timeout of minutes (10 under NCCL). Entering the context is collective.
+    """
     if world_size() == 1:
         yield None
         return

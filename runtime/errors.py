@@ -15,16 +15,16 @@ class UserError(Exception):
 
 
 def printable(name: str) -> str:
-    """Return a name from outside with control characters escaped, so that it cannot forge lines or colours of a log."""
+    """Escape the control characters of an untrusted name, so that the name cannot forge lines or colours of a log."""
     if name.isprintable():
         return name
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in name)
 
 
 def without_controls(message: str) -> str:
-    """Return a message with its control characters escaped, except line breaks, and all lines but the first indented.
+    """Escape the control characters of a message, except line breaks, and indent all lines after the first.
 
-    Commands print every message through this function. A name in the message may hold a line break, and what follows it
-    could otherwise look like another message.
+    Commands print every message through this function. A name in the message may contain a line break. Without the
+    indentation, the next line could look like another message.
     """
     return "\n    ".join(map(printable, message.split("\n")))

@@ -16,8 +16,8 @@ def atomic_write(path: str | Path, *, sync: bool = False) -> Iterator[Path]:
     """Yield a temporary path next to `path`, and rename it to `path` when the block ends without an exception.
 
     Other processes see the old file or the new file, never a partial file. If the block raises an exception, the
-    temporary file is removed. Temporary files that processes of this machine left behind when they were killed are
-    removed, too. The new file always has the permissions that `open` gives to a new file.
+    temporary file is removed. The function also removes temporary files of killed processes of this machine. The new
+    file always has the permissions that `open` gives to a new file.
 
     Args:
         path: file to create or replace; its folder must exist.
@@ -43,10 +43,10 @@ def atomic_write(path: str | Path, *, sync: bool = False) -> Iterator[Path]:
 
 
 def _remove_left_over(folder: Path, start: str) -> None:
-    """Remove the temporary files in `folder` whose names begin with `start`, if their processes do not run any more."""
+    """Remove the temporary files in `folder` whose names begin with `start` and whose processes have ended."""
     try:
         names = [name for name in os.listdir(folder) if name.startswith(start) and name.endswith(".tmp")]
-    except OSError:  # a folder that only allows to write
+    except OSError:  # the folder is writable, but not readable
         return
     for name in names:
         pid = name.removeprefix(start).partition("-")[0]
@@ -58,7 +58,7 @@ def _remove_left_over(folder: Path, start: str) -> None:
 def read_bounded(path: str | Path, most: int) -> bytes:
     """Return the content of a regular file of at most `most` bytes.
 
-    Foreign files are read with this function, because a pipe or a device under an expected name would never end.
+    Untrusted files are read with this function, because an expected file may be a pipe or a device that never ends.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or is too large.

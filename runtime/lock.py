@@ -1,17 +1,17 @@
 """The lock of a folder: at most one run at a time writes there, on one machine or on several that share a disk.
 
-The lock is a file FOLDER/.lock-N. A process that finds a dead holder creates the file with the next larger N. The
-creation of a file that must not exist yet is atomic, also on network disks, so that only one process can take over from
-a dead holder. The file with the largest N counts, and a run that ends removes its file.
+The lock is a file FOLDER/.lock-N. A process that finds a dead holder creates the file with the next larger N. Exclusive
+creation of a file is atomic, also on network disks, so that only one process can take over from a dead holder. Only the
+file with the largest N is valid. A run removes its file when it ends.
 
-A run that was killed leaves its file. On the machine of the holder, the process id and its start time tell whether the
-holder is alive. On other machines, a counter in the file tells: the holder increases it every `Timing.interval`
-seconds, and is dead if the counter stands still for `Timing.timeout` seconds. The clocks of two machines are never
-compared. File locks of the system (`fcntl`, `flock`) are not used, because some network disks do not show them to other
-machines.
+A run that was killed leaves its file. On the machine of the holder, its process id and start time show whether the
+holder is alive. On other machines, a counter in the file shows this: a live holder increases the counter every
+`Timing.interval` seconds. A holder counts as dead if the counter does not change for `Timing.timeout` seconds. The
+clocks of two machines are never compared. File locks of the system (`fcntl`, `flock`) are not used, because some
+network disks do not show them to other machines.
 
-A machine that was suspended for longer than `Timing.timeout` may lose the lock to another machine. It notices the newer
-file with its next heartbeat and ends its run at once, without saving.
+A machine that was suspended for longer than `Timing.timeout` may lose the lock to another machine. At its next
+heartbeat, the suspended run notices the newer file and exits at once, without saving.
 """
 
 import contextlib
@@ -58,13 +58,13 @@ class Timing:
 
 def _exit(message: str) -> None:
     # without clean-up, because the other run now owns the folder
-    tell(f"\n{os.path.basename(sys.argv[0])}: {message}. This run ends without saving\n")
+    tell(f"\n{os.path.basename(sys.argv[0])}: {message}. This run ends without saving.\n")
     os._exit(os.EX_UNAVAILABLE)
 
 
 @contextmanager
 def locked(folder: Path, timing: Timing = Timing(), on_loss: Callable[[str], None] = _exit) -> Iterator[None]:
-    """Hold the lock of an existing folder. A thread sends its heartbeats.
+    """Hold the lock of an existing folder within the context. A thread sends the heartbeats of the holder.
 
     Args:
         on_loss: function that is called with a message if another machine takes the lock over. By default, the process
@@ -81,7 +81,7 @@ def locked(folder: Path, timing: Timing = Timing(), on_loss: Callable[[str], Non
         for beats in itertools.count(1):
             if closed.wait(timing.interval):
                 return
-            with contextlib.suppress(OSError):  # a disk that is full or does not answer: try again
+            with contextlib.suppress(OSError):  # try again if the disk is full or does not answer
                 if not _is_newest(path, descriptor):
                     on_loss(f"{_newest_holder(folder)} has taken over {folder}, because this run was suspended")
                     return
@@ -94,17 +94,17 @@ def locked(folder: Path, timing: Timing = Timing(), on_loss: Callable[[str], Non
         yield
     finally:
         closed.set()
-        if thread.ident is not None:  # it was started
+        if thread.ident is not None:  # the thread was started
             thread.join(timing.interval)
         with contextlib.suppress(OSError):
             if _is_newest(path, descriptor):
                 path.unlink()
-        if not thread.is_alive():  # a thread that hangs could write into another file of the same number
+        if not thread.is_alive():  # a hanging thread could otherwise write into a new file with this descriptor
             os.close(descriptor)
 
 
 def _create(folder: Path, timing: Timing) -> tuple[Path, int]:
-    """Return the path and a descriptor of the file of a new lock, once there is no other live holder."""
+    """Create a new lock file as soon as there is no other live holder. Return its path and a descriptor."""
     while True:
         newest = _newest(folder)
         if newest is not None and not _is_dead(newest, timing):
@@ -114,7 +114,7 @@ def _create(folder: Path, timing: Timing) -> tuple[Path, int]:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
             continue
-        if _newest(folder) != path:  # this process was slow, and another has created a file of a larger number
+        if _newest(folder) != path:  # another process has meanwhile created a file with a larger number
             os.close(descriptor)
             path.unlink(missing_ok=True)
             continue
@@ -137,7 +137,7 @@ def _is_dead(path: Path, timing: Timing) -> bool:
                 raise _in_use(path, first)
             return True
         log.warning(
-            "%s was in use by %s. If no heartbeat comes from there for %.0f s, this run starts",
+            "%s was in use by %s. This run starts if no heartbeat arrives for %.0f s.",
             path.parent,
             _holder(first),
             timing.timeout,
@@ -159,7 +159,7 @@ def _write(descriptor: int, since: str, beats: int) -> None:
         "pid": os.getpid(),
         "started": start_time(os.getpid()),
         "since": since,
-        "beats": f"{beats:012d}",  # of one width, so that a later record covers an earlier one
+        "beats": f"{beats:012d}",  # fixed width, so that a new record overwrites the old one completely
     }
     os.pwrite(descriptor, json.dumps(record).encode(), 0)
     os.fsync(descriptor)
@@ -186,14 +186,14 @@ def _number(path: Path) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of the file of a lock, or an empty dict if the holder has not written it yet.
+    """Return the content of a lock file, or an empty dict if the holder has not written the file yet.
 
     The file is opened anew each time, because NFS then asks the server for its newest content.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise LockedError(f"{path} is not the file of a lock. Remove it")
+            raise LockedError(f"{path} is not a regular file, so it cannot be a lock. Remove it.")
         try:
             record = json.loads(file.read(MAX_BYTES))
         except (ValueError, RecursionError):
@@ -203,7 +203,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _in_use(path: Path, record: dict[str, Any]) -> LockedError:
     return LockedError(
-        f"{path.parent} is in use by {_holder(record)}. Wait until that run ends, end it, or choose another --output"
+        f"{path.parent} is in use by {_holder(record)}. Wait until that run ends, end it, or choose another --output."
     )
 
 

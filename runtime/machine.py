@@ -15,12 +15,13 @@ from pathlib import Path
 LAUNCHERS = re.compile(
     r"accelerate([-_.](commands[.])?launch([.]py)?)?|torchrun|torch[.]distributed[.](run|launch)|deepspeed.*|tessera"
 )
-"""Names of programs that start training processes: of a script, or of the module after `-m`."""
+"""Pattern of the names of programs that start training processes: scripts, or modules after `-m`."""
 PR_SET_PDEATHSIG = 1
-"""Number of the operation of Linux's `prctl` that sets the signal at the end of the parent."""
+"""Code of the Linux `prctl` operation that sets which signal a process receives when its parent ends."""
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Numbers of glibc's `mallopt` settings: free memory at the end of the heap above which glibc returns memory to the
-system, and the largest number of blocks that glibc takes from the system outside of the heap."""
+"""Codes of two settings of glibc's `mallopt`. The first is the amount of free memory at the end of the heap above which
+glibc returns memory to the system. The second is the largest number of blocks that glibc allocates outside of the
+heap."""
 PACKAGES = ("tessera-ssl", "torch", "torchvision", "accelerate", "numpy", "pillow")
 
 
@@ -34,7 +35,7 @@ def processor() -> str:
 
 
 def machine_id() -> str:
-    """Return a name under which process ids are unique: a hash of the host, its last boot and the container."""
+    """Return a hash of the host, its last boot and the container. Within this scope, process ids are unique."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # only Linux has these files
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -43,9 +44,9 @@ def machine_id() -> str:
 
 
 def process_fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name of the program: state, process id of the parent, ...
+    """Return the fields of /proc/PID/stat after the program name: the state, the id of the parent process, ...
 
-    The list is empty if the process does not run, or if the system does not tell.
+    The list is empty if the process does not run, or if the system has no /proc.
     """
     try:
         # the name of the program, in parentheses, may contain spaces and parentheses
@@ -55,7 +56,7 @@ def process_fields(pid: int) -> list[str]:
 
 
 def command_line(pid: int) -> list[str]:
-    """Return the words with which a process was started. The list is empty if the system does not tell."""
+    """Return the command line of a process as a list of words. The list is empty if the command line is unknown."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
@@ -63,7 +64,7 @@ def command_line(pid: int) -> list[str]:
 
 
 def is_launcher(command: Sequence[str]) -> bool:
-    """Return True if a command line is that of a program that starts training processes, such as `torchrun`."""
+    """Return True if `command` runs a program that starts training processes, such as `torchrun`."""
     return any(LAUNCHERS.fullmatch(Path(word).name) for word in command[:4])  # python -u -m NAME
 
 
@@ -76,7 +77,7 @@ def signal_at_end_of_parent(number: int) -> None:
 def start_time(pid: int) -> str | None:
     """Return the time at which a process of this machine started, in clock ticks since the boot of the machine.
 
-    Return None if the process does not run, or if the system does not tell.
+    Return None if the process does not run, or if its start time is unknown.
     """
     fields = process_fields(pid)
     return fields[19] if fields and fields[0] not in "ZX" else None
@@ -87,8 +88,8 @@ def is_running(pid: int, started: str | None) -> bool:
 
     Args:
         pid: process id.
-        started: `start_time` of the process, because the system may have given its id to another process since; None
-            if it is unknown.
+        started: `start_time` of the process, or None if it is unknown. A later process with the same id has another
+            start time.
     """
     try:
         os.kill(pid, 0)
@@ -96,7 +97,7 @@ def is_running(pid: int, started: str | None) -> bool:
         return False
     except PermissionError:  # a process of another user
         pass
-    if not Path(f"/proc/{pid}/stat").exists():  # another system than Linux, or processes of other users are hidden
+    if not Path(f"/proc/{pid}/stat").exists():  # not Linux, or processes of other users are hidden
         return True
     now = start_time(pid)
     return now is not None and started in (None, now)
@@ -106,10 +107,10 @@ _keeps_freed_memory = False
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep the freed memory of tensors for the next tensors. Return True if its settings were changed.
+    """Let glibc keep the freed memory of tensors for the next tensors. Return True if glibc's settings were changed.
 
-    By default, glibc gets each tensor of more than 32 MiB from the system, and returns it when it is freed. The system
-    then fills its pages with zeros again at every step.
+    By default, glibc requests memory from the system for each tensor of more than 32 MiB, and returns the memory when
+    the tensor is freed. The system must then fill new pages with zeros at every step.
 
     The function does nothing with another C library, or if the user set environment variables of an allocator.
     """
@@ -121,7 +122,7 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Undo `keep_freed_memory` by glibc's defaults, for example in a process that was forked after it."""
+    """Restore glibc's defaults after `keep_freed_memory`, for example in a forked process."""
     global _keeps_freed_memory
     if _keeps_freed_memory:
         _mallopt({M_MMAP_MAX: 65_536, M_TRIM_THRESHOLD: 128 * 1024})

@@ -17,7 +17,7 @@ EXIT_CODE = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that stop a run. A terminal that is closed sends SIGHUP."""
 LONGEST_WAIT = 10.0
-"""Seconds that a process that was asked to stop waits for data before it gives up the wait."""
+"""Longest wait for data, in seconds, of a process that was asked to stop."""
 _received: list[signal.Signals] = []
 
 
@@ -40,14 +40,14 @@ def check_wait(since: float) -> None:
 
 
 def forget() -> None:
-    """Forget all recorded signals, as in a forked process that has signals of its own."""
+    """Forget all recorded signals, for example in a forked process, which receives its own signals."""
     _received.clear()
 
 
 def listen() -> None:
-    """Record the signals that stop a run from now on. The recorded signals do not end the process.
+    """From now on, record the signals that stop a run. Recorded signals do not end the process.
 
-    SIGHUP stays ignored if the process ignores it, as under nohup.
+    SIGHUP is not recorded if the process already ignores it, as under nohup.
     """
     for number in SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
@@ -55,17 +55,17 @@ def listen() -> None:
 
 
 def ignore() -> None:
-    """Ignore the signals that stop a run from now on, so that they do not change the exit code of this process."""
+    """From now on, ignore the signals that stop a run, so that they do not change the exit code of this process."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def end_with_launcher() -> None:
-    """Receive SIGTERM when `accelerate launch` ends, if it has started this process as its only one.
+    """Receive SIGTERM when `accelerate launch` ends, if it has started only this process.
 
     For a single process, `accelerate launch` does not forward signals: SIGTERM would end the launcher and leave this
     process running. For several processes, torch's elastic agent forwards SIGTERM. launch/accelerate_launch.py replaces
-    itself by this process, which then has another parent. Only Linux has such a signal.
+    itself by this process, which then has another parent. Only Linux supports such a signal.
     """
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ or not is_launcher(command_line(parent)):

@@ -16,7 +16,7 @@ from tessera.runtime import preemption, watchdog
 from tessera.runtime.errors import UserError, without_controls
 from tessera.runtime.machine import command_line, is_launcher
 
-AGAIN = "Start the command again"
+AGAIN = "Start the command again."
 
 
 class LaunchError(UserError, ValueError):
@@ -57,11 +57,11 @@ def set_threads(processes: int) -> None:
     """Let torch compute with all cores that this process may use, if the user did not choose a number of threads.
 
     `accelerate launch` and `torchrun` set OMP_NUM_THREADS to 1 if the user did not set it. Without a GPU, a run would
-    then compute on one core. The cores of a node are divided by its training processes. A process with more than two
+    then compute on one core. The cores of a node are divided among its training processes. A process with more than two
     cores leaves one of them to its loader workers.
 
     Args:
-        processes: number of training processes; of this node, if the launcher sets LOCAL_WORLD_SIZE.
+        processes: number of training processes. It is used only if the launcher does not set LOCAL_WORLD_SIZE.
     """
     if "OMP_NUM_THREADS" in os.environ and not _launcher_set_threads():
         return
@@ -74,8 +74,8 @@ def set_threads(processes: int) -> None:
 def _launcher_set_threads() -> bool:
     """Return True if OMP_NUM_THREADS comes from the launcher, and not from the user.
 
-    This is the case if the value is 1 and the launcher, to which the user gave no number of threads, was itself started
-    without the variable. Without /proc, that is except on Linux, the result is False.
+    This is the case if the value is 1, and the launcher was started without this variable and without a flag for the
+    number of threads. Without /proc, as on other systems than Linux, the result is False.
     """
     parent = os.getppid()
     command = command_line(parent)
@@ -90,12 +90,12 @@ def _launcher_set_threads() -> bool:
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Run the watchdog in the block, and destroy the process group at the end of the block.
+    """Run the watchdog within the context, and destroy the process group when the context ends.
 
     SIGTERM to `accelerate launch` also ends this process.
 
-    If the block raises a `UserError`, print its message without a traceback and exit with code 2; with code 130 after
-    Ctrl-C. The process group is not destroyed in this case. If another process is lost, exit with code 69.
+    After a `UserError`, print its message without a traceback and exit with code 2. After Ctrl-C, exit with code 130.
+    If another process is lost, exit with code 69. In these cases, the process group is not destroyed.
     """
     preemption.end_with_launcher()
     try:
@@ -105,7 +105,7 @@ def exit_on_user_error() -> Iterator[None]:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)
         os._exit(watchdog.EXIT_CODE)  # a normal exit would wait for the lost process
     except KeyboardInterrupt:
-        print(f"{Path(sys.argv[0]).name}: interrupted. Nothing was written", file=sys.stderr, flush=True)
+        print(f"{Path(sys.argv[0]).name}: interrupted. Nothing was written.", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
     except UserError as error:
         print(f"{Path(sys.argv[0]).name}: {without_controls(str(error))}", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ FIRST, EVERY = 10.0, 60.0
 
 
 def track(items: Iterable[T], description: str, *, total: int, shown: bool = True) -> Iterator[T]:
-    """Yield the items of a loop, and show how far it is.
+    """Yield the items of a loop, and show the progress of the loop.
 
     Args:
         items: items of the loop.

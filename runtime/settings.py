@@ -49,8 +49,8 @@ class _DerivedMarker:
 T = TypeVar("T")
 if TYPE_CHECKING:
     Derived = Annotated[T, _DerivedMarker()]
-    """Type of a setting that the run derives from other settings and from the data if it is not given. It is None until
-    `Section.filled` sets it, and the code that needs the value runs after that."""
+    """Type of a setting that the run derives from other settings and from the data if it is not given. The value is
+    None until `Section.filled` sets it. Code that needs the value runs after that."""
 else:
 
     class Derived:
@@ -59,7 +59,7 @@ else:
 
 
 def derived(**limits: Any) -> Any:
-    """Return the default of a field of type `Derived`. `limits` are those of pydantic's `Field`."""
+    """Return the default of a field of type `Derived`. `limits` are arguments of pydantic's `Field`, such as `gt=0`."""
     return Field(default=None, **limits)
 
 
@@ -81,10 +81,10 @@ class Section(BaseModel):
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """Return `value` unchanged, except that a value in short form becomes `{short_form: value}`, and None `{}`."""
+        """Return the settings of a section. A short form becomes `{short_form: value}`, and None becomes `{}`."""
         field = cls.model_fields.get(cls.short_form or "")
         if value is None and (field is None or types.NoneType not in _kinds(field.annotation)):
-            return {}  # a section with nothing below it
+            return {}  # an empty section of a YAML file
         if cls.short_form is None or isinstance(value, BaseModel):
             return value
         if isinstance(value, Mapping):
@@ -97,7 +97,7 @@ class Section(BaseModel):
         """Return the settings with `defaults` for settings that were not given or are None.
 
         Raises:
-            TypeError: a setting of type `Derived` stays without a value.
+            TypeError: a setting of type `Derived` still has no value.
         """
         given = {name: value for name in self.model_fields_set if (value := getattr(self, name)) is not None}
         filled = type(self)(**{**defaults, **given})
@@ -112,7 +112,7 @@ class Settings(Section):
     """Base class for all settings of one command."""
 
     first_settings: ClassVar[tuple[str, ...]] = ()
-    """Dotted names of the settings that `--help` lists if no topic follows. Empty: `--help` lists all settings."""
+    """Dotted names of the settings that `--help` lists without a topic. If empty, `--help` lists all settings."""
 
 
 class _PositionalMarker:
@@ -142,7 +142,7 @@ def settings_of(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
 
 
 def suggestion(unknown: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the nearest known name, or an empty string. Capitals do not count."""
+    """Return `; did you mean 'x'?` for the nearest known name, or an empty string. The comparison ignores case."""
     known = list(known)
     capitals = {name.lower(): name for name in known}
     close = [capitals[name] for name in difflib.get_close_matches(unknown.lower(), capitals, n=1, cutoff=0.5)]
@@ -208,7 +208,7 @@ def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, 
     """Return the settings of a command line as nested dictionaries. For `--help [TOPIC]`, print the help and exit.
 
     A flag for one or several strings, such as `--data SHARDS`, takes all words up to the next flag, because a shell
-    expands `--data shards/*.tar` to several words. If the command has positional arguments, it takes one word.
+    expands `--data shards/*.tar` to several words. If the command has positional arguments, such a flag takes one word.
 
     Raises:
         SettingsError: a flag or a topic of the help is unknown, a flag has no value, or a positional argument is not
@@ -233,7 +233,7 @@ def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, 
             open_names = (n for n in positional if n not in words or list in _kinds(known[n].annotation))
             name, value = next(open_names, None), word
             if name is None:
-                raise SettingsError(f"unexpected argument '{printable(word)}'. Give settings as --name VALUE")
+                raise SettingsError(f"unexpected argument '{printable(word)}'. Give settings as --name VALUE.")
         words.setdefault(name, []).append(value)
     values: dict[str, Any] = {}
     for name, given in words.items():
@@ -247,7 +247,8 @@ def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, 
 def _flag(model: type[Section], known: Mapping[str, FieldInfo], flag: str, rest: list[str]) -> tuple[str, str]:
     """Return the dotted name and the value of the setting that a flag sets.
 
-    `flag` has no leading dashes. `rest` holds the words after the flag. If the first of them is the value, remove it.
+    `flag` has no leading dashes. `rest` holds the words after the flag. If the first of these words is the value, it is
+    removed from `rest`.
     """
     flag, equals, value = flag.partition("=")
     section = section_type(model.model_fields.get(flag))

@@ -1,7 +1,7 @@
 """Standard streams that a command can always write to.
 
-A stream may be closed when the command starts, and the reader of a pipe or a terminal may go away while it runs. A run
-must not end for that reason.
+A stream may be closed when the command starts, and the reader of a pipe or a terminal may go away while the command
+runs. A run must not end in either case.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ class _Lasting(io.FileIO):
 
 
 def protect() -> None:
-    """Open the standard streams that are closed, and let the others survive their readers.
+    """Open the standard streams that are closed, and make the others ignore the loss of their readers.
 
-    Call this function before any other file is opened. A file would otherwise get the number of a closed stream, and
-    messages would be written into the file.
+    Call this function before any other file is opened. A file would otherwise get the descriptor of a closed stream,
+    and messages would be written into the file.
     """
     for number in (0, 1, 2):
         try:
@@ -50,7 +50,7 @@ def tell(message: str) -> None:
 
 
 def _lasting(number: int, old: Any) -> io.TextIOWrapper:
-    """Return a text stream for a file descriptor. Letters that its encoding lacks are escaped."""
+    """Return a text stream for a file descriptor. Characters that the encoding lacks are escaped."""
     if old is not None:
         with contextlib.suppress(OSError, ValueError):
             old.flush()

@@ -6,8 +6,9 @@ that heartbeats continue while the main thread is saving, reading or waiting in 
 heartbeats of all other processes, and each other process watches the heartbeats of process 0. Messages about a lost or
 failed process reach all processes through the same store.
 
-The heartbeats begin before the process group is made. A process that has never sent one is not lost: it may still
-import torch from a slow disk. While the others wait for it, the first process of each node names it every minute.
+The heartbeats begin before the process group is made. A process that has never sent a heartbeat does not count as lost,
+because it may still be importing torch from a slow disk. Every minute, the first process of each node names the
+processes that have not started.
 """
 
 import datetime
@@ -31,7 +32,7 @@ from tessera.runtime.streams import tell
 
 EXIT_CODE = 69
 """Exit code of a process that exits because another process is lost or has failed: EX_UNAVAILABLE of sysexits.h."""
-CONTINUE = "To continue from the newest checkpoint, start again with --resume and the folder of this run"
+CONTINUE = "To continue from the newest checkpoint, start again with --resume and the folder of this run."
 MOST_NAMED = 8
 """Largest number of processes that a message names."""
 _BROKEN = ("by peer", "broken pipe", "remote", "timed out", "timeout", "aborted", "connection", "socket", "network")
@@ -54,7 +55,7 @@ class Timing:
     """Seconds from a message about a lost or failed process until the watchdog ends a process that has not exited by
     itself. Within this time, the message reaches all processes."""
     notice: float = 60.0
-    """Seconds until the processes that have not started are named, and between two such messages."""
+    """Seconds until a message names the processes that have not started, and seconds between two such messages."""
 
 
 TIMING = Timing()
@@ -69,10 +70,10 @@ class LostError(UserError, RuntimeError):
 def watched(advice: str = CONTINUE) -> Iterator[None]:
     """Run the watchdog until the context ends. With one process, the context does nothing.
 
-    Enter the context before the process group is made, so that a process is named that does not start.
+    Enter the context before the process group is made, so that messages can name a process that does not start.
 
     Args:
-        advice: sentence that tells the user how to go on after a loss.
+        advice: sentence that tells the user how to continue after a loss.
 
     If another process is lost, this process exits with `EXIT_CODE` and a message, even if its main thread is blocked.
 
@@ -215,7 +216,7 @@ class Watch:
                 self._on_loss(f"process {self._rank}: {self._told}")
 
     def _name_missing(self, store: Store | None) -> None:
-        """Print which processes have not started, once in `Timing.notice` seconds until the process group is made."""
+        """Until the process group is made, print every `Timing.notice` seconds which processes have not started."""
         waited = time.monotonic() - self._began
         is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
         if dist.is_initialized() or waited < (self._notices + 1) * self._timing.notice or not is_first_of_node:
@@ -283,7 +284,7 @@ def _exit(message: str) -> None:
 
 
 def _is_broken_collective(error: BaseException | None) -> bool:
-    """Return True if gloo or NCCL raised `error`, or one of its causes, because another process is lost."""
+    """Return True if `error` or one of its causes shows that a gloo or NCCL collective lost another process."""
     while error is not None:
         of_torch = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
         if of_torch and any(word in str(error).lower() for word in _BROKEN):

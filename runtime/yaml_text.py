@@ -1,4 +1,4 @@
-"""Reading of YAML files that may come from a stranger."""
+"""Reading of YAML files that may be untrusted."""
 
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ class YAMLError(UserError, ValueError):
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text, with tags of plain values only. Nothing in the text is executed.
+    """Return the value of a YAML text. Only tags of plain values are allowed, and no code in the text is executed.
 
     Raises:
-        YAMLError: the text is not valid, its values are too many, or it holds a key or value that no setting has: a key
+        YAMLError: the text is not valid YAML, has too many values, or holds a key or value that no setting has: a key
             that is not text, a date, bytes, or text with a NUL character.
     """
     try:
@@ -62,14 +62,14 @@ def _expanded_size(node: yaml.Node | None, known: dict[int, int]) -> int:
     """Return the number of values below a node, with every alias replaced by its values.
 
     Raises:
-        YAMLError: there are more than `MAX_VALUES`, or a value contains itself.
+        YAMLError: there are more than `MAX_VALUES` values, or a value contains itself.
     """
     if isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
         raise YAMLError(f"a number has more than {MAX_DIGITS} characters")
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if id(node) not in known:
-        known[id(node)] = MAX_VALUES + 1  # the size while the node is visited, so that a value in itself is too large
+        known[id(node)] = MAX_VALUES + 1  # until the size is known, so that a value that contains itself is too large
         children = [one for pair in node.value for one in (pair if isinstance(pair, tuple) else (pair,))]
         known[id(node)] = 1 + sum(_expanded_size(child, known) for child in children)
     if known[id(node)] > MAX_VALUES:
@@ -81,7 +81,7 @@ def _check(value: Any, where: str) -> None:
     if isinstance(value, dict):
         for key, one in value.items():
             if not isinstance(key, str):
-                raise YAMLError(f"the name {key!r} below '{where}' is not text. Put it into quotes")
+                raise YAMLError(f"the name {key!r} below '{where}' is not text. Put the name in quotes.")
             name = f"{where}.{key}" if where else key
             if "\0" in key:
                 raise YAMLError(f"{printable(name)} has a NUL character")
@@ -92,4 +92,4 @@ def _check(value: Any, where: str) -> None:
     elif isinstance(value, str) and "\0" in value:
         raise YAMLError(f"{where} has a NUL character")
     elif not (value is None or isinstance(value, str | int | float | bool)):
-        raise YAMLError(f"{where} is a {type(value).__name__}. Settings cannot be of this type. Put text into quotes")
+        raise YAMLError(f"{where} is a {type(value).__name__}. Settings cannot have this type. Put text in quotes.")

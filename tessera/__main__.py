@@ -37,7 +37,7 @@ NUM_PROCESSES = ("--gpus", "--num_gpus", "--devices", "--processes", "--nproc_pe
 
 
 def main() -> None:
-    """Run a command of the command line."""
+    """Run the command that the command line names."""
     streams.protect()
     words = sys.argv[1:]
     place = next((i for i, word in enumerate(words) if word in COMMANDS), None)
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def unknown(words: list[str]) -> str:
-    """Return a message about a command line without a command: the nearest command of the first mistyped word."""
+    """Return a message about a command line without a known command. The message suggests the nearest command."""
     for word in words:
         if close := difflib.get_close_matches(word, COMMANDS, n=1):
             return f"{word!r} is not a command. Did you mean {close[0]!r}?"

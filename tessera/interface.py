@@ -57,9 +57,9 @@ class Run:
 
 
 def pretrain(method: str = "dino", data: Any = None, **settings: Any) -> Run:
-    """Pretrain an encoder in this process, on one device. `accelerate launch pretrain/run.py` uses several.
+    """Pretrain an encoder in this process, on one device. For several devices, use `accelerate launch pretrain/run.py`.
 
-    A first Ctrl-C saves and ends the run. `pretrain(resume=True, output=FOLDER)` continues it.
+    A first Ctrl-C saves and ends the run. `pretrain(resume=True, output=FOLDER)` continues the run.
 
     Args:
         method: pretraining method.
@@ -80,7 +80,7 @@ def pretrain(method: str = "dino", data: Any = None, **settings: Any) -> Run:
 
 
 def training_batches(method: str = "dino", data: Any = None, **settings: Any) -> Iterator[Batch]:
-    """Yield the batches that `pretrain` would train on, in the same order, for a training loop of one's own.
+    """Yield the batches that `pretrain` would train on, in the same order, for a custom training loop.
 
     A batch holds the normalised images, crops and masks of the method on the device of this process: `batch.views`. The
     arguments and errors are those of `pretrain`.
@@ -102,7 +102,7 @@ def load(path: str | Path) -> Encoder:
 
 
 def embed(encoder: Encoder, data: Any, **options: Any) -> LabelledFeatures:
-    """Encode all images in SHARDS, and return features (N, D), labels (N,) and names. Labels are -1 without labels.
+    """Encode all images in SHARDS, and return features (N, D), labels (N,) and names. Missing labels are -1.
 
     Args:
         encoder: encoder of the images.
@@ -122,7 +122,7 @@ def embed(encoder: Encoder, data: Any, **options: Any) -> LabelledFeatures:
 def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
     """Return the result of the command `knn`: `result["top1"]` is the 20-NN accuracy, 0 to 1.
 
-    The result is also written to a file, as by the command.
+    Like the command, the function also writes the result to a file.
 
     Args:
         checkpoint: run folder, checkpoint in a run folder, exported encoder, `timm:NAME`, or `pixels`.
@@ -140,7 +140,7 @@ def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[s
 def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
     """Return the result of the command `linear_probe`: `result["top1"]` is the accuracy, 0 to 1.
 
-    The result is also written to a file, as by the command. The arguments and errors are those of `knn`.
+    Like the command, the function also writes the result to a file. The arguments and errors are those of `knn`.
     """
     given = {"checkpoint": str(checkpoint), "train": train, "val": val, **settings}
     return probe_command.run(validate(probe_command.ProbeSettings, given))
@@ -179,7 +179,6 @@ def _values(method: str, data: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _forget_settings_of_earlier_runs() -> None:
-    """Let a run in this process have another precision than the run before it. Accelerate keeps the settings of the
-    first run otherwise."""
+    """Reset accelerate's settings, which would otherwise keep the precision of the first run in this process."""
     AcceleratorState._reset_state()
     GradientState._reset_state()

@@ -52,8 +52,8 @@ class Format(Protocol):
     ACCEPTS: tuple[str, ...]
     """`NAME` of each weight format that `fit` can convert."""
     DECIDES: dict[str, str]
-    """Map from a substring of tensor names to encoder settings. The settings determine whether tensors with such a name
-    exist, and which shape they have."""
+    """Map from a substring of tensor names to the encoder settings that determine whether such tensors exist, and their
+    shapes."""
 
     def recognises(self, state: State) -> bool:
         """Return True if `state` holds weights of this family. For any weights, at most one format returns True."""
@@ -213,9 +213,9 @@ def read(path: str | Path) -> Any:
 
 
 def _check_file(path: Path) -> None:
-    """Check that a file is a regular file, and not an archive that expands to more memory than its own size.
+    """Check that a file is regular and is not a compressed archive, which may expand to any size.
 
-    torch writes archives without compression.
+    torch does not compress the archives that it writes.
 
     Raises:
         WeightsError: the file is not regular, or it is a compressed archive.

@@ -12,8 +12,8 @@ from tessera.encoders.errors import WeightsError
 from tessera.encoders.formats.report import Report, State
 
 CHUNKED = re.compile(r"blocks\.\d+\.(\d+)\.")
-"""Pattern of block names in DINOv2's training code, `blocks.CHUNK.BLOCK.`. BLOCK is the number of the block in the
-whole model."""
+"""Pattern of block names in DINOv2's training code, `blocks.CHUNK.BLOCK.`. BLOCK is the index of the block in the whole
+model."""
 VIT_PYTORCH = {
     r"to_patch_embedding\.1\.": "patch_embed.norm1.",
     r"to_patch_embedding\.2\.": "patch_embed.proj.",
@@ -84,7 +84,7 @@ def from_vit_pytorch(theirs: State, report: Report) -> State:
     """Return weights of vit-pytorch's ViT with the tensor names of this project, and without the class head.
 
     vit-pytorch omits the projection after attention if a block has a single head of the token's width. In this case,
-    the returned weights contain the identity as projection.
+    the returned projection is the identity matrix.
     """
     report.left_out += [name for name in theirs if name.startswith("mlp_head.")]
     state = renamed({name: t for name, t in theirs.items() if not name.startswith("mlp_head.")}, VIT_PYTORCH)
@@ -121,14 +121,14 @@ def from_transformers(theirs: State) -> State:
 
 
 def without_empty_registers(state: State) -> State:
-    """Return `state` without register tokens if their number is 0."""
+    """Return `state` without the tensor of register tokens if this tensor has no rows."""
     return {name: tensor for name, tensor in state.items() if name != "reg_token" or tensor.numel()}
 
 
 def joined(state: State) -> State:
     """Join tensors that other projects store separately: queries, keys and values, and gate and value of a SwiGLU.
 
-    A missing bias of keys, or of queries or values, is 0.
+    A missing bias of queries, keys or values is replaced by zeros if the other biases exist.
 
     Raises:
         WeightsError: a part of a joint tensor is missing.
@@ -155,7 +155,7 @@ def _part(state: State, name: str) -> Tensor:
 
 
 def split_gates(state: State) -> State:
-    """Rename the layers of timm's packed SwiGLU, whose first layer has 2 h outputs for h inputs of the second layer."""
+    """Rename the layers of timm's packed SwiGLU. Its first layer has 2 h outputs, and its second layer has h inputs."""
     found = {}
     for name, tensor in state.items():
         block, dot, rest = name.partition(".mlp.")

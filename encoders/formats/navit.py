@@ -187,7 +187,7 @@ def _fit_channels(encoder: NaViT, state: State, report: Report) -> State:
         return state
     maps = rearrange(state[name], "d (pixels c) -> d c pixels", c=before)
     maps = adapt_channels(maps, encoder.channels, name, report)
-    report.resized.append(f"{norm} repeated in turn from {before} to {encoder.channels} channels")
+    report.resized.append(f"{norm} repeated cyclically from {before} to {encoder.channels} channels")
     gains = rearrange(state[norm], "(pixels c) -> pixels c", c=before)
     gains = gains[:, [i % before for i in range(encoder.channels)]]
     return state | {name: rearrange(maps, "d c pixels -> d (pixels c)"), norm: gains.flatten()}

@@ -11,7 +11,7 @@ from tessera.encoders.errors import WeightsError
 from tessera.runtime.errors import printable
 
 SMALLEST = 1e-6
-"""Magnitude that some weight of every trained or newly initialised encoder exceeds by far."""
+"""Threshold for weights near zero. Trained and newly initialised encoders have far larger weights."""
 Source = Literal[
     "auto",
     "ours",
@@ -58,8 +58,8 @@ def check_names(
     Args:
         state: tensor names of the checkpoint.
         own: tensor names of the encoder.
-        decides: map from a substring of tensor names to the encoder settings that determine whether tensors with such a
-            name exist, and which shape they have.
+        decides: map from a substring of tensor names to the encoder settings that determine whether such tensors exist,
+            and their shapes.
         fresh: tensor names of the encoder that the checkpoint does not have.
 
     Raises:
@@ -100,9 +100,10 @@ def check_shapes(state: State, own: State, decides: Mapping[str, str]) -> None:
 
 
 def check_plain(state: Mapping[str, Tensor]) -> None:
-    """Check that each tensor has a value in memory for each of its elements.
+    """Check that each tensor stores a separate value for each of its elements.
 
-    A small file can describe a tensor of any size whose elements share one value. Operations would expand it.
+    A small file can describe a huge tensor whose elements share one stored value. Operations on the tensor would
+    allocate its full size.
 
     Raises:
         WeightsError: a tensor is sparse or quantised, or repeats its values.
@@ -111,15 +112,18 @@ def check_plain(state: Mapping[str, Tensor]) -> None:
         plain = tensor.layout == torch.strided and not tensor.is_quantized
         wanted = 0 if tensor.is_meta else tensor.numel() * tensor.element_size()
         if not plain or wanted > tensor.untyped_storage().nbytes():
-            raise WeightsError(f"{printable(name)} is not a plain tensor with a value for each of its elements.")
+            raise WeightsError(
+                f"{printable(name)} is sparse, quantised or repeats stored values. Save a dense tensor with a value "
+                "for each element."
+            )
 
 
 def check_values(state: State) -> None:
     """Check that all tensors are floating point and finite, and that not all of them are near zero.
 
     Raises:
-        WeightsError: a tensor has no values, holds integers or bools, or has NaN or infinite values. The message lists
-            such tensors. Or no matrix has a value that is larger than `SMALLEST`.
+        WeightsError: a tensor has no values, holds integers or bools, or has NaN or infinite values, or all matrices
+            are below `SMALLEST`. The message lists the invalid tensors.
     """
     empty = [name for name, tensor in state.items() if tensor.is_meta]
     if empty:
@@ -192,7 +196,7 @@ def adapt_channels(weight: Tensor, channels: int, name: str, report: Report) -> 
     before = weight.shape[1]
     if before == channels:
         return weight
-    report.resized.append(f"{name} repeated in turn from {before} to {channels} channels, times {before}/{channels}")
+    report.resized.append(f"{name} repeated cyclically from {before} to {channels} channels, times {before}/{channels}")
     return weight[:, [i % before for i in range(channels)]] * (before / channels)
 
 
@@ -201,7 +205,7 @@ def advice(names: Iterable[str], decides: Mapping[str, str]) -> str:
     settings = sorted({setting for part, setting in decides.items() if any(part in name for name in names)})
     if not settings:
         return "No setting of the encoder changes these tensors."
-    return f"Encoder settings to look at: {', '.join(settings)}."
+    return f"Check these encoder settings: {', '.join(settings)}."
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:

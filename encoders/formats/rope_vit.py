@@ -64,10 +64,10 @@ def recognises(state: State) -> bool:
 
 
 def fit(encoder: ViT, state: State, source: Source, report: Report) -> State:
-    """Return the weights with the encoder's tensor names. The periods of the rotations are those of the weights.
+    """Return the weights with the encoder's tensor names, including the periods of the rotations.
 
-    timm and transformers do not save the periods, which the encoder then keeps. `local_cls_norm` is used in training
-    only, so it is left out if the encoder has no such norm.
+    Weights of timm and transformers have no periods. In this case, the encoder keeps its own periods. `local_cls_norm`
+    is used only in training, so its weights are left out if the encoder has no such norm.
     """
     del source
     check_present(state, [PERIODS] if not of_transformers(state) and not of_eva(state) else [])
@@ -89,22 +89,22 @@ def fit(encoder: ViT, state: State, source: Source, report: Report) -> State:
 
 
 def named(state: State) -> State:
-    """Return the weights with the tensor names of this project, without masks of biases."""
+    """Return the weights with the tensor names of this project, without the bias masks of DINOv3."""
     state = {name: tensor for name, tensor in state.items() if not name.endswith(KEY_MASK)}
     return from_transformers(state) if of_transformers(state) else from_dinov3(state)
 
 
 def _masks_key_bias(state: State) -> bool | None:
-    """Return True if the bias of keys counts as 0 in the model that wrote the weights. Return None if it is unknown.
+    """Return True if the model that wrote the weights ignores the bias of keys, and None if this is unknown.
 
     Raises:
-        WeightsError: the weights mask other biases than those of all keys.
+        WeightsError: the weights mask biases other than those of all keys.
     """
     for name, mask in state.items():
         if name.endswith(KEY_MASK):
             expected = torch.tensor([[1.0], [0.0], [1.0]]).expand(3, len(mask) // 3)
             if not mask.is_meta and not torch.equal(mask.float().cpu(), expected.flatten()):
-                raise WeightsError(f"{name} masks other biases than those of keys, which no RoPE-ViT does.")
+                raise WeightsError(f"{name} masks biases other than those of the keys, which no RoPE-ViT does.")
             return True
     if of_eva(state):
         return True if "blocks.0.attn.q_bias" in state else None
@@ -120,7 +120,7 @@ def has_masked_bias(encoder: ViT) -> bool:
 
 
 def _size(state: State) -> tuple[int, int, int]:
-    """Return the width, depth and patch size of named weights."""
+    """Return the width, depth and patch size of weights with the names of this project."""
     check_present(state, (FIRST, "blocks.0.attn.qkv.weight"))
     return state[FIRST].shape[0], depth_of(state), state[FIRST].shape[-1]
 
@@ -128,8 +128,9 @@ def _size(state: State) -> tuple[int, int, int]:
 def describe(state: State) -> dict[str, Any]:
     """Return arguments for `encoders.build` that make the encoder fit the weights.
 
-    Settings that the weights do not determine are taken from the variant with the same width, depth and kind of MLP.
-    Without such a variant, each head is 64 wide, unless the periods of the weights tell the width of a head.
+    Settings that the weights do not determine are taken from the variant with the same width, depth and kind of MLP. If
+    the weights include the periods of the rotations, the periods determine the width of a head. Otherwise, the width is
+    that of the variant, or 64 if there is no such variant.
 
     Raises:
         WeightsError: required tensors are missing, or the number of heads is unknown.
@@ -229,7 +230,7 @@ def _check_timm(encoder: ViT) -> None:
 
 
 def unlike_dinov3(encoder: ViT) -> dict[str, bool]:
-    """Return the settings that DINOv3's models in timm and transformers cannot have, and True for those set."""
+    """Return a map from each deviation from the DINOv3 models of timm and transformers to True if `encoder` has it."""
     block = modules_of(encoder.blocks, Block)[0]
     rope = rotary_positions(encoder)
     return {

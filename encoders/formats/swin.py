@@ -205,7 +205,7 @@ def _windows(encoder: Swin) -> list[tuple[int, int]]:
 
 
 def _middle(window: int, size: tuple[int, int]) -> Tensor:
-    """Return row indices of a square window's bias table: the rows for the relative positions in a smaller window.
+    """Return the indices of the rows in a square window's bias table that belong to a smaller window.
 
     Args:
         window: side of the square window.
@@ -245,7 +245,7 @@ def _fit_biases(encoder: Swin, state: State, report: Report) -> State:
             table = rearrange(state[name], "(r c) heads -> 1 heads r c", r=2 * r - 1)
             table = F.pad(table, (window - c, window - c, window - r, window - r), mode="replicate")
             state[name] = rearrange(table, "1 heads r c -> (r c) heads")
-            report.resized.append(f"{name} of windows of {_by(target)} put in the middle of one of {window} x {window}")
+            report.resized.append(f"{name} of windows of {_by(target)} copied to the middle of {window} x {window}")
     return state
 
 

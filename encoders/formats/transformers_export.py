@@ -1,4 +1,4 @@
-"""Export of ViTs like DINOv2's and DINOv3's to transformers: a configuration, and weights with its tensor names."""
+"""Export of ViTs like DINOv2's and DINOv3's to transformers: a configuration, and weights with renamed tensors."""
 
 from typing import Any
 
@@ -49,10 +49,10 @@ DINOV3 = {
 
 
 def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
-    """Return the configuration of a model of transformers, and the encoder's weights with the names of published files.
+    """Return the configuration of an equivalent transformers model, and weights with the names of published files.
 
-    `AutoModel.from_pretrained` loads a folder with both. The model computes the same features as the encoder for images
-    of the encoder's image size, and for images of other sizes if it resizes positions as the encoder does.
+    `AutoModel.from_pretrained` loads a folder with both. For images of the encoder's image size, the model computes the
+    same features as the encoder. For other sizes, the features are equal only if both resize positions in the same way.
 
     Raises:
         WeightsError: transformers has no equivalent model.
@@ -92,7 +92,7 @@ def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
 
 
 def _unlike_dinov2(encoder: ViT) -> dict[str, bool]:
-    """Return the settings of a ViT that a DINOv2 model of transformers cannot have, and True for those that differ."""
+    """Return a map from each deviation from the DINOv2 models of transformers to True if `encoder` has it."""
     block, ratio = modules_of(encoder.blocks, Block)[0], encoder.settings["mlp_ratio"]
     return {
         "it has no layer scale": not hasattr(block.ls1, "gamma"),
@@ -111,7 +111,10 @@ def _unlike_dinov2(encoder: ViT) -> dict[str, bool]:
 
 
 def _split(encoder: ViT, gated: bool) -> State:
-    """Split queries, keys and values, and in a RoPE-ViT the gate and value of a SwiGLU. Add what transformers needs."""
+    """Split joint tensors as transformers stores them: queries, keys and values, and gate and value in a RoPE-ViT.
+
+    transformers requires a mask token, so a missing mask token is replaced by zeros.
+    """
     rotary, state = encoder.rope_embed is not None, dict[str, Tensor]()
     masked = rotary and has_masked_bias(encoder)
     for name, tensor in encoder.state_dict().items():

@@ -312,7 +312,9 @@ def _fit_channels(encoder: Twins, state: State, report: Report) -> State:
     for name in (PIXEL_NORM, PIXEL_NORM.replace("weight", "bias")):
         in_turn = [channel % channels for channel in range(encoder.channels)]
         state[name] = state[name].unflatten(0, (channels, -1))[in_turn].flatten()
-    report.resized.append(f"patch_embeds.0.pixel_norm repeated in turn from {channels} to {encoder.channels} channels")
+    report.resized.append(
+        f"patch_embeds.0.pixel_norm repeated cyclically from {channels} to {encoder.channels} channels"
+    )
     return state
 
 
@@ -389,7 +391,7 @@ def _settings(variant: str) -> dict[str, Any]:
 
 
 def _differing(settings: dict[str, Any], known: dict[str, Any], stages: int) -> dict[str, Any]:
-    """Return the `settings` that differ from `known`. A single number stands for this number in every stage."""
+    """Return the `settings` that differ from `known`. A single number applies to every stage."""
     return {name: value for name, value in settings.items() if _each(value, stages) != _each(known[name], stages)}
 
 

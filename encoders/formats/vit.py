@@ -133,8 +133,8 @@ def _first_shape(state: State, channels: int) -> tuple[int, int]:
 def _fit_positions(encoder: ViT, state: State, source: Source, report: Report) -> State:
     """Convert the position table (1, R, D) to the encoder's prefix tokens and grid.
 
-    If the table has no rows for prefix tokens, zeros are inserted as these rows. If the table has rows for registers,
-    these rows are added to the register tokens.
+    If the table has no rows for prefix tokens, these rows are set to zero. If the table has rows for registers, these
+    rows are added to the register tokens.
     """
     prefix, patches, grid = split_positions(state, encoder.num_positioned, encoder.table_grid, source)
     state = dict(state)
@@ -195,7 +195,7 @@ def grid_of(count: int, own: tuple[int, int], source: Source) -> tuple[int, int]
     square = count > 0 and side * side == count
     if count == rows * columns and square and rows != columns and source != "ours":
         raise WeightsError(
-            f"A position table of {count} patches may have a grid of {side} x {side}, or the encoder's grid of "
+            f"A position table of {count} patches fits both a grid of {side} x {side} and the encoder's grid of "
             f"{rows} x {columns}. "
             'Pass source="ours" for the encoder\'s grid, or build the encoder with a square image_size.'
         )
@@ -263,7 +263,9 @@ def describe(state: State) -> dict[str, Any]:
 
 
 def _head_dim(state: State, inner: int, usual: int) -> int:
-    """Return the width of a head: that of the norms of queries, or `usual`. All heads have `inner` channels together.
+    """Return the width of a head: the width of the query norms, or `usual` if the weights have no such norms.
+
+    `inner` is the number of channels of all heads.
 
     Raises:
         WeightsError: the width of a head does not divide `inner`.

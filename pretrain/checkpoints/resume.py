@@ -72,7 +72,7 @@ class TrainState:
     alarm: dict[str, Any] = field(default_factory=dict)
     """State of the collapse alarm."""
     scores: dict[str, Any] = field(default_factory=dict)
-    """Accuracies so far (`monitoring.verdict.Scores`): of k-NN, or of the classifier of a supervised method."""
+    """Accuracies so far (`monitoring.verdict.Scores`) of k-NN, or of the classifier if the method is supervised."""
     unscored: dict[str, Any] = field(default_factory=dict)
     """Metrics of the last step if the run was stopped before it evaluated this step, else empty. The resumed run
     evaluates the step, and then writes its metrics."""
@@ -109,11 +109,11 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
         states = path / f"random-{accelerator.process_index:05d}.pt"
         try:
             set_random_states(torch.load(states, weights_only=True))
-        except Exception as error:  # torch raises many kinds for a damaged or hostile file, and executes nothing
+        except Exception as error:  # torch raises many kinds of errors for a damaged file, and executes no code
             raise _damaged(path, [f"{states.name} holds no random states ({type(error).__name__})"]) from error
     else:
         log.info(
-            "%s was written by another number of processes (%d). The random generators start from the seed",
+            "%s was written by another number of processes (%d). The random generators start from the seed.",
             path.name,
             trainer["processes"],
         )
@@ -198,7 +198,7 @@ def check_fits(path: Path, settings: dict[str, Any]) -> None:
     if any(saved.get(name) != settings[name] for name in ("steps", "batch_size")):
         log.warning(
             "the learning rate, the warm-ups and other settings that were derived from the old length and batch size "
-            "keep their values. To derive them again, start a new run with --init_from"
+            "keep their values. To derive them again, start a new run with --init_from."
         )
     if any(saved.get(name) != settings[name] for name in ("seed", "batch_size", "stream", "shards")):
         log.warning("the order of the samples changes, because seed, batch size, stream settings or shards changed")
@@ -286,8 +286,8 @@ def _damaged(path: Path, faults: list[str]) -> CheckpointError:
 def point_latest(checkpoints: Path, name: str) -> None:
     """Point the link `latest` to the checkpoint `name`, atomically.
 
-    If the disk has no symlinks, only log a warning: readers then take the checkpoint of the highest step. A folder in
-    place of the link, which a copy of the run without links has, is removed if it is a copy of a checkpoint.
+    If the disk does not support symlinks, only log a warning. Readers then use the checkpoint with the highest step. If
+    the run was copied without links, `latest` is a folder. This folder is removed if it is a copy of a checkpoint.
 
     Raises:
         CheckpointError: `latest` is a folder that holds something else.
@@ -301,7 +301,7 @@ def point_latest(checkpoints: Path, name: str) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             raise
-        log.warning("%s cannot be made, because the disk has no symlinks (%s)", latest, error.strerror)
+        log.warning("%s cannot be made, because the disk does not support symlinks (%s)", latest, error.strerror)
         return
     if latest.is_dir() and not latest.is_symlink():
         adopt_latest(checkpoints)
@@ -312,7 +312,7 @@ def point_latest(checkpoints: Path, name: str) -> None:
 
 
 def adopt_latest(checkpoints: Path) -> None:
-    """Rename the folder `latest` to the name of its step, if it is a checkpoint that does not exist under that name.
+    """Rename the folder `latest` to the name of its step, unless a checkpoint with that name already exists.
 
     `latest` is a folder instead of a link if a run was copied by a program that follows links.
 
@@ -323,10 +323,12 @@ def adopt_latest(checkpoints: Path) -> None:
     if latest.is_symlink() or not latest.is_dir():
         return
     if not (latest / "trainer.json").exists():
-        raise CheckpointError(f"{latest} is a folder without a checkpoint. Move it away")
+        raise CheckpointError(f"{latest} is a folder without a checkpoint, and must be moved away")
     step = checkpoints / f"step-{_read_trainer(latest)['position'].get('step', 0):08d}"
     if not step.exists():
         latest.rename(step)
-        log.info("%s is a folder, not a link. It was renamed to %s", latest, step.name)
+        log.info("%s is a folder, not a link. It was renamed to %s.", latest, step.name)
     elif (step / manifest.NAME).read_bytes() != (latest / manifest.NAME).read_bytes():
-        raise CheckpointError(f"{latest} is a folder with another checkpoint than {step.name}. Move one of them away")
+        raise CheckpointError(
+            f"{latest} is a folder with another checkpoint than {step.name}, and one of the two must be moved away"
+        )

@@ -72,7 +72,7 @@ class _Snapshot:
         """Return a copy of the snapshot in host memory, so that later training steps do not change the data.
 
         Args:
-            trained: the encoder that later steps change. If `encoder` is a copy of it already, it is not copied again.
+            trained: the encoder that later steps change. `self.encoder` is copied only if it is this encoder.
         """
         state = {name: tensor.to_host() for name, tensor in self.state.items()}
         return replace(self, state=state, encoder=_host_copy(trained) if self.encoder is trained else self.encoder)
@@ -210,7 +210,7 @@ class Saver:
             intact = gather_objects([p.name for p in list_checkpoints(self.folder)][-1:], self._group)[0]
             message = f"could not save {snapshot.folder}: {error}. "
             if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
-                message += f"A checkpoint of this run needs {snapshot.bytes / 1e9:.2f} GB. Free that much. "
+                message += f"A checkpoint of this run needs {snapshot.bytes / 1e9:.2f} GB. Free this amount of space. "
             message += f"--resume continues from {intact[0]}." if intact else "There is no earlier checkpoint."
             raise CheckpointError(message) from error
         if main and not snapshot.keep_old:

@@ -31,8 +31,8 @@ class Engine(ABC):
     sharded: bool
     """True if `local_gradients` returns shards. The squared norms of the shards must be summed over processes."""
     sends_weights: ClassVar[bool] = False
-    """True if the engine sends the main process's weights and buffers to the other processes. Their methods may then be
-    on the meta device."""
+    """True if the engine sends the main process's weights and buffers to the other processes. The methods of the other
+    processes may then be on the meta device."""
     copies: int = 1
     """Number of processes that hold the same shard, if `sharded` is True."""
     meta_copy: MetaCopy | None = None
@@ -100,7 +100,7 @@ class Engine(ABC):
         return next((int(state["step"]) for state in self.adamw_state.values()), 0)
 
     def after_load(self, optimizer_steps: int) -> None:
-        """Finish the loading of a checkpoint. Call this after its tensors were read into `local_state()`.
+        """Finish loading a checkpoint whose tensors have been read into `local_state()`.
 
         Args:
             optimizer_steps: number of updates that the optimizer had made when the checkpoint was written.
@@ -120,7 +120,7 @@ def build_optimizer(method: Method, optim: OptimConfig) -> torch.optim.AdamW:
 
 
 def _updates(parameter: Tensor, count: int) -> Tensor:
-    """Return a number of updates as fused AdamW keeps it: a float32 scalar on the device of the parameter."""
+    """Return `count` in the form in which fused AdamW stores it: a float32 scalar on the device of `parameter`."""
     return torch.tensor(float(count), device=parameter.device)
 
 

@@ -22,8 +22,8 @@ class DDP(Engine):
         self.wrapped, self.optimizer = accelerator.prepare(method, build_optimizer(method, optim))
         if isinstance(self.wrapped, DistributedDataParallel):
             # Buffers need no broadcast before each forward pass, because they are equal at the start of each step: the
-            # training loop averages running statistics. The argument of this name is deprecated, and accelerate does
-            # not yet know the one that replaces it.
+            # training loop averages running statistics. The attribute is set here, because the argument of this name
+            # is deprecated, and accelerate does not yet support the argument that replaces it.
             self.wrapped.broadcast_buffers = False
         allocate_moments(self.adamw_state, trainable(method).values())
 

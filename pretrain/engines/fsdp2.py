@@ -30,7 +30,7 @@ from tessera.runtime.settings import SettingsError
 class FSDP2(Engine):
     """Engine that applies `fully_shard` to each block and then to the whole method.
 
-    In bf16, the blocks' weights are gathered in bf16, which halves the traffic of gathering and the memory of gathered
+    In bf16, the blocks' weights are gathered in bf16, which halves the communication volume and the memory of gathered
     weights. Other engines round only the weights of matrix products to bf16; here, the weights of norms, layer scales
     and relative positions are rounded, too. All other weights are gathered in float32, because heads and embeddings
     compute a part of their outputs in float32. Gradients are reduced in float32. Autocast sets the precision of the
@@ -143,7 +143,7 @@ def _local_rows(tensor: Tensor) -> LocalTensor:
     first = min(mesh.get_local_rank("shard") * rows, len(tensor))
     copies, copy = (mesh.size(0), mesh.get_local_rank("copy")) if mesh.ndim == 2 else (1, 0)
     data = local(tensor).detach().view(-1)
-    row = math.prod(tensor.shape[1:])  # number of values
+    row = math.prod(tensor.shape[1:])  # number of values in a row
     return LocalTensor(data, first * row, tensor.numel(), copies, copy)
 
 
@@ -170,7 +170,7 @@ def check_options(accelerator: Accelerator, precision: str) -> None:
 
 
 def groups() -> ParallelismConfig:
-    """Return the launcher's settings of groups of processes, which it passes in environment variables.
+    """Return the settings of process groups, which the launcher passes in environment variables.
 
     Raises:
         SettingsError: a size is out of range.
@@ -178,7 +178,7 @@ def groups() -> ParallelismConfig:
     try:
         return ParallelismConfig()
     except ValueError as error:
-        raise SettingsError(f"parallelism_config of the launcher: {error}") from None
+        raise SettingsError(f"The launcher's parallelism_config is invalid: {error}") from None
 
 
 def _check_groups(processes: int) -> None:

@@ -199,7 +199,7 @@ def write(state: LocalState, folder: Path, group: dist.ProcessGroup | None = Non
 def read(state: LocalState, folder: Path, *, strict: bool = True, group: dist.ProcessGroup | None = None) -> None:
     """Load the local state of each process from the files that `write` made in `folder`. Collective.
 
-    The files may come from a stranger: none of their content is executed.
+    The files may be untrusted: no code in them is executed.
 
     Args:
         strict: True to raise an error if the checkpoint holds a tensor that is not in `state`.

@@ -11,7 +11,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def meta_parameters(module: nn.Module) -> dict[int, nn.Parameter]:
-    """Return a parameter on the meta device for the `id` of each parameter of `module`."""
+    """Return a map from the `id` of each parameter of `module` to a copy of the parameter on the meta device."""
     return {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in module.parameters()
@@ -19,7 +19,7 @@ def meta_parameters(module: nn.Module) -> dict[int, nn.Parameter]:
 
 
 class MetaCopy:
-    """A copy of a method on the meta device. Engines that shard weights build modules with full weights from it.
+    """A copy of a method on the meta device. Engines that shard weights use it to build modules with full weights.
 
     The copy must be made before the method is sharded.
     """

@@ -1,4 +1,4 @@
-"""Reading of the file .metadata of a checkpoint, which may come from a stranger.
+"""Reading of a checkpoint's file .metadata, which may be untrusted.
 
 torch.distributed.checkpoint writes the file as a pickle, and a pickle can name any function for the reader to call.
 This module calls only constructors of the classes that such a file needs, and checks the result.
@@ -19,7 +19,7 @@ from tessera.runtime.errors import UserError, printable
 from tessera.runtime.files import read_bounded
 
 MAX_BYTES = 2**30
-"""Largest size of the file in bytes. The file of a run has some hundred bytes for each tensor of each process."""
+"""Largest size of the file in bytes. The file holds a few hundred bytes for each tensor of each process."""
 CLASSES = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
 CLASSES += ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
 
@@ -29,9 +29,9 @@ class MetadataError(UserError, ValueError):
 
 
 def _memory_format(kind: object, name: object, /) -> object:
-    """Return the memory format of a name, in place of `getattr`.
+    """Return the memory format with this name. The unpickler calls this function instead of `getattr`.
 
-    Python 3.11.2 and others of that time pickle a member of an enumeration as `getattr(class, name)`.
+    Python 3.11.2 and other versions of that time pickle a member of an enumeration as `getattr(class, name)`.
     """
     formats = of_torch._MEM_FORMAT_ENCODING
     if kind is not formats or not isinstance(name, str) or name not in formats.__members__:
@@ -52,7 +52,7 @@ _ALLOWED |= {("torch", name): kind for name in dir(torch) if isinstance(kind := 
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that knows only the names in `_ALLOWED`."""
+    """Unpickler that resolves only the names in `_ALLOWED`."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         try:
@@ -99,7 +99,7 @@ def read_metadata(path: Path) -> Metadata:
         fault = None if isinstance(metadata, Metadata) else "it holds something else"
         fault = fault or _fault(metadata)
     except MetadataError as error:
-        raise MetadataError(f"{path.name} is not read: {error}") from None
+        raise MetadataError(f"{path.name} was not read, because {error}") from None
     except Exception as error:  # the constructors may raise anything for damaged values
         raise MetadataError(f"{path.name} is damaged ({type(error).__name__})") from error
     if fault:

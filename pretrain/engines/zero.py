@@ -226,7 +226,7 @@ def _check_sections(config: dict[str, Any]) -> None:
         )
     if config.get("gradient_clipping", "auto") not in ("auto", 0, 0.0):
         raise SettingsError(
-            "The DeepSpeed settings clip gradients. Remove gradient_clipping and set --optim.clip, --optim.clip_by."
+            "The DeepSpeed settings clip gradients. Remove gradient_clipping, and set --optim.clip and --optim.clip_by."
         )
 
 

@@ -37,8 +37,8 @@ class OptimConfig(Section, frozen=True):
     patch_embed_lr_factor: float = Field(default=1.0, gt=0)
     """additional factor on the learning rate of the patch embedding, on top of layer_decay"""
     encoder_lr_factor: Derived[float] = derived(gt=0)
-    """factor on the learning rate of the encoder; default: 0.1 if `init_from` gives the weights of an encoder without
-    heads, which learn at the full rate, else 1"""
+    """factor on the learning rate of the encoder; default: 0.1 if `init_from` loads an encoder without heads, so that
+    only the new heads learn at the full rate, else 1"""
     weight_decay: Derived[float] = derived(ge=0)
     """weight decay at the start of the run; biases, norms, other vectors and the parameters that the encoder's paper
     exempts have no weight decay"""
@@ -68,7 +68,7 @@ class OptimConfig(Section, frozen=True):
         return self.lr
 
     def scaling_rule(self, batch_size: int) -> str:
-        """Return how `scaled_lr` follows from `lr`, in words for the log. Empty if they are equal."""
+        """Describe for the log how `scaled_lr` is computed from `lr`. Return an empty string if both are equal."""
         if self.scaled_lr(batch_size) == self.lr:
             return ""
         factor = f"{batch_size} / 256" if self.lr_scaling == "linear" else f"sqrt({batch_size} / 1024)"
@@ -92,7 +92,7 @@ def flat_blocks(encoder: Encoder) -> list[nn.Module]:
 
 
 def layers(encoder: Encoder) -> Iterator[tuple[str, nn.Parameter, int]]:
-    """Yield name, parameter and layer number for each parameter of an encoder.
+    """Yield name, parameter and layer index for each parameter of an encoder.
 
     The layers are numbered as in BEiT's fine-tuning. Layer 0 holds everything before the first block: embeddings,
     positions and tokens. Block i is layer i + 1. Everything after the last block is layer depth + 1. A module between
@@ -110,7 +110,7 @@ def layers(encoder: Encoder) -> Iterator[tuple[str, nn.Parameter, int]]:
 
 
 def learning_rate_factors(method: nn.Module, config: OptimConfig) -> dict[nn.Parameter, float]:
-    """Return the factor on the learning rate of each parameter of an encoder whose factor is not 1."""
+    """Return the learning-rate factor of each encoder parameter, without factors of 1."""
     factors: dict[nn.Parameter, float] = {}
     for encoder in (module for module in method.modules() if isinstance(module, Encoder)):
         last = len(flat_blocks(encoder)) + 1
@@ -131,7 +131,8 @@ def parameter_groups(
     under ZeRO that has no effect.
 
     Args:
-        frozen: Freezing from `Method.frozen()`: prefix of parameter names -> number of steps with learning rate 0.
+        frozen: Map from a prefix of parameter names to the number of steps with learning rate 0, from
+            `Method.frozen()`.
         factors: Learning-rate factors that are not 1, from `learning_rate_factors`.
     """
     encoders = [module for module in method.modules() if isinstance(module, Encoder)]
@@ -171,7 +172,7 @@ def apply_schedules(
 def clip_gradients(
     grads: Sequence[Sequence[Tensor]], limit: float, by: str, *, sharded: bool = False, copies: int = 1
 ) -> Tensor:
-    """Scale gradients in place so that no norm is above `limit`, and return the global norm before scaling in float32.
+    """Scale gradients in place so that no norm is above `limit`, and return the float32 global norm before scaling.
 
     If `limit` is 0, gradients are not scaled. The function does not wait for the device.
 
@@ -183,7 +184,7 @@ def clip_gradients(
     """
     flat = [g for part in grads for g in part]
     if not flat:
-        raise ValueError("no parameter has a gradient. Call clip_gradients after the backward pass")
+        raise ValueError("no parameter has a gradient. Call clip_gradients after the backward pass.")
     norms = torch.stack(torch._foreach_norm(flat))  # pyright: ignore[reportPrivateImportUsage]  # (tensors,)
     if sharded:
         norms = (all_reduce_sum(norms.square()) / copies).sqrt()

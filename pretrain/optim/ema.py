@@ -11,9 +11,9 @@ from tessera.runtime.collectives import local
 def update(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
     """Move a teacher in place: `teacher <- momentum * teacher + (1 - momentum) * student`.
 
-    Parameters and running statistics move (`running_statistics`); counts, which are integers, are copied. Other buffers
-    are constants and stay. If the engine shards teacher and student in the same way, each process updates its own
-    shard.
+    The update applies to parameters and running statistics (`running_statistics`). Integer running statistics, which
+    are counts, are copied. All other buffers are constants and do not change. If the engine shards teacher and student
+    in the same way, each process updates its own shard.
 
     The update is computed as `t + (1 - m)(s - t)`. Its float32 rounding error then scales with the distance between
     teacher and student, not with the size of the weights. A teacher that equals its student stays exactly equal to it.

@@ -34,7 +34,8 @@ class StepStatistics:
     def average(self) -> None:
         """Average the statistics over processes, which saw different images. Collective.
 
-        The variance is the mean of the variances within processes. torch.nn.SyncBatchNorm computes one over all images.
+        The variance is the mean of the variances within processes. torch.nn.SyncBatchNorm computes one variance over
+        the images of all processes.
         """
         buffers = [buffer for buffer in self.buffers if buffer.is_floating_point()]
         if not buffers or world_size() == 1:

@@ -299,7 +299,7 @@ def test_autocast_gives_attention_half_precision(monkeypatch):
             r"5 x 6 patches .* tables of 4 rows and 6 columns.* image_size=\(20, 24\).*fraction",
         ),
         (pack(images_of([(16, 8), (8, 36)]), 4), r"up to 4 x 9 patches .* image_size=\(16, 36\)"),
-        (pack(images_of([(16, 24)]), 8), "packed in patches of 8 pixels, not of 4"),
+        (pack(images_of([(16, 24)]), 8), "packed in patches of 8 pixels, but the encoder takes patches of 4"),
         (pack(images_of([(16, 24)], channels=5), 4), "80 values. .* with 3 channels have 48 values.*channels=N"),
         (
             PackedImages(torch.zeros(5, 48), torch.tensor([[2, 3]]), 4),

@@ -37,12 +37,12 @@ def test_readable_shards_pass(tars: Path, form: str) -> None:
     [
         (
             "b-{0..4}.tar",
-            "cannot read {0}/b-0.tar: No such file or directory. Check that this node sees its disk",
+            "cannot read {0}/b-0.tar: No such file or directory. Check that this node sees its disk.",
         ),
-        ("a-{0..3}.tar", "cannot read {0}/a-3.tar: No such file or directory. Check that this node sees its disk"),
-        ("b-*.tar", "no shard matches {0}/b-*.tar. Check the pattern, and that this node sees its disk"),
-        ("empty.tar", "cannot read {0}/empty.tar: the file is empty. Check that this node sees its disk"),
-        ("folder.tar", "cannot read {0}/folder.tar: the folder is empty. Check that this node sees its disk"),
+        ("a-{0..3}.tar", "cannot read {0}/a-3.tar: No such file or directory. Check that this node sees its disk."),
+        ("b-*.tar", "no shard matches {0}/b-*.tar. Check the pattern, and that this node sees its disk."),
+        ("empty.tar", "cannot read {0}/empty.tar: the file is empty. Check that this node sees its disk."),
+        ("folder.tar", "cannot read {0}/folder.tar: the folder is empty. Check that this node sees its disk."),
     ],
 )
 def test_unreadable_shards_are_named(tars: Path, capsys: pytest.CaptureFixture[str], named: str, said: str) -> None:
@@ -102,12 +102,12 @@ def test_a_file_of_another_node_is_waited_for(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(time, "sleep", lambda _: None)
     (problem,) = check_node.check_folder(tmp_path / "absent", tmp_path)
-    assert "--output must lie on a disk that all nodes share" in problem
+    assert "--output must be on a disk that all nodes share" in problem
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (problem,) = check_node.check_folder(None, tmp_path / "absent")
-    assert problem == f"cannot write to {tmp_path / 'absent'}: No such file or directory. Choose another --output"
+    assert problem == f"cannot write to {tmp_path / 'absent'}: No such file or directory. Choose another --output."
 
 
 def test_space_for_another_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_failing_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "ones", ones)
     second, third = check_node.check_gpus(3)
     assert "GPU 1 does not compute: CUDA error: uncorrectable ECC error encountered." in second
-    assert "GPU 2 does not compute: the sum of the product of two 256 x 256 matrices of ones is" in third
+    assert "GPU 2 does not compute: a product of two 256 x 256 matrices of ones sums to" in third
 
 
 def test_a_missing_torch_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 
         ("a: &a [*a]", "contains itself"),
         ("a: &a {b: *a}", "contains itself"),
         ("[" * 50_000, "nested too deeply"),
-        ("a: 2001-12-14", "a is a date. Settings cannot be of this type. Put text into quotes"),
+        ("a: 2001-12-14", "a is a date. Settings cannot have this type. Put text in quotes"),
         ("a: 2001-12-14 21:59:43", "a is a datetime"),
         ("a: 2001-99-99", "does not fit its type"),
         ("a: {b: !!binary aGk=}", r"a\.b is a bytes"),

@@ -102,7 +102,7 @@ def test_checkpoints_of_mae(tmp_path):
     encoder = small(pool="mean")
     assert set(load_weights(encoder, checkpoint).left_out) == {"args", "head.weight", "head.bias"}
     assert_equals_timm(encoder, tuned)
-    with pytest.raises(ValueError, match=r"Missing .* norm.bias, norm.weight. Unknown .* fc_norm.*look at: pool"):
+    with pytest.raises(ValueError, match=r"Missing .* norm.bias, norm.weight. Unknown .* fc_norm.*settings: pool"):
         load_weights(small(), checkpoint)
 
 
@@ -116,7 +116,7 @@ def test_distilled_checkpoint_of_deit():
     images = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(encoder(images).pooled, model.forward_features(images)[:, 0], **CLOSE)
     with pytest.raises(
-        ValueError, match=r"Unknown to the encoder: dist_token. Encoder settings to look at: distillation_token"
+        ValueError, match=r"Unknown to the encoder: dist_token. Check these encoder settings: distillation_token"
     ):
         load_weights(small(), model.state_dict())
 
@@ -128,7 +128,7 @@ def test_registers_of_timm_and_of_dinov2(no_embed_class):
     load_weights(encoder, model.state_dict())
     assert_equals_timm(encoder, model)
     with pytest.raises(
-        ValueError, match=r"Unknown to the encoder: .*reg_token. Encoder settings to look at: .*registers"
+        ValueError, match=r"Unknown to the encoder: .*reg_token. Check these encoder settings: .*registers"
     ):
         load_weights(small(), model.state_dict())
 
@@ -162,7 +162,7 @@ def test_position_table_is_resized_by_the_rule_of_the_encoder(rule):
 def test_a_table_that_may_be_square_or_not_is_not_guessed():
     wide = small(image_size=(16, 64))
     with pytest.raises(
-        ValueError, match=r'may have a grid of 4 x 4, or the encoder.s grid of 2 x 8. Pass source="ours"'
+        ValueError, match=r'fits both a grid of 4 x 4 and the encoder.s grid of 2 x 8. Pass source="ours"'
     ):
         load_weights(small(image_size=(16, 64)), wide.state_dict())
     encoder = small(image_size=(16, 64))
@@ -181,7 +181,7 @@ def test_heads_are_used_where_there_are_any():
     report = load_weights(small(classes=5), timm_vit().state_dict())
     assert report.fresh == ["head.weight", "head.bias"]
     assert "initial values kept: head.* (2)" in str(report)
-    with pytest.raises(ValueError, match=r"head.weight \(5, 48\), not \(9, 48\).*look at: classes"):
+    with pytest.raises(ValueError, match=r"head.weight \(5, 48\), not \(9, 48\).*settings: classes"):
         load_weights(small(classes=9), model.state_dict())
 
 
@@ -216,7 +216,7 @@ def test_messages_say_what_would_fit():
         ValueError, match=r"width 96, 4 blocks .* encoder has width 48.* build vit_micro with patch_size=8"
     ):
         load_weights(small(), state)
-    with pytest.raises(ValueError, match=r"Unknown to the encoder: .*qkv.bias.* Encoder settings to look at: qkv_bias"):
+    with pytest.raises(ValueError, match=r"Unknown to the encoder: .*qkv.bias.* encoder settings: qkv_bias"):
         load_weights(small(qkv_bias=False), small().state_dict())
     with pytest.raises(ValueError, match="source must be one of auto, ours"):
         load_weights(small(), state, "dion")
@@ -226,7 +226,7 @@ def test_messages_say_what_would_fit():
 def test_filters_for_three_channels_are_repeated_for_more():
     three, six = small(), small(channels=6)
     report = load_weights(six, three.state_dict())
-    assert report.resized == ["patch_embed.proj.weight repeated in turn from 3 to 6 channels, times 3/6"]
+    assert report.resized == ["patch_embed.proj.weight repeated cyclically from 3 to 6 channels, times 3/6"]
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(six(images.repeat(1, 2, 1, 1)).pooled, three(images).pooled, **CLOSE)
 

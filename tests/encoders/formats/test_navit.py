@@ -106,8 +106,8 @@ def test_patches_of_three_channels_are_repeated_for_more(theirs):
         load_weights(three, oracle().state_dict())
     report = load_weights(six, oracle().state_dict() if theirs else three.state_dict())
     assert report.resized == [
-        "patch_embed.proj.weight repeated in turn from 3 to 6 channels, times 3/6",
-        "patch_embed.norm1.weight repeated in turn from 3 to 6 channels",
+        "patch_embed.proj.weight repeated cyclically from 3 to 6 channels, times 3/6",
+        "patch_embed.norm1.weight repeated cyclically from 3 to 6 channels",
     ]
     torch.testing.assert_close(six(image().repeat(1, 2, 1, 1)).pooled, three(image()).pooled, **CLOSE)
 
@@ -121,9 +121,7 @@ def test_optional_parts():
     assert load_weights(encoder, model.state_dict()).fresh == ["mask_token"]
     assert torch.equal(encoder.mask_token, token)
     assert load_weights(small(), encoder.state_dict()).left_out == ["mask_token"]
-    with pytest.raises(
-        ValueError, match=r"Missing from the checkpoint: attn_pool.* Encoder settings to look at: .*pool"
-    ):
+    with pytest.raises(ValueError, match=r"Missing from the checkpoint: attn_pool.* encoder settings: .*pool"):
         load_weights(small(), small(pool="mean").state_dict())
 
 
@@ -152,8 +150,8 @@ def test_weights_of_nested_tensors_are_refused(frames):
         ({"dim": 96}, "width 48, 2 blocks and patches of 4 pixels. This encoder has width 96.* dim=48, depth=2"),
         ({"depth": 3}, "This encoder has width 48, 3 blocks"),
         ({"patch_size": 8}, "with patch_size=4"),
-        ({"heads": 2, "head_dim": 30}, r"q_norm.gamma \(3, 1, 20\), not \(2, 1, 30\).*look at: heads, head_dim"),
-        ({"mlp_ratio": 3.0}, r"mlp.fc1.weight \(120, 48\), not \(144, 48\).*look at: mlp_ratio"),
+        ({"heads": 2, "head_dim": 30}, r"q_norm.gamma \(3, 1, 20\), not \(2, 1, 30\).*settings: heads, head_dim"),
+        ({"mlp_ratio": 3.0}, r"mlp.fc1.weight \(120, 48\), not \(144, 48\).*settings: mlp_ratio"),
     ],
 )
 @pytest.mark.parametrize("theirs", [True, False])

@@ -82,7 +82,7 @@ def test_teachers_of_dinov2_with_chunks_of_blocks_load_without_their_heads():
     state = {name.removeprefix("backbone."): tensor for name, tensor in backbone.items()}
     assert vit.describe(state)["depth"] == 4
     gated = {name.replace("mlp.fc1", "mlp.w12").replace("mlp.fc2", "mlp.w3"): t for name, t in state.items()}
-    with pytest.raises(WeightsError, match=r"Unknown to the encoder: blocks.0.mlp.w12.*look at: mlp, mlp_ratio"):
+    with pytest.raises(WeightsError, match=r"Unknown to the encoder: blocks.0.mlp.w12.*settings: mlp, mlp_ratio"):
         load_weights(encoder, gated)
 
 

@@ -121,17 +121,17 @@ def without(state: dict[str, Tensor], part: str) -> dict[str, Tensor]:
     ("change", "settings", "message"),
     [
         (lambda s: without(s, "periods"), {}, "incomplete. Missing from the checkpoint: rope_embed.periods"),
-        (lambda s: without(s, "ls1"), {}, r"Missing from the checkpoint: blocks.0.ls1.gamma.*look at: layer_scale"),
+        (lambda s: without(s, "ls1"), {}, r"Missing from the checkpoint: blocks.0.ls1.gamma.*settings: layer_scale"),
         (lambda s: without(s, "mask_token"), {"registers": 2}, r"storage|reg_token \(1, 4, 48\), not \(1, 2, 48\)"),
         (lambda s: s | {"blocks.0.attn.odd": torch.ones(2)}, {}, "Unknown to the encoder: blocks.0.attn.odd"),
-        (lambda s: s, {"mlp": "swiglu"}, r"Unknown to the encoder: blocks.0.mlp.fc1.*look at: mlp, mlp_ratio"),
-        (lambda s: s, {"qkv_bias": False}, r"Unknown to the encoder: blocks.0.attn.qkv.bias.*look at: qkv_bias"),
+        (lambda s: s, {"mlp": "swiglu"}, r"Unknown to the encoder: blocks.0.mlp.fc1.*settings: mlp, mlp_ratio"),
+        (lambda s: s, {"qkv_bias": False}, r"Unknown to the encoder: blocks.0.attn.qkv.bias.*settings: qkv_bias"),
         (lambda s: s, {"mask_key_bias": False}, "Build the encoder with mask_key_bias=True"),
         (lambda s: without(s, "bias_mask"), {}, "Build the encoder with mask_key_bias=False"),
-        (lambda s: s | {"blocks.0.attn.qkv.bias_mask": torch.ones(144)}, {}, "masks other biases"),
+        (lambda s: s | {"blocks.0.attn.qkv.bias_mask": torch.ones(144)}, {}, "masks biases other"),
         (lambda s: s, {"depth": 2}, "3 blocks and patches of 8 pixels. This encoder has width 48, 2 blocks"),
-        (lambda s: s, {"heads": 1}, r"periods \(4,\), not \(12,\).*look at: heads"),
-        (lambda s: s, {"cls_norm": True}, r"Missing from the checkpoint: cls_norm.bias.*look at: cls_norm"),
+        (lambda s: s, {"heads": 1}, r"periods \(4,\), not \(12,\).*settings: heads"),
+        (lambda s: s, {"cls_norm": True}, r"Missing from the checkpoint: cls_norm.bias.*settings: cls_norm"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(change, settings, message):

@@ -158,10 +158,10 @@ def test_positions_of_a_plain_vit_are_resized_without_the_class_row():
     [
         ({"layer_scale": 0.1}, {}, "no layer scale .blocks.0.ls1.gamma"),
         ({"qk_norm": True}, {}, "no norms of queries"),
-        ({"qkv_bias": False}, {}, "Missing from the checkpoint: .*qkv.bias.*Encoder settings to look at: qkv_bias"),
-        ({"mlp_ratio": 2.0}, {}, r"mlp.lin1.weight \(96, 48\), not \(192, 48\).*look at: mlp_ratio"),
+        ({"qkv_bias": False}, {}, "Missing from the checkpoint: .*qkv.bias.*encoder settings: qkv_bias"),
+        ({"mlp_ratio": 2.0}, {}, r"mlp.lin1.weight \(96, 48\), not \(192, 48\).*settings: mlp_ratio"),
         ({"depth": 2}, {}, "width 48, 2 blocks .* This encoder has width 48, 3 blocks"),
-        ({}, {"absolute_positions": False}, "Unknown to the encoder: pos_embed. .*look at: absolute_positions"),
+        ({}, {"absolute_positions": False}, "Unknown to the encoder: pos_embed. .*settings: absolute_positions"),
     ],
 )
 def test_a_vit_with_other_parts_is_refused(plain, settings, message):
@@ -201,9 +201,9 @@ def test_messages_say_what_would_fit():
         ValueError, match=r"heads of width 16, and this encoder has heads of width 8. Build the encoder with heads=3"
     ):
         load_weights(small(heads=6), small().state_dict())
-    with pytest.raises(ValueError, match=r"neck.0.weight \(20, 48, 1, 1\), not \(30, .*look at: out_dim"):
+    with pytest.raises(ValueError, match=r"neck.0.weight \(20, 48, 1, 1\), not \(30, .*settings: out_dim"):
         load_weights(small(out_dim=30), small().state_dict())
-    with pytest.raises(ValueError, match=r"Unknown to the encoder: .*rel_pos_h.*look at: relative_positions"):
+    with pytest.raises(ValueError, match=r"Unknown to the encoder: .*rel_pos_h.*settings: relative_positions"):
         load_weights(small(relative_positions=False), small().state_dict())
     with pytest.raises(ValueError, match="weights of a SAM-ViT, which do not fit a ViT"):
         load_weights(build("vit_small", **PLAIN), small().state_dict())

@@ -113,7 +113,7 @@ def test_our_weights():
 def test_other_channels_see_their_share():
     model, encoder = timm_swin(), small(channels=6)
     report = load_weights(encoder, model.state_dict())
-    assert report.resized == ["patch_embed.proj.weight repeated in turn from 3 to 6 channels, times 3/6"]
+    assert report.resized == ["patch_embed.proj.weight repeated cyclically from 3 to 6 channels, times 3/6"]
     images = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
         expected = model.forward_features(images).flatten(0, 2)
@@ -146,7 +146,7 @@ def test_biases_of_windows_cut_short_keep_their_relative_positions(window, size,
     report = load_weights(encoder, model.state_dict())
     assert_equals_timm(encoder, model, size)
     name, rows, columns = f"layers.2.blocks.0.{TABLE}", size[0] // 16, size[1] // 16
-    sentence = f"{name} of windows of {rows} x {columns} put in the middle of one of {window} x {window}"
+    sentence = f"{name} of windows of {rows} x {columns} copied to the middle of {window} x {window}"
     assert sentence in report.resized
     table = encoder.state_dict()[name].view(2 * window - 1, 2 * window - 1, 4)
     assert torch.equal(table[0, 0], table[window - rows, window - columns])
@@ -186,12 +186,12 @@ def test_positions_are_resized():
     maps = F.interpolate(table.view(1, 16, 16, 24).permute(0, 3, 1, 2), size=(16, 24), mode="bicubic")
     torch.testing.assert_close(other.absolute_pos_embed.view(16, 24, 24), maps[0].permute(1, 2, 0), **CLOSE)
     assert load_weights(small(absolute_positions=True), encoder.state_dict()).resized == []
-    with pytest.raises(ValueError, match=r"Unknown to the encoder: absolute_pos_embed. .*look at: absolute_positions"):
+    with pytest.raises(ValueError, match=r"Unknown to the encoder: absolute_pos_embed. .*settings: absolute_positions"):
         load_weights(small(), encoder.state_dict())
     with pytest.raises(ValueError, match="position table of 384 rows is unknown"):
         load_weights(encoder, other.state_dict())
     oblong = small(absolute_positions=True, image_size=(32, 128))
-    with pytest.raises(ValueError, match=r"may have a grid of 16 x 16, or the encoder's grid of 8 x 32. Pass source"):
+    with pytest.raises(ValueError, match=r"fits both a grid of 16 x 16 and the encoder's grid of 8 x 32. Pass source"):
         load_weights(oblong, encoder.state_dict())
     assert load_weights(oblong, oblong.state_dict(), "ours").resized == []
 
@@ -204,9 +204,9 @@ def test_positions_are_resized():
         ({"depths": (2, 2), "heads": (1, 2)}, "build an encoder with dim=24"),
         ({"heads": (2, 4, 8)}, r"heads \(1, 2, 4\) and patches of 4"),
         ({"patch_size": 2}, "with patch_size=4"),
-        ({"mlp_ratio": 2.0}, "Encoder settings to look at: mlp_ratio"),
-        ({"qkv_bias": False}, "Encoder settings to look at: qkv_bias"),
-        ({"patch_norm": False}, "Encoder settings to look at: patch_norm"),
+        ({"mlp_ratio": 2.0}, "encoder settings: mlp_ratio"),
+        ({"qkv_bias": False}, "encoder settings: qkv_bias"),
+        ({"patch_norm": False}, "encoder settings: patch_norm"),
     ],
 )
 def test_encoders_that_do_not_fit_are_left_as_they_were(settings, message):

@@ -235,11 +235,11 @@ def test_messages_say_what_would_fit():
     with pytest.raises(ValueError, match=r'has layout="vit_pytorch".* Build twins_svt_vit_pytorch, dims=\(32, 64\)'):
         load_weights(small(), same_sizes)
     for settings, message in [
-        ({"qkv_bias": False}, "Encoder settings to look at: qkv_bias"),
-        ({"reductions": (4, 1)}, "Encoder settings to look at: reductions"),
-        ({"patch_size": 2}, "Encoder settings to look at: patch_size"),
-        ({"mlp_ratios": 2.0}, "Encoder settings to look at: mlp_ratios"),
-        ({"head_dim": 16}, "Encoder settings to look at: head_dim"),
+        ({"qkv_bias": False}, "encoder settings: qkv_bias"),
+        ({"reductions": (4, 1)}, "encoder settings: reductions"),
+        ({"patch_size": 2}, "encoder settings: patch_size"),
+        ({"mlp_ratios": 2.0}, "encoder settings: mlp_ratios"),
+        ({"head_dim": 16}, "encoder settings: head_dim"),
     ]:
         with pytest.raises(ValueError, match=message):
             load_weights(small(**settings), timm_twins().state_dict())
@@ -263,7 +263,7 @@ def test_filters_for_three_channels_are_repeated_for_more():
     for make in (small, other):
         three, six = scramble(make()), make(channels=6)
         report = load_weights(six, three.state_dict())
-        assert report.resized[0] == "patch_embeds.0.proj.weight repeated in turn from 3 to 6 channels, times 3/6"
+        assert report.resized[0] == "patch_embeds.0.proj.weight repeated cyclically from 3 to 6 channels, times 3/6"
         torch.testing.assert_close(six(images.repeat(1, 2, 1, 1)).pooled, three(images).pooled, **CLOSE)
 
 

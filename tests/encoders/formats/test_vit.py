@@ -88,17 +88,19 @@ def test_weights_of_vit_pytorch_before_its_tables_lost_a_dimension(pool):
 def test_what_does_not_fit_of_vit_pytorch_is_refused():
     state = lucidrains().state_dict()
     for settings, message in [
-        ({"patch_norm": False}, r"Unknown to the encoder: patch_embed.norm1.bias.*look at: patch_norm"),
-        ({"head_dim": 24}, r"qkv.weight \(180, 48\), not \(216, 48\).*look at: head_dim"),
+        ({"patch_norm": False}, r"Unknown to the encoder: patch_embed.norm1.bias.*settings: patch_norm"),
+        ({"head_dim": 24}, r"qkv.weight \(180, 48\), not \(216, 48\).*settings: head_dim"),
         ({"qkv_bias": True}, r"Missing from the checkpoint: blocks.0.attn.qkv.bias.*qkv_bias"),
-        ({"pool": "all", "class_token": False}, r"Unknown to the encoder: cls_token.*look at: class_token"),
+        ({"pool": "all", "class_token": False}, r"Unknown to the encoder: cls_token.*settings: class_token"),
         ({"patch_size": 4}, r"patches of 8 pixels. This encoder .* patches of 4 pixels"),
     ]:
         with pytest.raises(ValueError, match=message):
             load_weights(like_lucidrains(**settings), state)
     with pytest.raises(ValueError, match=r"Unknown to the encoder: transformer.layers.0.0.temperature"):
         load_weights(like_lucidrains(), state | {"transformer.layers.0.0.temperature": torch.ones(1)})
-    with pytest.raises(ValueError, match=r"Missing from the checkpoint: patch_embed.norm1.bias.*look at: .*patch_norm"):
+    with pytest.raises(
+        ValueError, match=r"Missing from the checkpoint: patch_embed.norm1.bias.*settings: .*patch_norm"
+    ):
         load_weights(small(patch_norm=True), small().state_dict())
     sam = build("sam_vit_b", **SMALL, window_size=0, mlp_ratio=100 / 48, qkv_bias=False)
     with pytest.raises(ValueError, match=r"which has no norms of patches \(patch_embed.norm1"):

@@ -216,11 +216,13 @@ def test_a_copy_of_a_run_whose_links_are_folders_continues(tmp_path: Path) -> No
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     (other / "step-00000002" / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"another checkpoint than step-00000002\. Move one of them away"):
+    with pytest.raises(
+        CheckpointError, match=r"another checkpoint than step-00000002, and one of the two must be moved"
+    ):
         resume.adopt_latest(other)
     (folder / "latest").unlink()
     (folder / "latest").mkdir()
-    with pytest.raises(CheckpointError, match=r"a folder without a checkpoint\. Move it away"):
+    with pytest.raises(CheckpointError, match=r"a folder without a checkpoint, and must be moved"):
         resume.adopt_latest(folder)
 
 
@@ -230,7 +232,7 @@ def test_a_disk_without_links_needs_none(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Path, "symlink_to", symlink_to)
     folder = saved(tmp_path, 1, 2)
-    assert "the disk has no symlinks (Operation not permitted)" in caplog.text
+    assert "the disk does not support symlinks (Operation not permitted)" in caplog.text
     assert [path.name for path in sorted(folder.iterdir())] == ["step-00000001", "step-00000002"]
     resume.restore(folder / "step-00000002", *make(1))
     assert encoders.load(tmp_path).settings["variant"] == "vit_micro"

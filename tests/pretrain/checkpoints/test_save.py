@@ -154,7 +154,9 @@ def test_a_full_disk_at_any_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     place, name = step.split(".")
     with monkeypatch.context() as patched:
         patched.setattr(getattr(saving, place), name, full)
-        with pytest.raises(CheckpointError, match=r"No space.*needs 0\.00 GB\. Free that much.*from step-00000001"):
+        with pytest.raises(
+            CheckpointError, match=r"No space.*needs 0\.00 GB\. Free this amount of space.*from step-00000001"
+        ):
             write(to, 2)
     assert names(folder) == {"step-00000001", "latest"}
     resume.verify(folder / "step-00000001")

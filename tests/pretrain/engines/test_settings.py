@@ -135,7 +135,7 @@ def fsdp(processes: int = 2) -> Any:
         ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "3", 2, "dp_replicate_size 3 x dp_shard_size 1 are 3 processes"),
         ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2", 2, "dp_shard_size 1 shards nothing"),
         ("PARALLELISM_CONFIG_CP_SIZE", "2", 2, "Remove tp_size, cp_size, sp_size"),
-        ("PARALLELISM_CONFIG_DP_SHARD_SIZE", "0", 2, "parallelism_config of the launcher: .*dp_shard_size"),
+        ("PARALLELISM_CONFIG_DP_SHARD_SIZE", "0", 2, "parallelism_config is invalid: .*dp_shard_size"),
     ],
 )
 def test_fsdp_settings_that_cannot_be_are_refused(
