@@ -266,7 +266,7 @@ def _loaded(image: Image.Image, channels: int, shrink: int = 1, encoded: bytes =
     if short:
         raise ImageError("a damaged PNG: the pixel data is truncated")
     orientation, pixels = _orientation(image), _converted(image, channels)
-    image.close()  # frees the pixels before they are copied to turn the image upright
+    image.close()  # so that Pillow's pixels are not in memory while `_upright` copies `pixels`
     return _upright(pixels, orientation)
 
 

@@ -158,7 +158,7 @@ def _start(loader: DataLoader) -> tuple[Iterator[Any], list[BaseProcess]]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if threading.current_thread() is threading.main_thread():
-        # When a worker dies, torch's handler would raise an error at any place in the main thread.
+        # torch's handler would raise an error at an arbitrary point of the main thread when a worker dies.
         signal.signal(signal.SIGCHLD, on_child)
     workers = [process for process in multiprocessing.active_children() if process not in others]
     _workers.update(workers)

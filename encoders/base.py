@@ -150,7 +150,7 @@ class Encoder(nn.Module):
         raise NotImplementedError
 
     def _final_blocks(self) -> int:
-        """Return the number of final blocks whose outputs `_features` accepts."""
+        """Return the largest number of blocks that `intermediate` accepts: all blocks, or those of the last stage."""
         return len(self.blocks)
 
     def _last_outputs(self, count: int, images: Images, mask: Mask | None = None, drop: bool = False) -> list[Any]:

@@ -236,6 +236,7 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
 def to_yaml(config: RunConfig) -> str:
     """Return the settings as YAML text for config.yaml. `--config` with this file repeats the run."""
     values = config.model_dump(mode="json", exclude={"config", "epochs", "resume", "overwrite", "dry_run", "output"})
-    del values["source"]["commands"]  # only a flag can allow commands
+    # A settings file must not allow the commands of pipe: shards. Only the flag --source.commands can.
+    del values["source"]["commands"]
     others = [name for name in METHODS if name != config.method]
     return yaml.safe_dump({k: v for k, v in values.items() if k not in others}, sort_keys=False)

@@ -195,7 +195,8 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
                     log.log(logging.WARNING if run.recorder else logging.DEBUG, message)
                 window = Window()
             save_due = save_due or state.step % config.checkpoint_every == 0
-            # Checkpoints after skipped steps would replace those from before the failure, so wait for an updated step.
+            # After a skipped step, wait until a step updates the weights: a checkpoint now could replace the last one
+            # from before the loss became non-finite.
             if (save_due and result.updated) or state.step == run.steps or stop:
                 save_due = False
                 _save(run, window, exiting=stop, keep_old=not result.updated)

@@ -94,7 +94,7 @@ def activation_bytes(method: Method, precision: str, images: int) -> int:
     """Return the number of bytes that a forward pass of `images` images keeps for the backward pass.
 
     The number is extrapolated from forward passes of two and of four images. They use PyTorch's fused attention, which
-    keeps the same tensors as on a GPU. If the crop sizes are drawn for each step, the largest crops count.
+    keeps the same tensors as on a GPU. If the crop sizes are drawn for each step, the largest ones are assumed.
     """
     method = copy.deepcopy(method)  # copy, because a forward pass changes the state of the method
     two, four = (_kept_bytes(method, precision, n) for n in (2, 4))

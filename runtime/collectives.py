@@ -191,7 +191,8 @@ def first_of_node_first() -> Iterator[None]:
 
 @contextmanager
 def patient_group() -> Iterator[dist.ProcessGroup | None]:
-    """Yield a process group of all ranks with a timeout of days. With one process, yield None.
+    """Yield a process group of all ranks with a timeout of days, for long work on one rank. With one process,
+    yield None.
 
     The default process group has a timeout of minutes (10 under NCCL). Entering the context is collective.
     """
@@ -207,8 +208,8 @@ def wait_for_path(path: Path) -> None:
     """Wait until a file or folder that another rank made is visible on this node. This function is not collective.
 
     Raises:
-        RankError: the path is not visible after `VISIBILITY_TIMEOUT` seconds. Without a process group, the function
-            does not wait.
+        RankError: the path is not visible after `VISIBILITY_TIMEOUT` seconds. Without a process group, the error is
+            raised at once.
     """
     end = time.monotonic() + (VISIBILITY_TIMEOUT if dist.is_initialized() else 0)
     # on NFS, `listdir` shows new files before `exists` does

@@ -58,7 +58,7 @@ PERMANENT = (
 """Exceptions that count as permanent errors. A request is not repeated after a permanent error."""
 
 Check = Callable[[list[str]], None]
-"""Function that takes the versions of a file that a server states, such as its ETag, and raises `ShardError` if the
+"""Function that takes the version identifiers of a response, such as its ETag, and raises `ShardError` if the
 file has changed."""
 
 log = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ def read_range(
 
     Args:
         expected: expected size of the complete file in bytes; 0 if unknown.
-        check: called with the versions of the file that the server states.
+        check: called with the version identifiers of the response, such as its ETag.
 
     Raises:
         NoRangesError: the server does not support byte ranges and sends complete files only.
@@ -241,7 +241,7 @@ def fetch(
     Args:
         size: size of the stored file in bytes; 0 if unknown.
         sha256: SHA-256 of the stored file in hexadecimal; None if unknown.
-        check: called with the versions of the file that a web server states.
+        check: called with the version identifiers of the response of a web server, such as its ETag.
 
     Raises:
         ShardError: the shard cannot be read or decompressed, or does not have the expected size or checksum.

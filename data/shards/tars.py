@@ -234,7 +234,7 @@ class PackedTar(Tar):
         return self.cache.open(self.cache_name("whole"), fill)
 
     def _check_version(self, stated: list[str]) -> None:
-        """Raise `ShardError` if none of the versions that a server states is the version of this shard."""
+        """Raise `ShardError` if no version identifier of the server's response, such as an ETag, matches this shard."""
 
     def fetches(self, index: Index, samples: Sequence[int]) -> list[Callable[[], None]]:
         return [lambda: os.close(self.open())]
@@ -353,12 +353,12 @@ class RemoteTar(PackedTar):
         if (descriptor := self._downloaded()) is not None:
             return descriptor, 0, self.cache_name("whole")
         span = self._span(index, sample)
-        if not span[0] <= start <= end <= span[1]:  # the range of a large image may lack the label or map of the sample
-            span = (start, end)
+        if not span[0] <= start <= end <= span[1]:
+            span = (start, end)  # the span of a large image is only the image, so request the label or map separately
         return self.open_range(*span), span[0], self.cache_name(f"{span[0]}-{span[1]}")
 
     def _downloaded(self) -> int | None:
-        """Open the complete tar if it was already downloaded to read its headers. Otherwise, return None."""
+        """Return a descriptor of the complete tar if it is in the cache, else None. Reading the headers downloads it."""
         return self.cache.find(self.cache_name("whole"))
 
     def _span(self, index: Index, sample: int) -> tuple[int, int]:
@@ -377,9 +377,9 @@ class RemoteTar(PackedTar):
         return span
 
     def _check_version(self, stated: list[str]) -> None:
-        """Compare the versions that a server states for this shard with the version of its first answer.
+        """Compare the version identifiers of a response, such as its ETag, with the version of the first response.
 
-        The version of the first answer is the version at the time of opening. If the shard was opened from
+        The version of the first response is the version at the time of opening. If the shard was opened from
         `index.json`, without a request, the version is kept in the cache with the data that it describes.
 
         Raises:

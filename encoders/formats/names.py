@@ -105,10 +105,10 @@ def from_vit_pytorch(theirs: State, report: Report) -> State:
 
 
 def from_transformers(theirs: State) -> State:
-    """Return weights of a DINOv2 or DINOv3 model of transformers with the tensor names of this project.
+    """Convert the weights of a DINOv2 or DINOv3 model of Hugging Face to the tensor names of this project.
 
     Raises:
-        WeightsError: queries, keys or values are incomplete.
+        WeightsError: some of the query, key and value weights are missing.
     """
     state = renamed(theirs, TRANSFORMERS)
     gated = any(".mlp.gate_proj." in name for name in state)

@@ -68,7 +68,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of the table. The rows are in the order of `runs`, best first."""
+    """Comparison of runs: one row for each run, best first."""
 
     runs: list[RunFolder]
     columns: list[Column]

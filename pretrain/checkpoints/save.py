@@ -286,7 +286,10 @@ def _make_empty(folder: Path, needed: int) -> None:
     folder.mkdir(parents=True)
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise CheckpointError(f"{os.strerror(errno.ENOSPC)}: {free / 1e9:.2f} GB are free")
+        raise CheckpointError(
+            f"{os.strerror(errno.ENOSPC)}: the checkpoint needs {needed / 1e9:.2f} GB, and {folder.parent} has "
+            f"{free / 1e9:.2f} GB free."
+        )
 
 
 def _trainer(
