@@ -358,7 +358,7 @@ class RemoteTar(PackedTar):
         return self.open_range(*span), span[0], self.cache_name(f"{span[0]}-{span[1]}")
 
     def _downloaded(self) -> int | None:
-        """Return a descriptor of the complete tar if it is in the cache, else None. Reading the headers downloads it."""
+        """Return a descriptor of the complete tar if the cache has it, else None. Reading the headers downloads it."""
         return self.cache.find(self.cache_name("whole"))
 
     def _span(self, index: Index, sample: int) -> tuple[int, int]:
