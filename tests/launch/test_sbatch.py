@@ -61,6 +61,10 @@ class Script:
         """Return the calls of the command that starts the trainers."""
         return [call for call in self.called("tessera") if call["argv"][1] != "slurm"]
 
+    def requeued(self) -> list[list[str]]:
+        """Return the calls of scontrol that return the job to the queue."""
+        return [call["argv"] for call in self.commands.calls("scontrol") if call["argv"][0] == "requeue"]
+
 
 @pytest.fixture
 def script(stand_ins: Callable[..., StandIns], tmp_path: Path) -> Callable[[str], Script]:
@@ -70,13 +74,6 @@ def script(stand_ins: Callable[..., StandIns], tmp_path: Path) -> Callable[[str]
 
 def value(argv: list[str], name: str) -> str:
     return argv[argv.index(name) + 1]
-
-
-@pytest.mark.parametrize("name", ["pretrain", "evaluation"])
-def test_the_syntax_is_valid(name: str) -> None:
-    done = subprocess.run(["bash", "-n", ROOT / "launch" / f"{name}.sbatch"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
 
 
 def after(word: str, argv: list[str]) -> list[str]:
@@ -128,10 +125,7 @@ def test_fine_tuning_is_a_training_job(script: Callable[[str], Script]) -> None:
         assert after("pretrain", call["argv"]) == ["--method", "finetune", *given, "--output", str(folder)]
     assert len(finetune.trained()) == 2
     (folder / "config.yaml").touch()
-    again = finetune.run(
-        "finetune", "--checkpoint", "a run", "--train", "t.tar", "--val", "v.tar", SLURM_RESTART_COUNT="1"
-    )
-    assert again.returncode == 0
+    assert finetune.run("finetune", *flags, "--val", "v.tar", SLURM_RESTART_COUNT="1").returncode == 0
     assert finetune.trained()[-1]["argv"][-1] == "--resume"
     refused = finetune.run("finetune", *flags)
     assert (refused.returncode, refused.stderr.splitlines()[-1][:34]) == (2, "pretrain.sbatch: --val is missing.")
@@ -180,14 +174,15 @@ def test_only_a_restart_resumes(script: Callable[[str], Script], given: list[str
     assert resumes(SLURM_RESTART_COUNT="1")
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (1, False), (2, False), (143, False)])
-def test_only_a_saved_stop_is_requeued(script: Callable[[str], Script], code: int, requeued: bool) -> None:
-    pretrain = script("pretrain.sbatch")
-    pretrain.commands.answer({"called tessera": [(code, "", "")]})
-    done = pretrain.run("--output", "run", SAVES="run")
-    assert done.returncode == code
-    calls = [call["argv"] for call in pretrain.commands.calls("scontrol") if call["argv"][0] == "requeue"]
-    assert calls == [["requeue", "1234567"]] * requeued
+@pytest.mark.parametrize(
+    ("name", "flags"), [("pretrain", ["--output", "run"]), ("evaluation", ["knn", "--checkpoint", "run"])]
+)
+@pytest.mark.parametrize("code", [75, 0, 1, 2, 143])
+def test_only_a_saved_stop_is_requeued(script: Callable[[str], Script], name: str, flags: list[str], code: int) -> None:
+    job = script(f"{name}.sbatch")
+    job.commands.answer({"called tessera": [(code, "", "")]})
+    assert job.run(*flags, SAVES="run").returncode == code
+    assert job.requeued() == [["requeue", "1234567"]] * (code == 75)
 
 
 def test_three_starts_without_a_step_end_the_job(script: Callable[[str], Script]) -> None:
@@ -196,22 +191,12 @@ def test_three_starts_without_a_step_end_the_job(script: Callable[[str], Script]
     pretrain.commands.answer({"called tessera": [(75, "", "")]})
     requeued, errors = [], []
     for saves in ("", "", "run", "", "", ""):  # a start that saves forgives those before it
-        before = len(pretrain.commands.calls("scontrol"))
         done = pretrain.run("--output", "run", SAVES=saves)
         assert done.returncode == 75
-        requeued.append("requeue" in [call["argv"][0] for call in pretrain.commands.calls("scontrol")[before:]])
+        requeued.append(len(pretrain.requeued()))
         errors.append("stopped three times" in done.stderr)
-    assert requeued == [True] * 5 + [False]
+    assert requeued == [1, 2, 3, 4, 5, 5]
     assert errors == [False] * 5 + [True]
-
-
-@pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (1, False), (2, False)])
-def test_a_preempted_evaluation_is_requeued(script: Callable[[str], Script], code: int, requeued: bool) -> None:
-    evaluation = script("evaluation.sbatch")
-    evaluation.commands.answer({"called tessera": [(code, "", "")]})
-    assert evaluation.run("knn", "--checkpoint", "run", SLURM_JOB_NUM_NODES="1").returncode == code
-    calls = [call["argv"] for call in evaluation.commands.calls("scontrol")]
-    assert calls == [["requeue", "1234567"]] * requeued
 
 
 def test_a_refused_requeue_is_reported(script: Callable[[str], Script]) -> None:
@@ -233,7 +218,7 @@ def test_a_bad_node_stops_the_job(script: Callable[[str], Script]) -> None:
     assert "node1: no GPU" in done.stderr
     assert "not started" in done.stderr
     assert not pretrain.trained()
-    assert not [call for call in pretrain.commands.calls("scontrol") if call["argv"][0] == "requeue"]
+    assert not pretrain.requeued()
 
 
 @pytest.mark.parametrize("name", ["pretrain", "evaluation"])
