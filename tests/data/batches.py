@@ -157,3 +157,12 @@ def saved(image: Image.Image | np.ndarray, kind: str, **options: Any) -> bytes:
 def chunk(name: bytes, body: bytes) -> bytes:
     """Chunk of a PNG."""
     return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+
+def png(
+    width: int, height: int, raw: bytes = b"", color: int = 2, depth: int = 8, extra: bytes = b"", interlaced: int = 0
+) -> bytes:
+    """PNG written by hand, whose pixel data need not fit its size, with `extra` chunks before them."""
+    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, interlaced)
+    body = chunk(b"IHDR", header) + extra + chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
