@@ -190,14 +190,6 @@ def test_blur_against_a_plain_sum_in_float64():
         np.testing.assert_allclose(blurred.numpy(), np.stack(expected, axis=1), atol=1e-12)
 
 
-def test_probabilities_are_met():
-    """Each share within four standard deviations of a binomial of N."""
-    p = by_name(draw(ColorConfig(), [0.1] * N, [0.2] * N))
-    jittered = (p["brightness"] != 1) | (p["contrast"] != 1) | (p["saturation"] != 1) | (p["hue"] != 0)
-    for flags, share in ((jittered, 0.8), (p["grayscale"], 0.2), (p["blur"] > 0, 0.1), (p["solarize"], 0.2)):
-        assert abs(flags.mean() - share) < 4 * (share * (1 - share) / N) ** 0.5
-
-
 def test_sizes_are_uniform_and_orders_are_equally_likely():
     """Kolmogorov-Smirnov and chi-square at one in a thousand, seed fixed; 24 orders of about N / 24."""
     config = ColorConfig(jitter=1, brightness=0.4, contrast=1.5, saturation=0.2, hue=0.1)
@@ -302,12 +294,6 @@ def test_all_views_become_floats():
     torch.testing.assert_close(plain.views[0].images, first / 127.5 - 1, rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="floats already"):
         to_model_input(done)
-
-
-@pytest.mark.parametrize("bad", [{"hue": 0.6}, {"jitter": 1.1}, {"brightness": -0.1}])
-def test_settings_out_of_range_are_refused(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        ColorConfig(**bad)
 
 
 def test_packed_images_are_normalised_like_others_and_take_no_colour_changes():
