@@ -1,13 +1,16 @@
 """The loader with one keyword per setting, and other helpers for tests of images, crops and batches."""
 
 import struct
+import tarfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -152,6 +155,26 @@ def saved(image: Image.Image | np.ndarray, kind: str, **options: Any) -> bytes:
     file = BytesIO()
     (Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(file, kind, **options)
     return file.getvalue()
+
+
+def tiff(values: np.ndarray, **options: Any) -> bytes:
+    """TIFF file of an array."""
+    file = BytesIO()
+    pytest.importorskip("tifffile").imwrite(file, values, **options)
+    return file.getvalue()
+
+
+def write_tar(
+    path: Path, members: Iterable[tuple[str | tarfile.TarInfo, bytes]], format: int = tarfile.USTAR_FORMAT
+) -> str:
+    """Write a tar of (name or header, content), compressed if its name says so, and return its path."""
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w", format=format) as archive:
+        for name, content in members:
+            info = name if isinstance(name, tarfile.TarInfo) else tarfile.TarInfo(name)
+            if info.isreg():
+                info.size = len(content)
+            archive.addfile(info, BytesIO(content))
+    return str(path)
 
 
 def chunk(name: bytes, body: bytes) -> bytes:

@@ -2,11 +2,9 @@
 
 import builtins
 import struct
-from io import BytesIO
 
 import numpy as np
 import pytest
-import tifffile
 import torch
 from PIL import Image
 
@@ -16,16 +14,10 @@ from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.data.decode import ImageError, Picture, decode
 from tessera.data.masking import MaskedCrop
 from tessera.encoders.base import Preprocessing
-from tests.data.batches import pixels, saved, training_batches
+from tests.data.batches import pixels, saved, tiff, training_batches
 
 RNG = np.random.default_rng(0)
 COLORS = RNG.integers(0, 256, (25, 35, 4), dtype=np.uint8)
-
-
-def tiff(values: np.ndarray, **options) -> bytes:
-    file = BytesIO()
-    tifffile.imwrite(file, values, **options)
-    return file.getvalue()
 
 
 def array(encoded: bytes, channels: int) -> np.ndarray:
@@ -145,10 +137,9 @@ def test_gray_and_colour_tiffs_are_images_like_others(byteorder, bigtiff):
         for channels in (1, 3, 4):
             assert np.array_equal(array(encoded, channels), array(saved(values, "PNG"), channels))
     assert np.array_equal(array(gray_alpha, 2), COLORS[..., :2])
-    file = BytesIO()
-    Image.merge("LA", [Image.fromarray(COLORS[..., band]) for band in (0, 1)]).save(file, "PNG")
+    png = saved(Image.merge("LA", [Image.fromarray(COLORS[..., band]) for band in (0, 1)]), "PNG")
     for channels in (1, 3, 4):
-        assert np.array_equal(array(gray_alpha, channels), array(file.getvalue(), channels))
+        assert np.array_equal(array(gray_alpha, channels), array(png, channels))
     infrared = tiff(COLORS, photometric="rgb", extrasamples=["unspecified"])
     assert np.array_equal(array(infrared, 4), COLORS)
     with pytest.raises(ImageError, match="4 bands cannot be converted to 3 channels"):

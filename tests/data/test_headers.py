@@ -16,7 +16,7 @@ from tessera.data.loader import evaluation_batches
 from tessera.data.maps import decode_map
 from tessera.data.shards import open_shards
 from tessera.data.tools.pack import LeftOut, Recipe, prepare
-from tests.data.batches import chunk, png, saved
+from tests.data.batches import chunk, png, saved, tiff
 from tests.data.shards.batches import train
 
 
@@ -113,13 +113,11 @@ def test_conversion_in_parts_gives_the_same_pixels(monkeypatch):
 
 def test_tiffs_with_missing_strips_are_corrupt():
     tifffile = pytest.importorskip("tifffile")
-    file = io.BytesIO()
-    tifffile.imwrite(file, np.asarray(NOISE), photometric="rgb", rowsperstrip=10)
-    assert decode(file.getvalue()).shape == (3, 40, 64)
-    with tifffile.TiffFile(io.BytesIO(file.getvalue())) as opened:
+    good = tiff(np.asarray(NOISE), photometric="rgb", rowsperstrip=10)
+    assert decode(good).shape == (3, 40, 64)
+    with tifffile.TiffFile(io.BytesIO(good)) as opened:
         tags = opened.pages.first.tags
         offsets, counts = tags["StripOffsets"].valueoffset, tags["StripByteCounts"].valueoffset
-    good = file.getvalue()
     for place in (offsets, counts):
         with pytest.raises(ImageError, match=r"strips or tiles are missing|truncated"):
             decode(good[: place + 4] + bytes(4) + good[place + 8 :])

@@ -1,4 +1,3 @@
-import io
 import logging
 import os
 import pickle
@@ -182,13 +181,9 @@ def test_cache_folder(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / ".cache" / "tessera"
 
 
-def test_images_that_are_not_read_are_said(tmp_path, caplog):
-    with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        for name in ("a.jpg", "b.1.jpg", "c.heic", "d.txt", "e.cls"):
-            member = tarfile.TarInfo(name)
-            member.size = 1
-            archive.addfile(member, io.BytesIO(b"0"))
-    index = tar.scan_tar(str(tmp_path / "a.tar"), "a.tar")
+def test_images_that_are_not_read_are_said(write_tar, caplog):
+    names = ("a.jpg", "b.1.jpg", "c.heic", "d.txt", "e.cls")
+    index = tar.scan_tar(write_tar("a.tar", [(name, b"0") for name in names]), "a.tar")
     assert index.key(0) == "a"
     assert len(index.images) == 1
     assert "a.tar: 2 images are not read, the first is b.1.jpg" in caplog.text
