@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 
 from tessera.data.shards import ShardError, open_shards, remote, tars
-from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
+from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, write_folder, write_table
 from tessera.data.shards.open import shard_at
 from tessera.data.shards.source import SourceConfig
 from tessera.data.shards.tar import scan_tar
-
-
-def keys(index):
-    return [index.key(sample) for sample in range(index.summary[0])]
+from tests.data.shards.batches import add_index, keys
 
 
 def read(descriptor):
@@ -108,11 +105,7 @@ def test_a_table_beside_a_shard_is_used_while_it_fits(write_tar, png, monkeypatc
 
 def test_the_index_of_a_local_folder(write_shards, tmp_path, monkeypatch, caplog):
     paths = write_shards([3, 5])
-    listed = [
-        ShardEntry(url=os.path.basename(path), nsamples=n, filesize=os.path.getsize(path), labelled=n)
-        for path, n in zip(paths, [3, 5], strict=True)
-    ]
-    write_folder(tmp_path, FolderIndex(shardlist=listed))
+    listed = add_index(paths, [3, 5])
     with monkeypatch.context() as patch:
         patch.setattr(tars, "scan_tar", lambda *_: pytest.fail("the folder's index knows it"))
         for named in (paths, tmp_path / FOLDER_INDEX, f"file://{tmp_path}/data-*.tar"):
@@ -131,14 +124,9 @@ def test_the_index_of_a_local_folder(write_shards, tmp_path, monkeypatch, caplog
 
 def test_a_shard_that_was_cut_short_is_not_what_the_index_lists(write_shards, tmp_path):
     paths = write_shards([3, 5])
-    sizes = [os.path.getsize(path) for path in paths]
-    listed = [
-        ShardEntry(url=os.path.basename(path), nsamples=n, filesize=size)
-        for path, n, size in zip(paths, [3, 5], sizes, strict=True)
-    ]
-    write_folder(tmp_path, FolderIndex(shardlist=listed))
+    size = add_index(paths, [3, 5])[1].filesize
     os.truncate(paths[1], 3 * 1024)  # three whole samples: only a missing end mark would tell
-    with pytest.raises(ShardError, match=rf"data-000001.tar: has 3072 bytes, but index.json lists {sizes[1]}"):
+    with pytest.raises(ShardError, match=rf"data-000001.tar: has 3072 bytes, but index.json lists {size}"):
         open_shards(tmp_path / FOLDER_INDEX)
     left = open_shards(paths, source=SourceConfig(unreadable="skip"))
     assert [shard.path for shard in left.shards] == paths[:1]

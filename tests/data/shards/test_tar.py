@@ -11,16 +11,13 @@ from tessera.data.shards import tar
 from tessera.data.shards.cache import cache_folder
 from tessera.data.shards.errors import ShardError
 from tessera.data.shards.open import shard_at
+from tests.data.shards.batches import keys
 
 
 def member(name, kind, target=""):
     info = tarfile.TarInfo(name)
     info.type, info.linkname = kind, target
     return info
-
-
-def keys(index):
-    return [index.key(sample) for sample in range(index.summary[0])]
 
 
 def content(path, place):
