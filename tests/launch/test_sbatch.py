@@ -72,6 +72,11 @@ def script(stand_ins: Callable[..., StandIns], tmp_path: Path) -> Callable[[str]
     return lambda name: Script(name, commands, tmp_path)
 
 
+@pytest.fixture
+def pretrain(script: Callable[[str], Script]) -> Script:
+    return script("pretrain.sbatch")
+
+
 def value(argv: list[str], name: str) -> str:
     return argv[argv.index(name) + 1]
 
@@ -80,8 +85,7 @@ def after(word: str, argv: list[str]) -> list[str]:
     return argv[argv.index(word) + 1 :]
 
 
-def test_flags_are_passed_unchanged(script: Callable[[str], Script]) -> None:
-    pretrain = script("pretrain.sbatch")
+def test_flags_are_passed_unchanged(pretrain: Script) -> None:
     done = pretrain.run(*HARD, "--output", "a $folder's")
     assert done.returncode == 0, done.stderr
     first, second = pretrain.trained()
@@ -114,25 +118,23 @@ def test_the_prologue_chooses_python(script: Callable[[str], Script], tmp_path: 
         assert not script(name).commands.calls("called")
 
 
-def test_fine_tuning_is_a_training_job(script: Callable[[str], Script]) -> None:
-    finetune = script("pretrain.sbatch")
+def test_fine_tuning_is_a_training_job(pretrain: Script) -> None:
     flags = ["--checkpoint", "a run", "--train", "t.tar"]
-    done = finetune.run("finetune", *flags, "--val", "v.tar", *HARD)
+    done = pretrain.run("finetune", *flags, "--val", "v.tar", *HARD)
     assert done.returncode == 0, done.stderr
-    folder = finetune.folder / "a run" / "finetune"
-    for call in finetune.trained():
+    folder = pretrain.folder / "a run" / "finetune"
+    for call in pretrain.trained():
         given = ["--init_from", "a run", "--data", "t.tar", "--evaluation.val", "v.tar", *HARD]
         assert after("pretrain", call["argv"]) == ["--method", "finetune", *given, "--output", str(folder)]
-    assert len(finetune.trained()) == 2
+    assert len(pretrain.trained()) == 2
     (folder / "config.yaml").touch()
-    assert finetune.run("finetune", *flags, "--val", "v.tar", SLURM_RESTART_COUNT="1").returncode == 0
-    assert finetune.trained()[-1]["argv"][-1] == "--resume"
-    refused = finetune.run("finetune", *flags)
+    assert pretrain.run("finetune", *flags, "--val", "v.tar", SLURM_RESTART_COUNT="1").returncode == 0
+    assert pretrain.trained()[-1]["argv"][-1] == "--resume"
+    refused = pretrain.run("finetune", *flags)
     assert (refused.returncode, refused.stderr.splitlines()[-1][:34]) == (2, "pretrain.sbatch: --val is missing.")
 
 
-def test_one_launcher_on_each_node(script: Callable[[str], Script]) -> None:
-    pretrain = script("pretrain.sbatch")
+def test_one_launcher_on_each_node(pretrain: Script) -> None:
     assert pretrain.run("--method", "mae").returncode == 0
     for rank, call in enumerate(pretrain.trained()):
         argv = call["argv"]
@@ -148,8 +150,7 @@ def test_one_launcher_on_each_node(script: Callable[[str], Script]) -> None:
     assert len(pretrain.trained()) == 2
 
 
-def test_engine_and_processes_from_the_environment(script: Callable[[str], Script]) -> None:
-    pretrain = script("pretrain.sbatch")
+def test_engine_and_processes_from_the_environment(pretrain: Script) -> None:
     flags = {"TESSERA_ENGINE": "an engine.yaml", "TESSERA_PROCESSES_PER_NODE": "3", "SLURM_GPUS_ON_NODE": ""}
     assert pretrain.run(**flags).returncode == 0
     argv = pretrain.trained()[0]["argv"]
@@ -159,8 +160,7 @@ def test_engine_and_processes_from_the_environment(script: Callable[[str], Scrip
 
 
 @pytest.mark.parametrize("given", [["--output", "my run"], ["--output=my run"], []])
-def test_only_a_restart_resumes(script: Callable[[str], Script], given: list[str]) -> None:
-    pretrain = script("pretrain.sbatch")
+def test_only_a_restart_resumes(pretrain: Script, given: list[str]) -> None:
     folder = pretrain.folder / ("my run" if given else "runs/slurm-1234567")
 
     def resumes(**environment: str) -> bool:
@@ -185,9 +185,8 @@ def test_only_a_saved_stop_is_requeued(script: Callable[[str], Script], name: st
     assert job.requeued() == [["requeue", "1234567"]] * (code == 75)
 
 
-def test_three_starts_without_a_step_end_the_job(script: Callable[[str], Script]) -> None:
+def test_three_starts_without_a_step_end_the_job(pretrain: Script) -> None:
     """A warning before the first step could requeue the job for ever. One or two such starts may be bad luck."""
-    pretrain = script("pretrain.sbatch")
     pretrain.commands.answer({"called tessera": [(75, "", "")]})
     requeued, errors = [], []
     for saves in ("", "", "run", "", "", ""):  # a start that saves forgives those before it
@@ -199,8 +198,7 @@ def test_three_starts_without_a_step_end_the_job(script: Callable[[str], Script]
     assert errors == [False] * 5 + [True]
 
 
-def test_a_refused_requeue_is_reported(script: Callable[[str], Script]) -> None:
-    pretrain = script("pretrain.sbatch")
+def test_a_refused_requeue_is_reported(pretrain: Script) -> None:
     pretrain.commands.answer({
         "called tessera": [(75, "", "")], "scontrol requeue": [(1, "", "Requeue is disabled\n")],
     })  # fmt: skip
@@ -210,8 +208,7 @@ def test_a_refused_requeue_is_reported(script: Callable[[str], Script]) -> None:
     assert "Continue with --output run --resume" in done.stderr
 
 
-def test_a_bad_node_stops_the_job(script: Callable[[str], Script]) -> None:
-    pretrain = script("pretrain.sbatch")
+def test_a_bad_node_stops_the_job(pretrain: Script) -> None:
     pretrain.commands.answer({"called tessera.launch.check_node": [(0, "", ""), (2, "", "node1: no GPU\n")]})
     done = pretrain.run("--output", "run")
     assert done.returncode == 2
@@ -231,8 +228,7 @@ def test_a_python_without_the_project_is_reported(script: Callable[[str], Script
     assert not one.called("tessera")
 
 
-def test_new_checkpoints_are_followed_if_the_run_was_submitted(script: Callable[[str], Script]) -> None:
-    pretrain = script("pretrain.sbatch")
+def test_new_checkpoints_are_followed_if_the_run_was_submitted(pretrain: Script) -> None:
     assert pretrain.run("--output", "run").returncode == 0
     assert pretrain.called("tessera") == pretrain.trained()
     (pretrain.folder / "run" / "submitted").mkdir()
