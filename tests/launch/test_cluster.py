@@ -216,6 +216,14 @@ def test_no_evaluation_after_a_failure(work: Work) -> None:
     assert shown.count("CANCELLED") == 2
 
 
+def test_a_gpu_that_is_not_there_is_found(work: Work) -> None:
+    """SLURM allocates GPUs that do not exist."""
+    job = work.cluster.submit("pretrain.sbatch", options=("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2"))
+    work.cluster.wait_for(job, "FAILED", work.log(job))
+    for node in ("127.0.0.2", "127.0.0.3"):
+        assert f"{node}: 1 GPU(s) were allocated and torch sees 0" in work.log(job).read_text()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
