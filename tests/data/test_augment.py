@@ -296,7 +296,7 @@ def test_all_views_become_floats():
         to_model_input(done)
 
 
-def test_packed_images_are_normalised_like_others_and_take_no_colour_changes():
+def test_packed_images_are_normalised_but_not_recoloured():
     generator = torch.Generator().manual_seed(0)
     views = [torch.randint(0, 256, (2, 3, *size), dtype=torch.uint8, generator=generator) for size in ((8, 12), (4, 4))]
     packed = to_model_input(Batch([View(pack(views, 4), 1)])).views[0].images
@@ -337,7 +337,7 @@ def test_images_that_are_not_rgb(channels, compile, monkeypatch):
             augment_colors(images, strong, preprocessing)
 
 
-def test_settings_that_need_rgb_are_left_out_or_refused(caplog):
+def test_colour_settings_without_rgb(caplog):
     given = ColorConfig(brightness=0.3)
     assert colors_for(given, 3) == given
     assert not caplog.text

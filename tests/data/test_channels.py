@@ -92,7 +92,7 @@ def test_sixteen_bit_gray_is_divided_by_257():
 
 
 @pytest.mark.parametrize("encode", [lambda values: saved(values, "PNG"), tiff])
-def test_sixteen_bit_images_that_would_keep_few_gray_levels_are_refused(encode):
+def test_dark_sixteen_bit_images_are_refused(encode):
     values = RNG.integers(0, 4096, (9, 11)).astype(np.uint16)  # a camera of 12 bits
     values[0, 0] = 4095
     with pytest.raises(
@@ -208,7 +208,7 @@ def test_a_strip_that_inflates_is_refused():
         decode(encoded, channels=1, max_pixels=4 * 4096)
 
 
-def test_random_damage_of_a_tiff_ends_in_pixels_or_an_image_error():
+def test_damaged_tiffs_raise_image_errors():
     good = [
         tiff(COLORS, photometric="rgb", compression=compression, **options)
         for compression in (None, "lzw", "deflate", "packbits")
@@ -227,7 +227,7 @@ def test_random_damage_of_a_tiff_ends_in_pixels_or_an_image_error():
     assert min(outcomes.values()) > 30
 
 
-def test_without_the_extra_a_tiff_says_how_to_read_it(monkeypatch):
+def test_a_tiff_needs_the_extra_package(monkeypatch):
     encoded, plain = tiff(COLORS[..., 0]), builtins.__import__
 
     def without(name, *args, **kwargs):

@@ -136,11 +136,11 @@ def cut(height: int, width: int, *boxes: tuple[int, int, int, int], window=None)
         ((800, 800), [*cut(10, 10, (0, 0, 80, 80)), *cut(50, 50, (0, 0, 100, 200))], 2),
     ],
 )
-def test_a_jpeg_is_decoded_as_small_as_its_crops_allow(size, drawn, shrink):
+def test_the_fraction_follows_from_the_crops(size, drawn, shrink):
     assert largest_shrink(drawn, size) == shrink
 
 
-def test_a_box_is_never_enlarged_because_the_image_was_shrunk():
+def test_boxes_of_shrunk_images_stay_within():
     source = rng()
     for shrink in (2, 4, 8):
         sides = shrink * 20 + source.integers(0, 50, (500, 2))
@@ -179,7 +179,7 @@ def both_ways(file: bytes, drawn: SampleParameters, monkeypatch) -> tuple[torch.
 @pytest.mark.parametrize(("height", "width"), [(960, 1280), (955, 1277), (1283, 961), (964, 1284)])
 @pytest.mark.parametrize("orientation", [1, 3, 6])
 @pytest.mark.parametrize("crop", [32, 64, 128])
-def test_crops_of_a_smaller_decoding_are_those_of_all_pixels(height, width, orientation, crop, monkeypatch):
+def test_crops_are_equal_after_decoding_at_a_fraction(height, width, orientation, crop, monkeypatch):
     exif = Image.Exif()
     exif[0x0112] = orientation
     file = saved(smooth(height, width), "JPEG", quality=95, exif=exif)
@@ -196,7 +196,7 @@ def test_crops_of_a_smaller_decoding_are_those_of_all_pixels(height, width, orie
         assert difference.max() <= 8
 
 
-def test_other_formats_and_the_crop_of_evaluation_are_decoded_whole(monkeypatch):
+def test_png_and_center_crops_are_decoded_whole(monkeypatch):
     drawn = RandomCrop(RandomCropConfig(size=32, scale=(1, 1))).draw((400, 400), rng())
     assert both_ways(saved(smooth(400, 400), "PNG"), drawn, monkeypatch)[2] == [1]
     small, whole, shrinks = both_ways(saved(smooth(400, 400), "JPEG"), CenterCrop(32).draw((400, 400)), monkeypatch)

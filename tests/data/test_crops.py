@@ -107,7 +107,7 @@ def test_pixels_are_pillows(height, width, size):
     assert (difference[size, size] > 0).float().mean() < 0.02
 
 
-def test_crops_are_the_boxes_and_the_flips_that_were_drawn():
+def test_crops_have_the_drawn_boxes_and_flips():
     image = picture()
     config = RandomCropConfig(size=24, scale=(0.1, 0.6))
     u = rng().random((12, BOX_DRAWS))
@@ -149,7 +149,7 @@ def test_rotation_angles_are_drawn_to_both_sides():
     assert not torch.equal(turned[0], plain[0])
 
 
-def test_multi_crop_gives_views_and_what_to_do_with_them():
+def test_multi_crop_gives_views_and_colours():
     transform = MultiCrop(MultiCropConfig())
     batch = crops(transform, picture())
     assert [view.crops for view in transform.views] == [2, 8]

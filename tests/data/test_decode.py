@@ -159,7 +159,7 @@ def test_what_is_no_good_image_says_why(encoded, reason):
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"keep_rgb": True}])
 @pytest.mark.parametrize("shrink", [1, 2, 4, 8])
-def test_a_jpeg_at_a_fraction_is_about_the_mean_of_its_squares(shrink, options):
+def test_a_jpeg_is_decoded_at_a_fraction(shrink, options):
     y, x = np.mgrid[0:203, 0:301]
     waves = np.stack([128 + 100 * np.sin(x / 40 + c) * np.cos(y / 30 - c) for c in range(3)], axis=2)
     image = Image.fromarray(waves.round().astype(np.uint8))
@@ -178,7 +178,7 @@ def test_a_jpeg_at_a_fraction_is_about_the_mean_of_its_squares(shrink, options):
         assert difference.mean() < 1
 
 
-def test_a_turned_jpeg_is_shrunk_by_what_divides_its_sides():
+def test_turned_jpegs_shrink_by_divisors_of_their_sides():
     exif = Image.Exif()
     exif[0x0112] = 6
     picture = Picture(saved(Image.new("RGB", (96, 36)), "JPEG", exif=exif))

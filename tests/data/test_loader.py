@@ -80,7 +80,7 @@ def test_a_batch_is_what_the_order_says(write_shards):
     assert sorted(seen[:34]) == sorted(seen[34:68]) == list(range(34))
 
 
-def test_each_step_has_the_crops_of_one_of_the_mixed_transforms(write_shards):
+def test_each_step_has_one_of_the_mixed_transforms(write_shards):
     """The oracle is a run with that transform alone. Two processes, with workers, passes and a resumed run agree."""
     shards = write_shards([30, 9])
     small, large = (MultiCrop(MultiCropConfig(global_size=n, local_size=n // 2, local_crops=3)) for n in (4, 8))
@@ -116,7 +116,7 @@ def damage(path, *contents):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_corrupt_images_are_replaced_by_the_next_of_their_stream(write_shards, png, caplog, workers):
+def test_corrupt_images_are_replaced_from_their_stream(write_shards, png, caplog, workers):
     (path,) = write_shards([40])
     order = ShuffledSampler([40], seed=1, streams=4)
     in_order = order(np.arange(200))[2].tolist()
@@ -234,7 +234,7 @@ def test_labels_that_are_needed(write_shards, write_tar, png):
         list(evaluation_batches(words, Small(), batch_size=8, workers=1))
 
 
-def test_a_signal_before_a_worker_has_arranged_its_own(write_shards, monkeypatch):
+def test_a_worker_survives_early_signals(write_shards, monkeypatch):
     ready = torch.set_num_threads  # one of the first calls in a worker
 
     def signalled(threads):
@@ -266,7 +266,7 @@ def test_a_replaced_image_has_the_label_of_its_replacement(write_tar, png):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_missing_labels_and_labels_of_no_class_are_refused(write_shards, workers):
+def test_missing_and_too_large_labels_are_refused(write_shards, workers):
     with pytest.raises(ShardError, match=r"s00000 has no label, but labels are needed"):
         run(write_shards([20], labels=False), classes=20, workers=workers)
     with pytest.raises(ShardError, match=r"the label of data-000000.tar/s0001\d is 1\d, but the run has 10 classes"):

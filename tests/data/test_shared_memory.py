@@ -56,7 +56,7 @@ def test_a_buffer_is_taken_until_it_was_opened():
     assert equal(opened, batch())
 
 
-def test_a_batch_that_did_not_fit_is_sent_as_it_is():
+def test_a_batch_without_room_is_sent_unchanged():
     ring = BufferRing(1, 1, 64)
     buffer = ring.take(0)
     made = batch()
@@ -133,7 +133,7 @@ def test_workers_leave_pixels_in_the_buffers(pictures, monkeypatch):
     assert set(opened) <= set(range(6))
 
 
-def test_batches_that_do_not_fit_their_buffers_arrive_all_the_same(pictures, monkeypatch):
+def test_batches_larger_than_their_buffers_arrive(pictures, monkeypatch):
     expected = contents(batches(pictures, 0))
     ring = tessera.data.batches.BufferRing
     monkeypatch.setattr("tessera.data.batches.BufferRing", lambda workers, buffers, size: ring(workers, buffers, 1))
@@ -153,7 +153,7 @@ class Large:
         return [ViewParameters(np.array([[0, 0, *size]]), (64, 64), np.zeros(1, bool))]
 
 
-def test_evaluation_with_missing_images_and_a_short_last_batch(pictures, write_tar, png):
+def test_evaluation_with_corrupt_images_and_several_workers(pictures, write_tar, png):
     bad = write_tar("bad.tar", [("1.png", png(5)), ("2.png", b"text"), ("3.png", png(6))])
     shards = [*pictures, bad]
     alone = list(evaluation_batches(shards, Large(), batch_size=8, labels=False))

@@ -47,7 +47,7 @@ def state(pid):
         return ""
 
 
-def test_a_stopped_worker_is_named_and_the_wait_hears_signals(write_shards, monkeypatch, caplog):
+def test_a_stopped_worker_is_named_while_waiting(write_shards, monkeypatch, caplog):
     monkeypatch.setattr(workers, "STALLED", 2)
     monkeypatch.setattr(preemption, "LONGEST_WAIT", 1.0)
     before = set(children())

@@ -75,7 +75,7 @@ def test_corrupt_images_are_left_out(write_tar):
         pixel_statistics(open_sources(none), 3)
 
 
-def test_a_constant_channel_has_a_standard_deviation_of_one_level(write_tar):
+def test_a_constant_channel_has_a_deviation_of_one_level(write_tar):
     found = pixel_statistics(open_sources(write_tar("a.tar", [("a.png", picture(1, format="PNG"))])), 4)
     assert found.mean[3] == 1
     assert found.std[3] == 1 / 255

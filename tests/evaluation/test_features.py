@@ -43,7 +43,7 @@ def test_features_are_those_of_normalised_images_in_order(shards, batch_size):
     assert [keys[0], keys[-1]] == ["train-0.tar/train-0-0000", "train-1.tar/train-1-0010"]
 
 
-def test_an_encoder_sees_the_same_in_any_batch_and_in_bf16(shards):
+def test_features_in_any_batch_and_in_bf16(shards):
     torch.manual_seed(0)
     encoder = encoders.build("vit_micro", depth=2).eval()
     pixels = extract(Pixels(16), str(shards / "val-0.tar"), make_accelerator()).features
@@ -78,7 +78,7 @@ def test_labels_are_wanted_only_when_asked_for(shards):
     assert labels.tolist() == [-1] * 4
 
 
-def test_an_encoder_that_does_not_take_the_images_is_named(shards):
+def test_an_encoder_that_refuses_images_is_named(shards):
     def feature(encoder, images):
         raise ValueError("sides must be multiples of 32")
 

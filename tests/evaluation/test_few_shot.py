@@ -18,7 +18,7 @@ def settings(**changed: Any) -> FewShotSettings:
     return validate(FewShotSettings, {"checkpoint": "x", "train": "x", "val": "x"} | changed)
 
 
-def test_every_class_gives_its_share_and_at_least_one_image():
+def test_every_class_gives_its_share():
     labels = torch.tensor([0] * 1000 + [1] * 30 + [2] * 3 + [4])[torch.randperm(1034)]
     keys = [f"train-0.tar/{i}" for i in range(len(labels))]
     places, sizes = places_in_class(keys, labels, seed=0, draw=0)
@@ -27,7 +27,7 @@ def test_every_class_gives_its_share_and_at_least_one_image():
     assert not (drawn(places, sizes, 2) & ~drawn(places, sizes, 5)).any()  # a larger share holds the smaller one
 
 
-def test_the_draw_depends_on_the_names_the_seed_and_the_draw():
+def test_draws_follow_from_names_and_seed():
     labels, keys = torch.arange(500) % 5, [f"train-{i // 100}.tar/{i}" for i in range(500)]
 
     def chosen(keys, labels, **draw):

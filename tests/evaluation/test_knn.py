@@ -50,7 +50,7 @@ def test_temperature_weighs_near_neighbours():
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 100])
-def test_the_first_of_equal_neighbours_and_the_lowest_of_equal_classes_win(chunk):
+def test_ties_of_neighbours_and_classes(chunk):
     train = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, 0.0], [1.0, 0.0], [4.0, 0.0]])  # four in one direction
     labels = torch.tensor([4, 3, 1, 2, 0])
     query = torch.tensor([[3.0, 0.0]])

@@ -126,9 +126,7 @@ def _ask_before(monkeypatch: pytest.MonkeyPatch, steps: set[int], bad: range = r
 
 
 @pytest.mark.slow
-def test_a_stopped_run_leaves_its_evaluation_to_the_resumed_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_makes_the_missed_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scored = []
     evaluate = OnlineKNN.evaluate
     monkeypatch.setattr(
@@ -186,7 +184,7 @@ def test_a_stop_loses_no_count_of_corrupt_images(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_a_signal_in_the_last_step_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_in_the_last_step_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         _ask_before(patch, {1})
         assert main([*TINY, "--steps", "2", "--output", str(tmp_path / "run")]) == 0

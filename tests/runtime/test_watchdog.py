@@ -209,7 +209,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen]]:
 
 
 @pytest.mark.medium
-def test_a_process_that_does_not_start_is_named_and_waited_for(start) -> None:
+def test_a_missing_process_is_named_and_awaited(start) -> None:
     waiting = start(0)
     late = start(1, before="time.sleep(6)")
     line = waiting.stderr.readline()

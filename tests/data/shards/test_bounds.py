@@ -81,7 +81,7 @@ def test_hostile_entries_of_an_index_are_named(change, tmp_path):
         open_shards(str(tmp_path / "index.json"))
 
 
-def test_hostile_statistics_are_named_and_other_facts_are_not_read():
+def test_hostile_statistics_of_an_index_are_named():
     assert parse_folder(index(name=5, image_sizes={"x": 2**70}), "i").shardlist[0].nsamples == 2
     for extra in (
         {"mean": [float("nan")], "std": [0.1]},
@@ -95,7 +95,7 @@ def test_hostile_statistics_are_named_and_other_facts_are_not_read():
             parse_folder(index(**extra), "i")
 
 
-def test_an_index_of_many_wrong_entries_is_refused_in_time():
+def test_many_wrong_entries_are_refused_in_time():
     content = index().replace(b"}]", b"}" + b",{}" * 3_000_000 + b"]")
     start = time.process_time()
     with pytest.raises(ShardError, match="not an index of shards"):

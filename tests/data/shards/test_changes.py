@@ -59,7 +59,7 @@ def test_a_shard_that_changes_on_its_server_is_named(write_shards, server, index
         opened.image(4)
 
 
-def test_an_unchanged_shard_and_a_server_without_versions_are_read(write_shards, server, png):
+def test_servers_may_lack_versions(write_shards, server, png):
     (path,) = write_shards([6])
     add_index([path], [6], tables=True, sha256=sha256(path))
     opened = open_shards(f"{server.url}/index.json")
@@ -83,7 +83,7 @@ def test_checksums_are_verified_on_demand(write_shards, server, tmp_path, remote
             open_shards(place, source=verify)
 
 
-def test_a_wrong_checksum_is_found_when_a_shard_is_downloaded_completely(write_shards, tmp_path):
+def test_a_complete_download_is_compared_with_its_checksum(write_shards, tmp_path):
     (path,) = write_shards([3])
     add_index([path], [3], tables=True, sha256="0" * 64)
     with Server(tmp_path, ranges=False) as server, pytest.raises(ShardError, match=r"SHA-256 .* differs"):
@@ -91,7 +91,7 @@ def test_a_wrong_checksum_is_found_when_a_shard_is_downloaded_completely(write_s
 
 
 @pytest.mark.parametrize("part", [".tar", ".index", "index.json"])
-def test_a_server_that_sends_a_few_bytes_at_a_time_is_given_up(write_shards, server, part):
+def test_slow_servers_are_given_up(write_shards, server, part):
     (path,) = write_shards([3])
     add_index([path], [3], tables=True)
     server.faults = {part: "drip"}

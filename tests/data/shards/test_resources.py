@@ -130,7 +130,7 @@ def test_too_few_files_at_the_start(write_shards, few_files):
         open_shards(paths, source=SKIP, progress=False)
 
 
-def test_too_few_files_leave_no_image_of_a_folder_out(photos, few_files):
+def test_too_few_files_for_a_folder(photos, few_files):
     folder = photos({f"{n}.jpg": picture(n) for n in range(3)})
     opened = open_shards(str(folder), source=SKIP)
     few_files()

@@ -85,7 +85,7 @@ def test_bad_gzip_is_named_and_leaves_nothing(write_tar, png, cache):
     assert sum(file.stat().st_size for file in cache.rglob("*") if file.is_file()) < 2**20
 
 
-def test_a_table_beside_a_shard_is_used_while_it_fits(write_tar, png, monkeypatch, caplog):
+def test_tables_beside_shards_are_used_while_valid(write_tar, png, monkeypatch, caplog):
     path = write_tar("t.tar", [(f"{n}.png", png(n)) for n in range(3)])
     write_table(path, scan_tar(path, path)._replace(keys=np.frombuffer(b"xyz", dtype=np.uint8)))
     assert keys(shard_at(path).index()) == ["x", "y", "z"]
@@ -122,7 +122,7 @@ def test_the_index_of_a_local_folder(write_shards, tmp_path, monkeypatch, caplog
         lying.image(0)
 
 
-def test_a_shard_that_was_cut_short_is_not_what_the_index_lists(write_shards, tmp_path):
+def test_a_truncated_shard_differs_from_the_index(write_shards, tmp_path):
     paths = write_shards([3, 5])
     size = add_index(paths, [3, 5])[1].filesize
     os.truncate(paths[1], 3 * 1024)  # three whole samples: only a missing end mark would tell

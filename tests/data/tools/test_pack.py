@@ -15,7 +15,7 @@ def decoded(image):
     return np.asarray(Image.open(io.BytesIO(image)))
 
 
-def test_resize_makes_large_images_smaller_and_leaves_small_ones(photos, tmp_path):
+def test_resize_makes_only_large_images_smaller(photos, tmp_path):
     smooth = Image.radial_gradient("L").resize((90, 60)).convert("RGB")
     folder = photos(
         {"large.png": saved(smooth, "PNG"), "tall.jpg": picture(1, (20, 80)), "small.jpg": picture(2, (30, 20))}
