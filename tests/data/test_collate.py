@@ -18,6 +18,7 @@ from tessera.data.masking import MaskedCrop
 from tests.data.batches import build, collated, noise, pixels, rng, same_colors, saved
 
 SMALL = MultiCrop(MultiCropConfig(global_size=32, local_size=16, local_crops=3))
+PACKED = NativeCrop(RandomCropConfig(size=32), 8, 16, 64)
 
 
 def smooth(height: int, width: int) -> Image.Image:
@@ -75,7 +76,7 @@ def test_damaged_and_missing_images_leave_no_gap():
 
 
 def test_crops_are_cut_in_the_memory_that_is_given():
-    images, rngs = [noise(90, 120, b) for b in range(2)], [rng(b) for b in range(2)]
+    images = [noise(90, 120, b) for b in range(2)]
     memory = torch.zeros(Collator(SMALL, 2).size + 5, dtype=torch.uint8)
     for room, inside in ((memory, True), (memory[:-6], False), (None, False)):
         together = CropBuilder(SMALL.views, 2, memory=room)
@@ -83,13 +84,17 @@ def test_crops_are_cut_in_the_memory_that_is_given():
             together.add(image, SMALL.draw((90, 120), rng(b)))
         batch = build(together, ["", ""])
         assert (batch.memory.data_ptr() == memory.data_ptr()) == inside
-        assert equal(batch, collate(SMALL, images, rngs := [rng(b) for b in range(2)]))
+        assert equal(batch, collate(SMALL, images, [rng(b) for b in range(2)]))
         first, last = pixels(batch)
         start, end = batch.memory.data_ptr(), batch.memory.data_ptr() + batch.memory.numel()
         assert first.data_ptr() == start
         assert start < last.data_ptr() < end
     assert memory[-5:].sum() == 0
-    assert len(rngs) == 2
+    memory = torch.zeros(Collator(PACKED, 2).size, dtype=torch.uint8)
+    packed = PackBuilder(PACKED.packing, memory=memory)
+    for b, image in enumerate(images):
+        packed.add(image, PACKED.draw((90, 120), rng(b)))
+    assert build(packed, ["", ""]).memory.data_ptr() == memory.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +102,7 @@ def test_crops_are_cut_in_the_memory_that_is_given():
     [
         SMALL,
         MaskedCrop(RandomCrop(RandomCropConfig(size=32)), 8, "block", 0.5),
-        NativeCrop(RandomCropConfig(size=32), 8, 16, 64),
+        PACKED,
     ],
     ids=["crops", "masked", "packed"],
 )
@@ -202,15 +207,6 @@ def test_png_and_center_crops_are_decoded_whole(monkeypatch):
     small, whole, shrinks = both_ways(saved(smooth(400, 400), "JPEG"), CenterCrop(32).draw((400, 400)), monkeypatch)
     assert shrinks == [1]
     assert torch.equal(small, whole)
-
-
-def test_packed_crops_go_where_there_is_room():
-    transform = NativeCrop(RandomCropConfig(size=32), 8, 16, 64)
-    memory = torch.zeros(Collator(transform, 2).size, dtype=torch.uint8)
-    together = PackBuilder(transform.packing, memory=memory)
-    for b in range(2):
-        together.add(noise(50, 70, b), transform.draw((50, 70), rng(b)))
-    assert build(together, ["", ""]).memory.data_ptr() == memory.data_ptr()
 
 
 class Blocks:

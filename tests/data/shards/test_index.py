@@ -74,18 +74,6 @@ def test_pixel_statistics_of_several_folders(write_shards, tmp_path):
     assert open_shards([tmp_path / name / "index.json" for name in "ab"]).mean is None
 
 
-def test_an_index_of_webdataset():
-    """As `widsindex create` writes it: with entries that we do not read."""
-    text = {
-        "__kind__": "wids-shard-index-v1",
-        "wids_version": 1,
-        "base": "/data",
-        "shardlist": [{"url": "a.tar", "md5sum": "0", "nsamples": 3, "filesize": 4096}],
-    }
-    index = parse_folder(json.dumps(text).encode(), "x")
-    assert (index.shardlist[0].url, index.shardlist[0].nsamples, index.shardlist[0].labelled) == ("a.tar", 3, None)
-
-
 @pytest.mark.parametrize(
     "text",
     [

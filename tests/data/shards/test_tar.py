@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import webdataset
 
-from tessera.data.shards import tar
+from tessera.data.shards import open_shards, tar
 from tessera.data.shards.cache import cache_folder
 from tessera.data.shards.errors import ShardError
 from tessera.data.shards.open import shard_at
@@ -41,9 +41,10 @@ def test_samples_are_those_of_webdataset(write_tar, format):
         "f.cls",
         "a.png",
     ]
-    names += [f"{'long/' * 18}{'k' * 90}.jpg", "é.jpg"]
+    names += [f"{'long/' * 18}{'k' * length}.jpg" for length in (1, 5, 9, 40, 90)]
+    names += ["é.jpg", "e" * 95 + ".jpg", "e" * 80 + ".jpg"]
     path = write_tar("t.tar", [(name, f"content of {name}".encode()) for name in names], format=format)
-    index = shard_at(path).index()
+    index, opened = shard_at(path).index(), open_shards(path)
     expected = [
         (sample["__key__"], images[0], sample.get("cls"))
         for sample in webdataset.WebDataset(path, shardshuffle=False)
@@ -52,14 +53,14 @@ def test_samples_are_those_of_webdataset(write_tar, format):
     found = [
         (
             index.key(n),
-            content(path, index.images[n]),
+            opened.image(n),
             content(path, index.labels[n]) if index.labels[n][0] >= 0 else None,
         )
         for n in range(index.summary[0])
     ]
     assert found == expected
-    assert len(found) == 8
-    assert index.summary.tolist() == [8, 2, os.path.getsize(path)]
+    assert len(found) == 14
+    assert index.summary.tolist() == [14, 2, os.path.getsize(path)]
 
 
 class Trap:
