@@ -1,13 +1,16 @@
 """The loader with one keyword per setting, and other helpers for tests of images, crops and batches."""
 
 import struct
+import tarfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -154,6 +157,35 @@ def saved(image: Image.Image | np.ndarray, kind: str, **options: Any) -> bytes:
     return file.getvalue()
 
 
+def tiff(values: np.ndarray, **options: Any) -> bytes:
+    """TIFF file of an array."""
+    file = BytesIO()
+    pytest.importorskip("tifffile").imwrite(file, values, **options)
+    return file.getvalue()
+
+
+def write_tar(
+    path: Path, members: Iterable[tuple[str | tarfile.TarInfo, bytes]], format: int = tarfile.USTAR_FORMAT
+) -> str:
+    """Write a tar of (name or header, content), compressed if its name says so, and return its path."""
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w", format=format) as archive:
+        for name, content in members:
+            info = name if isinstance(name, tarfile.TarInfo) else tarfile.TarInfo(name)
+            if info.isreg():
+                info.size = len(content)
+            archive.addfile(info, BytesIO(content))
+    return str(path)
+
+
 def chunk(name: bytes, body: bytes) -> bytes:
     """Chunk of a PNG."""
     return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+
+def png(
+    width: int, height: int, raw: bytes = b"", color: int = 2, depth: int = 8, extra: bytes = b"", interlaced: int = 0
+) -> bytes:
+    """PNG written by hand, whose pixel data need not fit its size, with `extra` chunks before them."""
+    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, interlaced)
+    body = chunk(b"IHDR", header) + extra + chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body

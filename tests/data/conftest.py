@@ -1,12 +1,10 @@
 """Small shards for the tests of this folder."""
 
-import io
-import tarfile
-
 import numpy as np
 import pytest
-from PIL import Image
 
+from tests.data import batches
+from tests.data.batches import saved
 from tests.data.made import CLASSES, picture
 
 
@@ -24,28 +22,15 @@ def png():
     def encode(number):
         pixels = np.empty((4, 6, 3), dtype=np.uint8)
         pixels[:] = number // 256, number % 256, 7
-        file = io.BytesIO()
-        Image.fromarray(pixels).save(file, "PNG")
-        return file.getvalue()
+        return saved(pixels, "PNG")
 
     return encode
 
 
 @pytest.fixture
 def write_tar(tmp_path):
-    """A function: name and members (name, bytes or TarInfo) -> path of the tar it wrote in `tmp_path`."""
-
-    def write(name, members, format=tarfile.USTAR_FORMAT):
-        path = tmp_path / name
-        with tarfile.open(path, "w:gz" if name.endswith(".gz") else "w", format=format) as archive:
-            for member, content in members:
-                info = member if isinstance(member, tarfile.TarInfo) else tarfile.TarInfo(member)
-                if info.isreg():
-                    info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
-        return str(path)
-
-    return write
+    """`tests.data.batches.write_tar` with the name of a file in `tmp_path`."""
+    return lambda name, members, **options: batches.write_tar(tmp_path / name, members, **options)
 
 
 @pytest.fixture

@@ -1,13 +1,13 @@
 """What tests of shards and of their making share."""
 
 import csv
-import io
 
 import numpy as np
 import webdataset
 from PIL import Image
 
 from tessera.data.make_shards import main
+from tests.data.batches import saved
 
 
 def picture(seed, size=(24, 16), format="JPEG", mode="RGB", **options):
@@ -15,9 +15,7 @@ def picture(seed, size=(24, 16), format="JPEG", mode="RGB", **options):
     width, height = size
     channels = {"L": (), "RGB": (3,), "RGBA": (4,), "CMYK": (4,)}[mode]
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, *channels), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels, mode).save(file, format, **options)
-    return file.getvalue()
+    return saved(Image.fromarray(pixels, mode), format, **options)
 
 
 CLASSES = ["ant", "bee", "cat"]

@@ -190,14 +190,6 @@ def test_blur_against_a_plain_sum_in_float64():
         np.testing.assert_allclose(blurred.numpy(), np.stack(expected, axis=1), atol=1e-12)
 
 
-def test_probabilities_are_met():
-    """Each share within four standard deviations of a binomial of N."""
-    p = by_name(draw(ColorConfig(), [0.1] * N, [0.2] * N))
-    jittered = (p["brightness"] != 1) | (p["contrast"] != 1) | (p["saturation"] != 1) | (p["hue"] != 0)
-    for flags, share in ((jittered, 0.8), (p["grayscale"], 0.2), (p["blur"] > 0, 0.1), (p["solarize"], 0.2)):
-        assert abs(flags.mean() - share) < 4 * (share * (1 - share) / N) ** 0.5
-
-
 def test_sizes_are_uniform_and_orders_are_equally_likely():
     """Kolmogorov-Smirnov and chi-square at one in a thousand, seed fixed; 24 orders of about N / 24."""
     config = ColorConfig(jitter=1, brightness=0.4, contrast=1.5, saturation=0.2, hue=0.1)
@@ -304,13 +296,7 @@ def test_all_views_become_floats():
         to_model_input(done)
 
 
-@pytest.mark.parametrize("bad", [{"hue": 0.6}, {"jitter": 1.1}, {"brightness": -0.1}])
-def test_settings_out_of_range_are_refused(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        ColorConfig(**bad)
-
-
-def test_packed_images_are_normalised_like_others_and_take_no_colour_changes():
+def test_packed_images_are_normalised_but_not_recoloured():
     generator = torch.Generator().manual_seed(0)
     views = [torch.randint(0, 256, (2, 3, *size), dtype=torch.uint8, generator=generator) for size in ((8, 12), (4, 4))]
     packed = to_model_input(Batch([View(pack(views, 4), 1)])).views[0].images
@@ -351,7 +337,7 @@ def test_images_that_are_not_rgb(channels, compile, monkeypatch):
             augment_colors(images, strong, preprocessing)
 
 
-def test_settings_that_need_rgb_are_left_out_or_refused(caplog):
+def test_colour_settings_without_rgb(caplog):
     given = ColorConfig(brightness=0.3)
     assert colors_for(given, 3) == given
     assert not caplog.text

@@ -1,9 +1,7 @@
 """Batches put together image by image: where each crop lies, in whose memory, and from how much of a JPEG."""
 
-import tarfile
+from contextlib import nullcontext
 from dataclasses import replace
-from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +17,8 @@ from tessera.data.decode import ImageError, Picture
 from tessera.data.masking import MaskedCrop
 from tests.data.batches import build, collated, noise, pixels, rng, same_colors, saved
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "imagenet-sample"
 SMALL = MultiCrop(MultiCropConfig(global_size=32, local_size=16, local_crops=3))
+PACKED = NativeCrop(RandomCropConfig(size=32), 8, 16, 64)
 
 
 def smooth(height: int, width: int) -> Image.Image:
@@ -64,23 +62,12 @@ def test_collate_is_crop_major():
     assert plain.keys == ["", "", ""]
 
 
-def test_an_image_that_is_missing_leaves_no_gap():
-    images = [noise(50, 60, b) for b in range(3)]
-    together = CropBuilder(SMALL.views, 5)
-    for b, image in enumerate(images):
-        together.add(image, SMALL.draw((50, 60), rng(b)))
-    assert equal(build(together, list("abc")), collated(SMALL, images, [rng(b) for b in range(3)], list("abc")))
-
-
-def test_a_damaged_image_takes_no_place():
+def test_damaged_and_missing_images_leave_no_gap():
     good, bad = saved(smooth(60, 80), "JPEG"), saved(smooth(60, 80), "JPEG")[:-400]
-    together = CropBuilder(SMALL.views, 2)
+    together = CropBuilder(SMALL.views, 4)
     for number, file in enumerate((good, bad, good)):
         picture = Picture(file)
-        if file is bad:
-            with pytest.raises(ImageError):
-                put(together, picture, SMALL.draw(picture.size, rng(number)))
-        else:
+        with pytest.raises(ImageError) if file is bad else nullcontext():
             put(together, picture, SMALL.draw(picture.size, rng(number)))
     batch = build(together, ["a", "b"])
     whole = Picture(good).pixels()
@@ -89,7 +76,7 @@ def test_a_damaged_image_takes_no_place():
 
 
 def test_crops_are_cut_in_the_memory_that_is_given():
-    images, rngs = [noise(90, 120, b) for b in range(2)], [rng(b) for b in range(2)]
+    images = [noise(90, 120, b) for b in range(2)]
     memory = torch.zeros(Collator(SMALL, 2).size + 5, dtype=torch.uint8)
     for room, inside in ((memory, True), (memory[:-6], False), (None, False)):
         together = CropBuilder(SMALL.views, 2, memory=room)
@@ -97,13 +84,17 @@ def test_crops_are_cut_in_the_memory_that_is_given():
             together.add(image, SMALL.draw((90, 120), rng(b)))
         batch = build(together, ["", ""])
         assert (batch.memory.data_ptr() == memory.data_ptr()) == inside
-        assert equal(batch, collate(SMALL, images, rngs := [rng(b) for b in range(2)]))
+        assert equal(batch, collate(SMALL, images, [rng(b) for b in range(2)]))
         first, last = pixels(batch)
         start, end = batch.memory.data_ptr(), batch.memory.data_ptr() + batch.memory.numel()
         assert first.data_ptr() == start
         assert start < last.data_ptr() < end
     assert memory[-5:].sum() == 0
-    assert len(rngs) == 2
+    memory = torch.zeros(Collator(PACKED, 2).size, dtype=torch.uint8)
+    packed = PackBuilder(PACKED.packing, memory=memory)
+    for b, image in enumerate(images):
+        packed.add(image, PACKED.draw((90, 120), rng(b)))
+    assert build(packed, ["", ""]).memory.data_ptr() == memory.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +102,7 @@ def test_crops_are_cut_in_the_memory_that_is_given():
     [
         SMALL,
         MaskedCrop(RandomCrop(RandomCropConfig(size=32)), 8, "block", 0.5),
-        NativeCrop(RandomCropConfig(size=32), 8, 16, 64),
+        PACKED,
     ],
     ids=["crops", "masked", "packed"],
 )
@@ -150,11 +141,11 @@ def cut(height: int, width: int, *boxes: tuple[int, int, int, int], window=None)
         ((800, 800), [*cut(10, 10, (0, 0, 80, 80)), *cut(50, 50, (0, 0, 100, 200))], 2),
     ],
 )
-def test_a_jpeg_is_decoded_as_small_as_its_crops_allow(size, drawn, shrink):
+def test_the_fraction_follows_from_the_crops(size, drawn, shrink):
     assert largest_shrink(drawn, size) == shrink
 
 
-def test_a_box_is_never_enlarged_because_the_image_was_shrunk():
+def test_boxes_of_shrunk_images_stay_within():
     source = rng()
     for shrink in (2, 4, 8):
         sides = shrink * 20 + source.integers(0, 50, (500, 2))
@@ -193,7 +184,7 @@ def both_ways(file: bytes, drawn: SampleParameters, monkeypatch) -> tuple[torch.
 @pytest.mark.parametrize(("height", "width"), [(960, 1280), (955, 1277), (1283, 961), (964, 1284)])
 @pytest.mark.parametrize("orientation", [1, 3, 6])
 @pytest.mark.parametrize("crop", [32, 64, 128])
-def test_crops_of_a_smaller_decoding_are_those_of_all_pixels(height, width, orientation, crop, monkeypatch):
+def test_crops_are_equal_after_decoding_at_a_fraction(height, width, orientation, crop, monkeypatch):
     exif = Image.Exif()
     exif[0x0112] = orientation
     file = saved(smooth(height, width), "JPEG", quality=95, exif=exif)
@@ -210,7 +201,7 @@ def test_crops_of_a_smaller_decoding_are_those_of_all_pixels(height, width, orie
         assert difference.max() <= 8
 
 
-def test_other_formats_and_the_crop_of_evaluation_are_decoded_whole(monkeypatch):
+def test_png_and_center_crops_are_decoded_whole(monkeypatch):
     drawn = RandomCrop(RandomCropConfig(size=32, scale=(1, 1))).draw((400, 400), rng())
     assert both_ways(saved(smooth(400, 400), "PNG"), drawn, monkeypatch)[2] == [1]
     small, whole, shrinks = both_ways(saved(smooth(400, 400), "JPEG"), CenterCrop(32).draw((400, 400)), monkeypatch)
@@ -218,61 +209,23 @@ def test_other_formats_and_the_crop_of_evaluation_are_decoded_whole(monkeypatch)
     assert torch.equal(small, whole)
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="the shared real images are not on this machine")
-def test_real_images_at_a_fraction_of_their_size():
-    """Made as large as a camera's: what is left of their noise differs a little."""
-    with tarfile.open(SHARED / "imagenet-sample-000000.tar") as shard:
-        names = [name for name in shard.getnames() if name.endswith(".jpg")][:4]
-        files = [shard.extractfile(name).read() for name in names]
-    for number, file in enumerate(files):
-        large = Image.open(BytesIO(file)).convert("RGB").resize((2000, 1500), Image.Resampling.BICUBIC)
-        picture = Picture(saved(large, "JPEG", quality=90))
-        transform = RandomCrop(RandomCropConfig(size=96, scale=(0.4, 1.0)))
-        drawn = transform.draw(picture.size, rng(number))
-        assert picture.fraction(largest_shrink(drawn, picture.size)) == 8
-        together = CropBuilder(transform.views, 1)
-        put(together, picture, drawn)
-        (small,) = pixels(build(together, [""]))
-        (full,) = pixels(collated(transform, [picture.pixels()], [rng(number)]))
-        assert (small.int() - full.int()).abs().float().mean() < 8
-
-
-def test_packed_crops_go_where_there_is_room():
-    transform = NativeCrop(RandomCropConfig(size=32), 8, 16, 64)
-    memory = torch.zeros(Collator(transform, 2).size, dtype=torch.uint8)
-    together = PackBuilder(transform.packing, memory=memory)
-    for b in range(2):
-        together.add(noise(50, 70, b), transform.draw((50, 70), rng(b)))
-    assert build(together, ["", ""]).memory.data_ptr() == memory.data_ptr()
-
-
 class Blocks:
-    """DINO's crops with several masks per crop. Masks hide another number of tokens of each crop, or nothing."""
+    """DINO's crops with several masks per crop, which hide another number of tokens of each crop, or nothing.
+
+    `change` makes masks of another shape.
+    """
 
     packing = None
     views = SMALL.views
 
-    def __init__(self, masks: int = 2, side: int = 4) -> None:
-        self.masks, self.side = masks, side
+    def __init__(self, masks: int = 2, side: int = 4, change=lambda mask: mask) -> None:
+        self.masks, self.side, self.change = masks, side, change
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
         first, *rest = SMALL.draw(size, rng)
         shape = (self.masks, 2, self.side, self.side)
         hidden = rng.random(shape) < rng.choice([0, 0.3, 0.9], (self.masks, 2, 1, 1))
-        return [replace(first, masks=tuple(hidden)), *rest]
-
-
-class Changed(Blocks):
-    """Masks of another shape."""
-
-    def __init__(self, change) -> None:
-        super().__init__()
-        self.change = change
-
-    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
-        return [
-            replace(view, masks=tuple(self.change(mask) for mask in view.masks)) for view in super().draw(size, rng)
-        ]
+        return [replace(first, masks=tuple(map(self.change, hidden))), *rest]
 
 
 def test_masks_of_a_view_are_crop_major():
@@ -304,7 +257,7 @@ def test_masks_that_do_not_belong_together_are_refused():
         collated(Blocks(1), Blocks(2))
     assert collated(Blocks(side=4), Blocks(side=3)).views[0].masks[0].lengths.shape == (4,)  # grids may differ
     for change in (lambda mask: mask[:1], lambda mask: mask.reshape(2, -1), lambda mask: mask[0, 0]):
-        wrong = Changed(change)
+        wrong = Blocks(change=change)
         for transforms in ((Blocks(), wrong), (wrong, wrong)):
             with pytest.raises(ValueError, match=r"image with 2 crops must have the shape \(2, rows, columns\)"):
                 collated(*transforms)

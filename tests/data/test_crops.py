@@ -22,7 +22,7 @@ from tessera.data.crops import (
     random_boxes,
 )
 from tessera.data.resample import cut, resize, rotate
-from tests.data.batches import by_name, pixels, rng, same_colors
+from tests.data.batches import pixels, rng, same_colors
 
 SMALL = MultiCropConfig(global_size=32, local_size=16, local_crops=3)
 
@@ -107,7 +107,7 @@ def test_pixels_are_pillows(height, width, size):
     assert (difference[size, size] > 0).float().mean() < 0.02
 
 
-def test_crops_are_the_boxes_and_the_flips_that_were_drawn():
+def test_crops_have_the_drawn_boxes_and_flips():
     image = picture()
     config = RandomCropConfig(size=24, scale=(0.1, 0.6))
     u = rng().random((12, BOX_DRAWS))
@@ -116,19 +116,6 @@ def test_crops_are_the_boxes_and_the_flips_that_were_drawn():
     for crop, (top, left, height, width), flip in zip(view, boxes(u, (90, 120), config), u[:, -2] < 0.5, strict=True):
         expected = pillow(image[:, top : top + height, left : left + width], 24, 24)
         assert (crop.int() - (expected.flip(2) if flip else expected).int()).abs().max() <= 1
-
-
-def test_flips_happen_as_often_as_asked():
-    """4,000 crops, within four standard deviations; a mirrored crop is the crop mirrored."""
-    image = picture(12, 12)
-    config = RandomCropConfig(size=8, flip=0.3)
-    plain, always, some = (
-        random_crops(image, rng(), 4000, config.model_copy(update={"flip": flip})) for flip in (0.0, 1.0, 0.3)
-    )
-    assert torch.equal(always, plain.flip(3))
-    mirrored = (some != plain).flatten(1).any(1)
-    assert torch.equal(some[mirrored], always[mirrored])
-    assert abs(mirrored.double().mean() - 0.3) < 4 * (0.3 * 0.7 / 4000) ** 0.5
 
 
 def test_memory_order_of_the_image_does_not_matter():
@@ -162,7 +149,7 @@ def test_rotation_angles_are_drawn_to_both_sides():
     assert not torch.equal(turned[0], plain[0])
 
 
-def test_multi_crop_gives_views_and_what_to_do_with_them():
+def test_multi_crop_gives_views_and_colours():
     transform = MultiCrop(MultiCropConfig())
     batch = crops(transform, picture())
     assert [view.crops for view in transform.views] == [2, 8]
@@ -172,18 +159,6 @@ def test_multi_crop_gives_views_and_what_to_do_with_them():
     alone = MultiCrop(SMALL.model_copy(update={"local_crops": 0}))
     assert [view.crops for view in alone.views] == [2]
     assert len(crops(alone, picture()).views) == 1
-
-
-def test_each_crop_has_its_own_share_of_blur_and_solarisation():
-    """400 samples of DINO's settings, within four standard deviations."""
-    transform, source = MultiCrop(SMALL), rng()
-    samples = [[by_name(view.colors) for view in transform.draw((20, 20), source)] for _ in range(400)]
-    shares = {"blur": ((1.0, 0.1), 0.5), "solarize": ((0.0, 0.2), 0.0)}
-    for name, (in_global, in_local) in shares.items():
-        seen = [np.stack([sample[view][name] > 0 for sample in samples]) for view in (0, 1)]
-        for crop, share in enumerate(in_global):
-            assert abs(seen[0][:, crop].mean() - share) <= 4 * (share * (1 - share) / 400) ** 0.5
-        assert abs(seen[1].mean() - in_local) <= 4 * (in_local * (1 - in_local) / 1200) ** 0.5
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -255,6 +230,9 @@ def test_center_crop_of_odd_images():
         {"blur_local": 2},
         {"blur_sigma": (2.0, 0.1)},
         {"local_number": 3},
+        {"hue": 0.6},
+        {"jitter": 1.1},
+        {"brightness": -0.1},
     ],
 )
 def test_settings_out_of_range_are_refused(bad):

@@ -2,7 +2,6 @@
 
 import struct
 import tarfile
-import zlib
 from io import BytesIO
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from PIL import Image, ImageOps
 
 import tessera.data.decode
 from tessera.data.decode import ImageError, Picture, decode
-from tests.data.batches import chunk, saved
+from tests.data.batches import chunk, png, saved
 
 SAMPLE = Path(__file__).parents[2].parent / "shared" / "data" / "imagenet-sample"
 RNG = np.random.default_rng(0)
@@ -25,15 +24,16 @@ pytestmark = [
 ]
 
 
-def png(
-    values: np.ndarray, color: int, depth: int = 16, chunks: bytes = b"", size: tuple[int, int] | None = None
-) -> bytes:
-    """A PNG written by hand: Pillow cannot write 16-bit colours, nor lie about the size (width, height)."""
-    width, height = size or (values.shape[1], values.shape[0])
-    rows = b"".join(b"\0" + row.tobytes() for row in values.astype(">u2" if depth == 16 else ">u1"))
-    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
-    body = chunk(b"IHDR", header) + chunks + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + body
+def deep(values: np.ndarray, color: int, chunks: bytes = b"") -> bytes:
+    """A PNG of 16 bits, whose colours Pillow cannot write."""
+    rows = b"".join(b"\0" + row.tobytes() for row in values.astype(">u2"))
+    return png(values.shape[1], values.shape[0], rows, color, 16, chunks)
+
+
+def without_rows(jpeg: bytes) -> bytes:
+    """A JPEG whose header says that it has no rows yet: libjpeg does not read a height that comes later."""
+    frame = jpeg.index(b"\xff\xc0")
+    return jpeg[: frame + 5] + b"\0\0" + jpeg[frame + 7 :]
 
 
 def pillow(encoded: bytes) -> torch.Tensor:
@@ -52,15 +52,18 @@ def equal(encoded: bytes) -> bool:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_turns_pictures_upright(kind, orientation):
+def test_pictures_are_turned_upright(kind, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     encoded = saved(COLORS.convert("RGB"), kind, exif=exif)
-    assert decode(encoded).shape == ((3, 35, 25) if orientation > 4 else (3, 25, 35))
     assert equal(encoded)
+    picture = Picture(encoded)
+    assert picture.size == ((35, 25) if orientation > 4 else (25, 35))  # before the pixels are decoded
+    assert picture.plain == (kind == "JPEG" and orientation == 1)
+    assert tuple(picture.pixels().shape) == (3, *picture.size)
 
 
-def test_turns_pictures_whose_orientation_stands_in_xmp_alone():
+def test_the_orientation_may_stand_in_xmp():
     xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
     encoded = saved(COLORS.convert("RGB"), "JPEG", xmp=xmp)
     assert decode(encoded).shape == (3, 35, 25)
@@ -103,7 +106,7 @@ def test_modes_of_png_and_webp(kind, mode):
     assert equal(encoded)
 
 
-def test_transparent_pixels_are_white_whatever_colour_they_hide():
+def test_transparent_pixels_are_white():
     values = np.array([[[10, 20, 30, 0], [10, 20, 30, 255], [0, 0, 0, 51]]], dtype=np.uint8)
     assert decode(saved(Image.fromarray(values), "PNG")).permute(1, 2, 0).tolist() == [
         [[255, 255, 255], [10, 20, 30], [204, 204, 204]]
@@ -115,28 +118,21 @@ def test_transparent_pixels_are_white_whatever_colour_they_hide():
 def test_sixteen_bits_are_scaled_and_not_clipped():
     values = RNG.integers(0, 65536, (9, 11, 4))
     exact = torch.from_numpy(values / 257).permute(2, 0, 1)
-    gray = decode(png(values[..., 0], color=0))
+    gray = decode(deep(values[..., 0], color=0))
     assert torch.equal(gray, exact[:1].round().to(torch.uint8).expand(3, -1, -1))
-    assert (decode(png(values[..., :3], color=2)) - exact[:3]).abs().max() <= 1
-    opaque = values[..., [0, 1, 2, 3]].copy()
+    assert (decode(deep(values[..., :3], color=2)) - exact[:3]).abs().max() <= 1
+    opaque = values.copy()
     opaque[..., 3] = 65535
-    assert (decode(png(opaque, color=6)) - exact[:3]).abs().max() <= 1
-    assert (decode(png(opaque[..., [0, 3]], color=4)) - exact[:1]).abs().max() <= 1
-    keyed = decode(png(np.array([[30000, 30001]]), color=0, chunks=chunk(b"tRNS", struct.pack(">H", 30000))))
+    assert (decode(deep(opaque, color=6)) - exact[:3]).abs().max() <= 1
+    assert (decode(deep(opaque[..., [0, 3]], color=4)) - exact[:1]).abs().max() <= 1
+    keyed = decode(deep(np.array([[30000, 30001]]), color=0, chunks=chunk(b"tRNS", struct.pack(">H", 30000))))
     assert keyed[0].tolist() == [[255, 117]]
 
 
-def test_a_file_is_read_whatever_its_name_says_and_junk_around_segments_does_not_matter():
+def test_junk_around_the_segments_of_a_jpeg_is_ignored():
     jpeg = saved(COLORS.convert("RGB"), "JPEG")
     filled = jpeg[:2] + b"\xff\xff" + jpeg[2:] + b"after the end"
     assert torch.equal(decode(filled), decode(jpeg))
-
-
-def test_without_torchvisions_decoder_pillow_gives_the_same(monkeypatch):
-    encoded = saved(COLORS.convert("RGB"), "JPEG")
-    expected = decode(encoded)
-    monkeypatch.setattr(tessera.data.decode, "jpeg_decoder", lambda: None)
-    assert torch.equal(decode(encoded), expected)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +149,7 @@ def test_without_torchvisions_decoder_pillow_gives_the_same(monkeypatch):
         (saved(COLORS, "PNG")[:-100], "truncated|damaged"),
         (saved(COLORS, "PNG").replace(b"IDAT", b"IDAX"), "header is damaged"),
         (saved(COLORS, "WEBP", lossless=True)[:-100], "damaged"),
+        (without_rows(saved(COLORS.convert("RGB"), "JPEG")), "35 x 0 pixels"),
     ],
 )
 def test_what_is_no_good_image_says_why(encoded, reason):
@@ -160,20 +157,9 @@ def test_what_is_no_good_image_says_why(encoded, reason):
         decode(encoded)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_the_size_is_known_before_the_pixels(kind, orientation):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    picture = Picture(saved(COLORS.convert("RGB"), kind, exif=exif))
-    assert picture.size == ((35, 25) if orientation > 4 else (25, 35))
-    assert picture.plain == (kind == "JPEG" and orientation == 1)
-    assert tuple(picture.pixels().shape) == (3, *picture.size)
-
-
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"keep_rgb": True}])
 @pytest.mark.parametrize("shrink", [1, 2, 4, 8])
-def test_a_jpeg_at_a_fraction_is_about_the_mean_of_its_squares(shrink, options):
+def test_a_jpeg_is_decoded_at_a_fraction(shrink, options):
     y, x = np.mgrid[0:203, 0:301]
     waves = np.stack([128 + 100 * np.sin(x / 40 + c) * np.cos(y / 30 - c) for c in range(3)], axis=2)
     image = Image.fromarray(waves.round().astype(np.uint8))
@@ -192,7 +178,7 @@ def test_a_jpeg_at_a_fraction_is_about_the_mean_of_its_squares(shrink, options):
         assert difference.mean() < 1
 
 
-def test_a_turned_jpeg_is_shrunk_by_what_divides_its_sides():
+def test_turned_jpegs_shrink_by_divisors_of_their_sides():
     exif = Image.Exif()
     exif[0x0112] = 6
     picture = Picture(saved(Image.new("RGB", (96, 36)), "JPEG", exif=exif))
@@ -211,52 +197,12 @@ def test_a_header_that_lies_is_not_a_good_image(monkeypatch):
             Picture(good).pixels()
 
 
-def bombs() -> list[bytes]:
-    """30,000 x 30,000 pixels in a few bytes."""
-    jpegs = []
-    for mode in ("RGB", "CMYK"):
-        jpeg = bytearray(saved(COLORS.convert(mode), "JPEG"))
-        frame = jpeg.index(b"\xff\xc0")
-        jpeg[frame + 5 : frame + 9] = struct.pack(">HH", 30_000, 30_000)
-        jpegs.append(bytes(jpeg))
-    webp = bytes.fromhex(
-        "524946461a000000574542505650384c0e0000002ffebfff0f071011fd0f4444ff03"
-    )  # 16,383 x 16,383, WebP's largest
-    return [*jpegs, png(np.zeros((1, 1)), color=0, depth=8, size=(30_000, 30_000)), webp]
-
-
-@pytest.mark.parametrize("bomb", bombs(), ids=["jpeg", "cmyk", "png", "webp"])
-def test_bombs_are_refused_by_their_header(bomb):
-    with pytest.raises(ImageError, match="pixels"):
-        decode(bomb)
-
-
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 def test_the_limit_of_pixels_is_the_callers(kind):
     encoded = saved(COLORS.convert("RGB"), kind)
     assert decode(encoded, max_pixels=25 * 35).shape == (3, 25, 35)
     with pytest.raises(ImageError, match="35 x 25 pixels are more than the limit of 874"):
         decode(encoded, max_pixels=25 * 35 - 1)
-
-
-def test_random_damage_ends_in_pixels_or_an_image_error(capfd):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    good = [saved(COLORS.convert("RGB"), kind, exif=exif) for kind in ("JPEG", "PNG", "WEBP")]
-    good += [saved(COLORS.convert("RGB"), "JPEG"), saved(COLORS.convert("P"), "PNG")]
-    outcomes = {True: 0, False: 0}
-    for trial in range(1500):
-        encoded = bytearray(good[trial % len(good)])
-        for place in RNG.integers(0, len(encoded), 3):
-            encoded[place] = RNG.integers(0, 256)
-        try:
-            pixels = decode(bytes(encoded), max_pixels=100_000)
-        except ImageError as error:
-            outcomes[False] += bool(str(error))
-        else:
-            outcomes[True] += pixels.dtype == torch.uint8 and pixels.shape[0] == 3
-    assert sum(outcomes.values()) == 1500
-    assert min(outcomes.values()) > 100
 
 
 @pytest.mark.skipif(not SAMPLE.is_dir(), reason=f"no ImageNet sample in {SAMPLE}")
@@ -266,11 +212,3 @@ def test_imagenet_jpegs_have_pillows_pixels():
         files = [file.read() for file in opened if file]
     assert len(files) > 100
     assert all(equal(encoded) for encoded in files[::3])
-
-
-def test_a_header_of_no_pixels_is_refused():
-    encoded = bytearray(saved(COLORS.convert("RGB"), "JPEG"))
-    frame = encoded.index(b"\xff\xc0")
-    encoded[frame + 5 : frame + 7] = b"\0\0"  # its height, which may come later in a JPEG; libjpeg does not read those
-    with pytest.raises(ImageError, match="35 x 0 pixels"):
-        tessera.data.decode.Picture(bytes(encoded))

@@ -64,7 +64,7 @@ def epochs_are_whole(run, images):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("number", SHARDS)
-def test_any_processes_and_workers_and_any_stops_give_the_same_run(write_shards, number):
+def test_any_split_and_any_stops_give_the_same_run(write_shards, number):
     shards = write_shards(SHARDS[number])
     whole = steps_of(shards, 0, STEPS, world_size=1, workers=0, accumulation=1)
     epochs_are_whole(whole, 120)

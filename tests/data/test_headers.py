@@ -4,7 +4,6 @@ import io
 import struct
 import time
 import tracemalloc
-import zlib
 
 import numpy as np
 import pytest
@@ -17,15 +16,13 @@ from tessera.data.loader import evaluation_batches
 from tessera.data.maps import decode_map
 from tessera.data.shards import open_shards
 from tessera.data.tools.pack import LeftOut, Recipe, prepare
-from tests.data.batches import chunk, saved
+from tests.data.batches import chunk, png, saved, tiff
 from tests.data.shards.batches import train
 
 
-def png(width, height, raw=b"", colour=2, extra=b"", interlaced=0):
-    """A PNG written by hand, whose pixel data need not fit its size."""
-    header = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, interlaced)
-    data = chunk(b"IHDR", header) + extra + chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + data
+def large(jpeg):
+    """A JPEG of 40 x 64 pixels whose header says 30,000 x 30,000."""
+    return jpeg.replace(struct.pack(">HH", 40, 64), struct.pack(">HH", 30_000, 30_000), 1)
 
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 64, 3), dtype=np.uint8))
@@ -35,7 +32,9 @@ HOSTILE = {
     "high, without pixels": png(1, 178_956_970),
     "a side above the limit": png(MAX_SIDE + 1, 1, bytes(3 * MAX_SIDE + 4)),
     "large, without pixels": png(13_000, 13_000),
-    "large JPEG of few bytes": JPEG.replace(struct.pack(">HH", 40, 64), struct.pack(">HH", 13_000, 13_000), 1),
+    "large JPEG of few bytes": large(JPEG),
+    "large CMYK JPEG": large(saved(NOISE.convert("CMYK"), "JPEG")),
+    "large WebP": bytes.fromhex("524946461a000000574542505650384c0e0000002ffebfff0f071011fd0f4444ff03"),  # 16,383²
     "fill bytes": b"\xff\xd8" + b"\xff" * 2**24,
     "fill bytes before a good frame": JPEG[:2] + b"\xff" * 2**24 + JPEG[2:],
     "junk": b"\xff\xd8\xff" + bytes(2**24) + JPEG[2:],
@@ -80,15 +79,15 @@ def test_a_black_png_is_a_good_image():
         b"\0" + bytes([value] * columns) for rows, columns, value in
         [(1, 1, 1), (1, 1, 2), (0, 0, 0), (1, 1, 4), (1, 3, 5), (2, 2, 6), (1, 5, 7)] for _ in range(rows)
     )  # fmt: skip
-    assert decode(png(5, 3, interlaced, colour=0, interlaced=1))[0, 1].tolist() == [7] * 5
+    assert decode(png(5, 3, interlaced, color=0, interlaced=1))[0, 1].tolist() == [7] * 5
     with pytest.raises(ImageError, match="truncated"):
-        decode(png(5, 3, interlaced[:-1], colour=0, interlaced=1))
+        decode(png(5, 3, interlaced[:-1], color=0, interlaced=1))
 
 
 def test_a_map_without_pixel_data_is_damaged():
     for size in ((1, 178_956_970), (40, 30)):
         with pytest.raises(ImageError):
-            decode_map(png(*size, b"\0" * 41, colour=0))
+            decode_map(png(*size, b"\0" * 41, color=0))
 
 
 def test_headers_of_good_jpegs_pass():
@@ -114,13 +113,11 @@ def test_conversion_in_parts_gives_the_same_pixels(monkeypatch):
 
 def test_tiffs_with_missing_strips_are_corrupt():
     tifffile = pytest.importorskip("tifffile")
-    file = io.BytesIO()
-    tifffile.imwrite(file, np.asarray(NOISE), photometric="rgb", rowsperstrip=10)
-    assert decode(file.getvalue()).shape == (3, 40, 64)
-    with tifffile.TiffFile(io.BytesIO(file.getvalue())) as opened:
+    good = tiff(np.asarray(NOISE), photometric="rgb", rowsperstrip=10)
+    assert decode(good).shape == (3, 40, 64)
+    with tifffile.TiffFile(io.BytesIO(good)) as opened:
         tags = opened.pages.first.tags
         offsets, counts = tags["StripOffsets"].valueoffset, tags["StripByteCounts"].valueoffset
-    good = file.getvalue()
     for place in (offsets, counts):
         with pytest.raises(ImageError, match=r"strips or tiles are missing|truncated"):
             decode(good[: place + 4] + bytes(4) + good[place + 8 :])

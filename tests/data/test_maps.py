@@ -2,6 +2,7 @@
 
 import io
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,18 +23,14 @@ from tessera.data.shards import ShardError, open_shards
 from tessera.data.shards.index import parse_table, write_table
 from tessera.data.shards.tar import scan_tar
 from tessera.evaluation.features import single_view
+from tests.data.batches import rng, saved
 from tests.data.made import make, picture
 
-
-def png(values, mode=None, **options):
-    file = io.BytesIO()
-    image = values if isinstance(values, Image.Image) else Image.fromarray(values, mode)
-    image.save(file, "PNG", **options)
-    return file.getvalue()
+png = partial(saved, kind="PNG")
 
 
 def noise(seed, *shape, below=256):
-    return np.random.default_rng(seed).integers(0, below, shape, dtype=np.uint8)
+    return rng(seed).integers(0, below, shape, dtype=np.uint8)
 
 
 def test_gray_and_palette_maps_hold_their_numbers():

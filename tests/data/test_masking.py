@@ -29,7 +29,7 @@ def crop(transform, image: torch.Tensor, seed: int = 0) -> torch.Tensor:
     ("tokens", "ratio", "hidden"),
     [(49, 0.75, 37), (196, 0.75, 147), (16, 0.5, 8), (4, 0.9, 3), (4, 0.01, 1), (2, 0.99, 1)],
 )
-def test_as_many_are_hidden_as_in_mae_and_one_stays(tokens, ratio, hidden):
+def test_numbers_of_hidden_tokens(tokens, ratio, hidden):
     assert hidden_count(tokens, ratio) == hidden  # tokens - int(tokens * (1 - ratio)) within 1 and tokens - 1
 
 
@@ -40,7 +40,7 @@ def test_a_single_token_is_refused():
 
 @pytest.mark.parametrize("kind", list(MASKS))
 @pytest.mark.parametrize("grid", [(14, 14), (3, 9), (1, 5), (2, 1)])
-def test_every_mask_hides_the_same_number_and_follows_from_the_generator(kind, grid):
+def test_masks_hide_equal_numbers_and_are_reproducible(kind, grid):
     for ratio in (0.3, 0.75):
         masks = [MASKS[kind](grid, ratio, rng(seed)) for seed in range(50)]
         assert {mask.shape for mask in masks} == {grid}
@@ -67,7 +67,7 @@ def test_block_masks_are_blocks():
     assert np.mean(shares) > 0.75
 
 
-def test_masked_crop_is_the_crop_and_a_mask_of_its_grid():
+def test_masked_crop_is_crop_and_mask():
     config = RandomCropConfig(size=32)
     masked = MaskedCrop(RandomCrop(config), 8, "random", 0.75)
     assert torch.equal(crop(masked, noise(50, 70)), crop(RandomCrop(config), noise(50, 70)))
@@ -77,7 +77,7 @@ def test_masked_crop_is_the_crop_and_a_mask_of_its_grid():
 
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (68, 56), (100, 1000), (224, 224)])
-def test_native_crops_keep_the_aspect_ratio_up_to_whole_patches(height, width):
+def test_native_crops_keep_the_aspect_ratio(height, width):
     transform = NativeCrop(RandomCropConfig(size=224), 16, 128, 1024)
     wanted = min(max(height / width, 1 / 4), 4)
     for seed in range(20):
@@ -106,7 +106,7 @@ def test_native_grid_uses_the_budget():
     assert native_grid(1, 1, 1) == (1, 1)
 
 
-def test_packed_batches_hold_every_image_with_its_name_label_and_mask():
+def test_packed_batches_keep_names_labels_and_masks():
     transform = MaskedCrop(NativeCrop(RandomCropConfig(size=32), 4, 16, 100), 4, "random", 0.75)
     assert transform.packing == Packing(4, 100)
     images = [noise(40 + 9 * i, 90 - 7 * i, i) for i in range(9)]
@@ -158,7 +158,7 @@ def test_searched_blocks_hide_a_token_of_the_smallest_grids(grid):
             assert block_search_mask(grid, wanted, rng(seed), fill=True).sum() == wanted
 
 
-def test_half_of_the_global_crops_of_any_batch_are_masked():
+def test_half_of_the_global_crops_are_masked():
     config = MultiCropConfig(global_size=32, local_size=16, local_crops=3)
     plain = MultiCrop(config)
     transform = MaskedMultiCrop(plain, (8, 8), 0.5, (0.1, 0.5), fill=True)

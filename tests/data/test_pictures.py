@@ -11,7 +11,7 @@ from tessera.encoders.base import Preprocessing
 from tests.views import GAP, cell, pixels
 
 
-def test_crops_are_shown_as_they_came_one_row_an_image() -> None:
+def test_crops_of_an_image_are_a_row() -> None:
     raw = [pixels(2 * 3, 3, 8, 8), pixels(3 * 3, 3, 4, 4)]  # 3 images with 2 global and 3 local crops
     batch = Batch([View(raw[0], 2), View(raw[1], 3)])
     picture = pictures.crops(to_model_input(batch), images=2, side=8)

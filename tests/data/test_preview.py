@@ -73,7 +73,7 @@ def test_any_number_of_channels_is_shown(channels):
 
 
 @pytest.mark.medium
-def test_settings_of_a_run_hand_over_to_the_preview_of_the_run(write_shards, tmp_path):
+def test_settings_of_a_run_preview_its_crops(write_shards, tmp_path):
     write_shards([80])
     sheet = tmp_path / "sheet.png"
     argv = [str(tmp_path / "*.tar"), "--method", "mae", "--encoder", "vit_micro", "--mae.size", "32", "--images", "2"]

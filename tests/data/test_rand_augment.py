@@ -62,7 +62,7 @@ def test_the_operations_are_those_of_maes_policy() -> None:
     assert {(op.prob, op.magnitude, op.magnitude_std, op.magnitude_max) for op in policy.ops} == {(0.5, 9, 0.5, None)}
 
 
-def test_operations_are_drawn_equally_often_with_the_magnitudes_of_the_policy() -> None:
+def test_draws_follow_the_policy() -> None:
     keys = torch.randint(2**32, (6000,), generator=torch.Generator().manual_seed(0))
     drawn = draw_operations(generators(keys), 9)
     kinds, levels = drawn.kinds.flatten(), drawn.levels.flatten()

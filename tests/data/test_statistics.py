@@ -1,18 +1,16 @@
 """Pixel statistics of shards against numpy."""
 
 from dataclasses import replace
-from io import BytesIO
 
 import numpy as np
 import pytest
-import tifffile
 import torch
-from PIL import Image
 
 from tessera.data.check_shards import main
 from tessera.data.decode import decode
 from tessera.data.shards import ShardError, open_shards, open_sources
 from tessera.data.statistics import count_classes, histogram, pixel_statistics
+from tests.data.batches import saved, tiff
 from tests.data.made import picture
 
 
@@ -22,9 +20,7 @@ def shards(write_tar):
     rng, members = np.random.default_rng(0), []
     for number in range(37):
         pixels = rng.integers(5 * number, 5 * number + 60, (*rng.integers(5, 30, 2), 4), dtype=np.uint8)
-        file = BytesIO()
-        Image.fromarray(pixels).save(file, "PNG")
-        members.append((f"{number:02d}.png", file.getvalue()))
+        members.append((f"{number:02d}.png", saved(pixels, "PNG")))
     return [
         write_tar(f"{name}.tar", some) for name, some in (("a", members[:3]), ("b", members[3:30]), ("c", members[30:]))
     ]
@@ -79,7 +75,7 @@ def test_corrupt_images_are_left_out(write_tar):
         pixel_statistics(open_sources(none), 3)
 
 
-def test_a_constant_channel_has_a_standard_deviation_of_one_level(write_tar):
+def test_a_constant_channel_has_a_deviation_of_one_level(write_tar):
     found = pixel_statistics(open_sources(write_tar("a.tar", [("a.png", picture(1, format="PNG"))])), 4)
     assert found.mean[3] == 1
     assert found.std[3] == 1 / 255
@@ -95,16 +91,11 @@ def test_a_histogram_counts_the_values_of_each_channel(channels):
 
 
 def test_shards_of_tiffs_are_checked_in_their_channels(write_tar, tmp_path):
-    file = BytesIO()
-    tifffile.imwrite(file, np.zeros((9, 7, 3), np.uint8), photometric="rgb")
-    assert main([write_tar("b.tar", [("a.tiff", file.getvalue())]), "--workers", "1"]) == 0
+    rgb = tiff(np.zeros((9, 7, 3), np.uint8), photometric="rgb")
+    assert main([write_tar("b.tar", [("a.tiff", rgb)]), "--workers", "1"]) == 0
     values = np.random.default_rng(0).integers(0, 256, (4, 9, 7, 5), dtype=np.uint8)
-    members = []
-    for number, image in enumerate(values):
-        file = BytesIO()
-        tifffile.imwrite(file, image, photometric="minisblack", planarconfig="contig")
-        members.append((f"{number}.tif", file.getvalue()))
-    path = write_tar("a.tar", members)
+    images = [tiff(image, photometric="minisblack", planarconfig="contig") for image in values]
+    path = write_tar("a.tar", [(f"{number}.tif", image) for number, image in enumerate(images)])
     assert main([path, "--workers", "1"]) == 1  # as RGB images they are corrupt
     assert main([path, "--workers", "1", "--channels", "5", "--write_index"]) == 0
     opened = open_shards(path)

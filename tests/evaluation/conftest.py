@@ -1,7 +1,6 @@
 """Small labelled shards with a cache of their own, features of digits, encoders, and oracles of several tests."""
 
-import io
-import tarfile
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
@@ -17,6 +15,7 @@ from torch import Tensor
 from tessera import encoders
 from tessera.encoders.base import Encoder, Features
 from tessera.evaluation.features import LabelledFeatures
+from tests.data.batches import saved, write_tar
 from tests.pretrain.small import on_processes
 
 FAMILIES = ["vit_micro", "swin_micro", "twins_svt_micro", "navit_micro", "sam_vit_micro"]
@@ -35,14 +34,19 @@ def knn_oracle(k: int) -> KNeighborsClassifier:
     return KNeighborsClassifier(k, metric="cosine", algorithm="brute", weights=votes)
 
 
-def run_on_two_processes(port: int, run: Callable[[Any], object], *settings: Any) -> None:
-    """Call the function `run` of a command with each of `settings`, on the two processes of one launch."""
-    on_processes(_call, port, run, settings)
+def results_of_one_and_two_processes(
+    folder: Path, port: int, run: Callable[[Any], object], settings: Callable[..., Any], options: dict[str, Any]
+) -> tuple[dict, dict]:
+    """Call the function `run` of a command in this process and on two, and return the results."""
+    on_processes(_call, port, run, settings(**options, output=str(folder / "two.json")))
+    run(settings(**options, output=str(folder / "one.json")))
+    one, two = (json.loads((folder / name).read_text()) for name in ("one.json", "two.json"))
+    assert two["settings"]["processes"] == 2
+    return one, two
 
 
-def _call(rank: int, run: Callable[[Any], object], settings: tuple[Any, ...]) -> None:
-    for one in settings:
-        run(one)
+def _call(rank: int, run: Callable[[Any], object], settings: Any) -> None:
+    run(settings)
 
 
 class Known(Encoder):
@@ -64,15 +68,12 @@ class Known(Encoder):
 
 def write_shard(path: Path, images: np.ndarray, labels: list[int] | None, prefix: str = "image") -> Path:
     """`images` (N, H, W, 3) uint8 as PNG, which keeps pixels as they are."""
-    with tarfile.open(path, "w") as archive:
-        for i, pixels in enumerate(images):
-            buffer = io.BytesIO()
-            Image.fromarray(pixels).save(buffer, "png")
-            members = {"png": buffer.getvalue()} | ({} if labels is None else {"cls": str(labels[i]).encode()})
-            for extension, content in members.items():
-                info = tarfile.TarInfo(f"{prefix}-{i:04d}.{extension}")
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
+    members = []
+    for i, pixels in enumerate(images):
+        members.append((f"{prefix}-{i:04d}.png", saved(pixels, "PNG")))
+        if labels is not None:
+            members.append((f"{prefix}-{i:04d}.cls", str(labels[i]).encode()))
+    write_tar(path, members)
     return path
 
 

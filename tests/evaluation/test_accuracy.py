@@ -3,7 +3,7 @@ import torch
 from tessera.evaluation.accuracy import UNRANKED, true_class_rank
 
 
-def test_rank_counts_better_scores_and_lower_classes_of_a_tie():
+def test_rank_of_the_true_class():
     scores = torch.tensor([[0.1, 0.5, 0.5, 0.2], [3.0, 1.0, 2.0, 0.0]])
     found = [true_class_rank(scores, torch.tensor([c, c])).tolist() for c in range(4)]
     assert found == [[3, 0], [0, 2], [1, 1], [2, 3]]

@@ -11,14 +11,14 @@ from threadpoolctl import threadpool_limits
 from tessera.evaluation import few_shot
 from tessera.evaluation.few_shot import FewShotSettings, drawn, places_in_class, run
 from tessera.runtime.settings import validate
-from tests.evaluation.conftest import FAMILIES, knn_oracle, run_on_two_processes, save_encoder
+from tests.evaluation.conftest import FAMILIES, knn_oracle, results_of_one_and_two_processes, save_encoder
 
 
 def settings(**changed: Any) -> FewShotSettings:
     return validate(FewShotSettings, {"checkpoint": "x", "train": "x", "val": "x"} | changed)
 
 
-def test_every_class_gives_its_share_and_at_least_one_image():
+def test_every_class_gives_its_share():
     labels = torch.tensor([0] * 1000 + [1] * 30 + [2] * 3 + [4])[torch.randperm(1034)]
     keys = [f"train-0.tar/{i}" for i in range(len(labels))]
     places, sizes = places_in_class(keys, labels, seed=0, draw=0)
@@ -27,7 +27,7 @@ def test_every_class_gives_its_share_and_at_least_one_image():
     assert not (drawn(places, sizes, 2) & ~drawn(places, sizes, 5)).any()  # a larger share holds the smaller one
 
 
-def test_the_draw_depends_on_the_names_the_seed_and_the_draw():
+def test_draws_follow_from_names_and_seed():
     labels, keys = torch.arange(500) % 5, [f"train-{i // 100}.tar/{i}" for i in range(500)]
 
     def chosen(keys, labels, **draw):
@@ -77,15 +77,8 @@ def test_accuracies_of_digits_are_those_of_scikit_learn(digits):
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_the_command_works_for_every_family(shards, tmp_path, variant):
     path = save_encoder(tmp_path / f"{variant}.safetensors", variant)
-    run(
-        settings(
-            checkpoint=path,
-            train=str(shards / "train-{0..1}.tar"),
-            val=str(shards / "val-0.tar"),
-            shares=[10, 100],
-            workers=0,
-        )
-    )
+    train, val = str(shards / "train-{0..1}.tar"), str(shards / "val-0.tar")
+    run(settings(checkpoint=path, train=train, val=val, shares=[10, 100], workers=0))
     (file,) = tmp_path.glob(f"{variant}-few_shot-shards*-val-*.json")
     found = json.loads(file.read_text())
     assert [row["images"] for row in found["shares"]] == [3, 31]
@@ -97,10 +90,7 @@ def test_the_command_works_for_every_family(shards, tmp_path, variant):
 def test_two_processes_give_the_same(shards, tmp_path, free_port):
     options = {"checkpoint": "pixels", "image_size": 16, "workers": 0, "shares": [10, 30, 100]}
     options |= {"train": str(shards / "train-{0..1}.tar"), "val": str(shards / "val-0.tar")}
-    run_on_two_processes(free_port, run, FewShotSettings(**options, output=str(tmp_path / "two.json")))
-    run(FewShotSettings(**options, output=str(tmp_path / "one.json")))
-    two, one = (json.loads((tmp_path / name).read_text()) for name in ("two.json", "one.json"))
-    assert two["settings"]["processes"] == 2
+    one, two = results_of_one_and_two_processes(tmp_path, free_port, run, FewShotSettings, options)
     for row in (*one["shares"], *two["shares"]):
         assert max(row.pop("iterations")) < 100  # rounding may cost an iteration
     same = ("top1", "top5", "shares", "train_images", "val_images", "classes", "data")

@@ -11,23 +11,10 @@ from tests.launched import ROOT
 
 
 def test_flags_become_those_of_the_training_command() -> None:
-    given = [
-        "--checkpoint",
-        "RUN",
-        "--train=a.tar",
-        "--train",
-        "b.tar",
-        "--val",
-        "v.tar",
-        "--steps",
-        "5",
-        "--output",
-        "O",
-    ]
-    assert command(given) == [
-        "--method", "finetune", "--init_from", "RUN", "--data=a.tar", "--data", "b.tar", "--evaluation.val", "v.tar",
-        "--steps", "5", "--output", "O",
-    ]  # fmt: skip
+    more = ["--steps", "5", "--output", "O"]
+    given = command(["--checkpoint", "RUN", "--train=a.tar", "--train", "b.tar", "--val", "v.tar", *more])
+    data = ["--data=a.tar", "--data", "b.tar", "--evaluation.val", "v.tar"]
+    assert given == ["--method", "finetune", "--init_from", "RUN", *data, *more]
 
 
 def test_the_run_folder_is_that_of_the_encoder(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_temperature_weighs_near_neighbours():
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 100])
-def test_the_first_of_equal_neighbours_and_the_lowest_of_equal_classes_win(chunk):
+def test_ties_of_neighbours_and_classes(chunk):
     train = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, 0.0], [1.0, 0.0], [4.0, 0.0]])  # four in one direction
     labels = torch.tensor([4, 3, 1, 2, 0])
     query = torch.tensor([[3.0, 0.0]])
@@ -115,15 +115,8 @@ def result(shards, tmp_path_factory):
     """A saved encoder, and its result by one process."""
     folder = tmp_path_factory.mktemp("run")
     encoder = save_encoder(folder / "vit.safetensors", depth=2)
-    run(
-        KNNSettings(
-            checkpoint=encoder,
-            train=str(shards / "train-{0..1}.tar"),
-            val=str(shards / "val-*.tar"),
-            k=[3, 20, 25, 200],
-            workers=0,
-        )
-    )
+    train, val = str(shards / "train-{0..1}.tar"), str(shards / "val-*.tar")
+    run(KNNSettings(checkpoint=encoder, train=train, val=val, k=[3, 20, 25, 200], workers=0))
     return encoder, json.loads(next(folder.glob("vit-knn-*.json")).read_text())
 
 
@@ -178,15 +171,7 @@ def test_mistakes_end_with_a_message(shards, tmp_path, capsys, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(not SHARED.exists(), reason="needs shared/data/cifar10 beside the project")
 def test_pixels_of_cifar10_give_the_known_accuracy(tmp_path):
-    run(
-        KNNSettings(
-            checkpoint="pixels",
-            image_size=32,
-            train=str(SHARED / "cifar10-train-*.tar.gz"),
-            val=str(SHARED / "cifar10-test-*.tar.gz"),
-            k=[20],
-            workers=2,
-            output=str(tmp_path / "knn.json"),
-        )
-    )
+    options = {"checkpoint": "pixels", "image_size": 32, "k": [20], "output": str(tmp_path / "knn.json"), "workers": 2}
+    options |= {name: str(SHARED / f"cifar10-{part}-*.tar.gz") for name, part in (("train", "train"), ("val", "test"))}
+    run(KNNSettings(**options))
     assert round(json.loads((tmp_path / "knn.json").read_text())["top1"], 3) == 0.458

@@ -1,4 +1,3 @@
-import json
 import math
 from typing import Any
 
@@ -27,8 +26,7 @@ from tessera.evaluation.linear_probe import (
 )
 from tessera.runtime.processes import exit_on_user_error, make_accelerator
 from tessera.runtime.settings import validate
-from tests.evaluation.conftest import save_encoder
-from tests.launched import ROOT
+from tests.evaluation.conftest import results_of_one_and_two_processes, save_encoder
 
 CPU = torch.device("cpu")
 
@@ -212,18 +210,11 @@ def encoder(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_command_is_the_same_with_two_processes(shards, encoder, tmp_path, launch):
+def test_two_processes_give_the_same(shards, encoder, tmp_path, free_port):
     options = {"checkpoint": encoder, "train": str(shards / "train-{0..1}.tar"), "val": str(shards / "val-0.tar")}
     options |= {"average_pool": "both", "epochs": 4, "head_batch_size": 8, "holdout": 0.3, "workers": 0}
-    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    flags += ["--blocks", "1,2", "--rates", "0.01,1.0", "--batch_norm", "--batch_size", "6"]
-    run_ = launch([*flags, "--output", str(tmp_path / "two.json")], 2, ROOT / "evaluation" / "linear_probe.py")
-    said = run_.wait()
-    assert run_.process.returncode == 0, said
-    own = {"blocks": [1, 2], "rates": [0.01, 1.0], "batch_norm": True, "output": str(tmp_path / "one.json")}
-    run(ProbeSettings(**options | own))
-    two, one = (json.loads((tmp_path / name).read_text()) for name in ("two.json", "one.json"))
-    assert two["settings"]["processes"] == 2
+    options |= {"blocks": [1, 2], "rates": [0.01, 1.0], "batch_norm": True}
+    one, two = results_of_one_and_two_processes(tmp_path, free_port, run, ProbeSettings, options)
     assert one["settings"]["augment"]
     assert (one["train_images"], one["val_images"], one["classes"]) == (31, 13, 3)
     same = ("top1", "top5", "chosen", "all", "train_images", "holdout_images", "val_images", "classes")

@@ -64,7 +64,7 @@ def test_a_name_holds_evaluation_data_step_and_time(run_folder):
         (["a-0.tar", "a-1.tar", "b-0.tar"], "a+b"),
     ],
 )
-def test_the_name_of_a_data_set_comes_from_its_shards(shards, name):
+def test_data_sets_are_named_after_their_shards(shards, name):
     assert data_name(shards) == name
 
 

@@ -7,7 +7,7 @@ from sklearn.metrics import average_precision_score
 
 from tessera.evaluation.features import EvaluationError, LabelledFeatures
 from tessera.evaluation.retrieval import RetrievalSettings, retrieve, run
-from tests.evaluation.conftest import FAMILIES, run_on_two_processes, save_encoder, write_shard
+from tests.evaluation.conftest import FAMILIES, results_of_one_and_two_processes, save_encoder, write_shard
 
 
 def made_up(images, seed, dim=6, classes=5):
@@ -88,20 +88,17 @@ def test_the_command_works_for_every_family(shards, tmp_path, variant):
 
 
 @pytest.mark.medium
-def test_two_processes_give_the_same(shards, tmp_path, free_port):
+@pytest.mark.parametrize(("scored", "queries"), [("val", 9), ("train", 13)])
+def test_two_processes_give_the_same(tmp_path, free_port, scored, queries):
     options = {"checkpoint": "pixels", "train": str(tmp_path / "train.tar"), "image_size": 16, "workers": 0}
     images = np.random.default_rng(0).integers(0, 256, (9, 16, 16, 3), dtype=np.uint8)
     gallery = images[[0, 1, 2, 3, 0, 4, 1, 0, 2, 5, 6, 0, 1]]  # copies of an image rank equally on any process
     write_shard(tmp_path / "train.tar", gallery, [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0])
     write_shard(tmp_path / "val.tar", images, [0, 1, 2, 0, 1, 2, 0, 1, 2])
-    cases = [options | {"val": str(tmp_path / "val.tar"), "source": {"allow_overlap": True}}, options]
-    both = [RetrievalSettings(**case, output=str(tmp_path / f"two-{number}.json")) for number, case in enumerate(cases)]
-    run_on_two_processes(free_port, run, *both)
-    for number, case in enumerate(cases):
-        run(RetrievalSettings(**case, output=str(tmp_path / f"one-{number}.json")))
-        one, two = (json.loads((tmp_path / f"{name}-{number}.json").read_text()) for name in ("one", "two"))
-        assert two["settings"]["processes"] == 2
-        same = ("mean_average_precision", "queries", "left_out", "train_images", "val_images", "classes")
-        assert {key: two[key] for key in same} == {key: one[key] for key in same}
-        assert one["queries"] == (9, 13)[number]
-        assert 0.2 < one["mean_average_precision"] < 0.9
+    if scored == "val":
+        options |= {"val": str(tmp_path / "val.tar"), "source": {"allow_overlap": True}}
+    one, two = results_of_one_and_two_processes(tmp_path, free_port, run, RetrievalSettings, options)
+    same = ("mean_average_precision", "queries", "left_out", "train_images", "val_images", "classes")
+    assert {key: two[key] for key in same} == {key: one[key] for key in same}
+    assert one["queries"] == queries
+    assert 0.2 < one["mean_average_precision"] < 0.9

@@ -1,12 +1,9 @@
-import io
 import json
-import tarfile
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from sklearn.metrics import jaccard_score
 from torch import nn
 
@@ -23,7 +20,8 @@ from tessera.evaluation.segmentation import (
     run,
     scores,
 )
-from tests.evaluation.conftest import FAMILIES, run_on_two_processes, save_encoder
+from tests.data.batches import saved, write_tar
+from tests.evaluation.conftest import FAMILIES, results_of_one_and_two_processes, save_encoder
 
 COLOURS = np.array([[30, 30, 30], [220, 40, 40], [40, 220, 40], [40, 40, 220]])
 
@@ -42,29 +40,24 @@ def scene(seed, height, width):
 
 def write_scenes(path, seeds, change=lambda values: values):
     """Write a shard of scenes with maps, and return its path."""
-    with tarfile.open(path, "w") as archive:
-        for seed in seeds:
-            for extension, array in zip(("png", "seg.png"), scene(seed, 32, 40 + seed % 5), strict=True):
-                file = io.BytesIO()
-                Image.fromarray(array if extension == "png" else change(array)).save(file, "png")
-                info = tarfile.TarInfo(f"scene-{seed:03d}.{extension}")
-                info.size = len(file.getvalue())
-                archive.addfile(info, io.BytesIO(file.getvalue()))
-    return str(path)
+    members = []
+    for seed in seeds:
+        pixels, values = scene(seed, 32, 40 + seed % 5)
+        members += [(f"scene-{seed:03d}.png", saved(pixels, "PNG"))]
+        members += [(f"scene-{seed:03d}.seg.png", saved(change(values), "PNG"))]
+    return write_tar(path, members)
 
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scenes")
-    write_scenes(folder / "train.tar", range(24))
-    write_scenes(folder / "val.tar", range(100, 107))
-    return {"train": str(folder / "train.tar"), "val": str(folder / "val.tar"), "workers": 0}
+    train, val = write_scenes(folder / "train.tar", range(24)), write_scenes(folder / "val.tar", range(100, 107))
+    return {"train": train, "val": val, "workers": 0}
 
 
 def result(tmp_path, **settings):
     """Run the command, and return its result file."""
-    file = tmp_path / f"{len(list(tmp_path.glob('result-*')))}.json"
-    file = file.with_name(f"result-{file.name}")
+    file = tmp_path / f"result-{len(list(tmp_path.glob('result-*')))}.json"
     run(SegmentationSettings(**settings, output=str(file)))
     return json.loads(file.read_text())
 
@@ -201,12 +194,8 @@ def test_shards_without_maps_are_refused(scenes, shards):
 def test_two_processes_give_the_same(scenes, tmp_path, free_port):
     path = save_encoder(tmp_path / "encoder.safetensors")
     options = scenes | {"checkpoint": path, "epochs": 4, "batch_size": 8, "lr": 0.01}
-    run_on_two_processes(free_port, run, SegmentationSettings(**options, output=str(tmp_path / "two.json")))
-    one, two = result(tmp_path, **options), json.loads((tmp_path / "two.json").read_text())
-    assert two["settings"]["processes"] == 2
-    assert {key: two[key] for key in ("val_images", "train_images", "classes")} == {
-        "val_images": 7, "train_images": 24, "classes": 4,
-    }  # fmt: skip
+    one, two = results_of_one_and_two_processes(tmp_path, free_port, run, SegmentationSettings, options)
+    assert (two["val_images"], two["train_images"], two["classes"]) == (7, 24, 4)
     for value, row in one["per_class"].items():
         assert two["per_class"][value]["pixels"] == row["pixels"]
         assert two["per_class"][value]["iou"] == pytest.approx(row["iou"], abs=2e-3)

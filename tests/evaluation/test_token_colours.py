@@ -22,7 +22,7 @@ def test_components_are_those_of_scikit_learn() -> None:
     assert not alike.any()
 
 
-def test_colours_do_not_depend_on_the_axes_of_the_second_encoder() -> None:
+def test_colours_ignore_rotations_of_features() -> None:
     first = torch.randn(2, 3, 4, 4, dtype=torch.float64)
     turn = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0]
     one, two = common_colours([first, torch.einsum("qchw,cd->qdhw", first, turn)])

@@ -87,6 +87,56 @@ def stand_ins(tmp_path: Path) -> Callable[..., StandIns]:
     return make
 
 
+SETTINGS = "method: mae  # a comment\ndata: shards-{0..3}.tar\nevaluation: {train: [a.tar, b.tar], val: v.tar}\n"
+
+
+class Slurm:
+    """The command, called in a folder with a settings file `x.yaml`."""
+
+    def __init__(self, folder: Path, commands: StandIns) -> None:
+        self.folder, self.commands, self.environment = folder, commands, commands.environment
+        (folder / "x.yaml").write_text(SETTINGS)
+        commands.answer({"sbatch --parsable": [(0, f"{number}\n", "") for number in range(101, 140)]})
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(ROOT / "launch" / "slurm.py"), *arguments],
+            cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+    def does(self, *arguments: str) -> str:
+        """Run the command, and return what it printed."""
+        done = self.run(*arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def fails(self, *arguments: str) -> str:
+        """Run the command, and return why it failed."""
+        done = self.run(*arguments)
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stderr
+
+    def accepted(self, *arguments: str, output: str = "run") -> str:
+        return self.does("submit", "--config", "x.yaml", "--output", output, *arguments)
+
+    def refused(self, *arguments: str, output: str = "run") -> str:
+        return self.fails("submit", "--config", "x.yaml", "--output", output, *arguments)
+
+    def submitted(self) -> list[list[str]]:
+        return [call["argv"] for call in self.commands.calls("sbatch")]
+
+    def everything(self) -> list[str]:
+        """Return all files except those of the fake commands."""
+        files = (path.relative_to(self.folder) for path in self.folder.rglob("*"))
+        return sorted(str(path) for path in files if path.parts[0] != "commands")
+
+
+@pytest.fixture
+def slurm(stand_ins: Callable[..., StandIns], tmp_path: Path) -> Slurm:
+    return Slurm(tmp_path, stand_ins("sbatch", "squeue", "scontrol", "scancel"))
+
+
 class Cluster:
     """A running cluster with the nodes 127.0.0.2 and 127.0.0.3 and the partitions `main` and `urgent`."""
 

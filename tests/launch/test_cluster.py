@@ -40,6 +40,15 @@ class Work:
     def slurm(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         return self.cluster.run(*SLURM, *map(str, arguments))
 
+    def submit(self, output: Path, *arguments: str) -> list[dict]:
+        """Submit a chain for two nodes without GPUs, and return its jobs."""
+        done = self.slurm(
+            "submit", "--config", self.config, "--output", output, "--nodes", "2", "--gpus", "0", "--cpus", "2",
+            *arguments,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads((output / "submitted" / "jobs.json").read_text())["jobs"]
+
     def log(self, job: str) -> Path:
         return self.folder / f"slurm-{job}.out"
 
@@ -75,15 +84,12 @@ def step_reached(output: Path) -> int:
 def undisturbed(work: Work) -> Path:
     """Run a chain of jobs: pretraining on two nodes, k-NN of every checkpoint, and a probe afterwards."""
     output = work.folder / "it's an $undisturbed run, 100%"
-    done = work.slurm(
-        "submit", "--config", work.config, "--output", output, "--nodes", "2", "--gpus", "0", "--cpus", "2",
-        "--after-pretraining", "probe", "--probe-flags=--epochs 5 --no-augment --batch_norm --workers 0",
+    pretrain, probe = work.submit(
+        output, "--after-pretraining", "probe", "--probe-flags=--epochs 5 --no-augment --batch_norm --workers 0",
         "--every-checkpoint", "knn", "--knn-flags=--k 20 --workers 0", "--time=30",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     work.config.write_text("an edit: {of: the file, changes: nothing}\n")
     try:
-        pretrain, probe = json.loads((output / "submitted" / "jobs.json").read_text())["jobs"]
         log = output / "submitted" / f"pretrain-{pretrain['id']}.log"
         work.cluster.wait_for(pretrain["id"], "COMPLETED", log)
         work.cluster.wait_for(probe["id"], "COMPLETED", output / "submitted" / f"probe-{probe['id']}.log")
@@ -195,12 +201,8 @@ def test_preempted_then_cancelled(work: Work) -> None:
 def test_no_evaluation_after_a_failure(work: Work) -> None:
     """Missing shards are found on each node before the start, and the job is not requeued."""
     output = work.folder / "failed"
-    done = work.slurm(
-        "submit", "--config", work.config, "--output", output, "--nodes", "2", "--gpus", "0", "--cpus", "2",
-        "--after-pretraining", "probe,knn", "--", "--data", "/nowhere/train-{000..003}.tar",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    pretrain, probe, knn = json.loads((output / "submitted" / "jobs.json").read_text())["jobs"]
+    data = "/nowhere/train-{000..003}.tar"
+    pretrain, probe, knn = work.submit(output, "--after-pretraining", "probe,knn", "--", "--data", data)
     log = output / "submitted" / f"pretrain-{pretrain['id']}.log"
     work.cluster.wait_for(pretrain["id"], "FAILED", log)
     for job in (probe, knn):
@@ -244,11 +246,7 @@ def test_refusals_of_slurm_are_reported_at_submission(work: Work, options: list[
 
 def test_a_chain_is_cancelled_as_one(work: Work) -> None:
     output = work.folder / "cancelled"
-    done = work.slurm(
-        "submit", "--config", work.config, "--output", output, "--nodes", "2", "--gpus", "0", "--cpus", "2",
-        "--after-pretraining", "probe,knn", "--sbatch=--begin=now+1hour",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    work.submit(output, "--after-pretraining", "probe,knn", "--sbatch=--begin=now+1hour")
     assert work.slurm("status", output).stdout.count("PENDING") == 3
     again = work.slurm("submit", "--config", work.config, "--output", output, "--gpus", "0")
     assert again.returncode == 2

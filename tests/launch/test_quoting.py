@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera.launch.jobs import quoted, quoted_line
-from tests.launch.conftest import HARD
-from tests.launch.test_slurm import Slurm, slurm  # noqa: F401, a fixture
+from tests.launch.conftest import HARD, Slurm
 
 PIECES = [
     *("'", '"', "\\", "$(touch ran)", "`touch ran`", "!", "!!", "\n", "\r", "\t", "\x1b[201~", "\x03", "\x04", "\x7f"),
@@ -45,17 +44,14 @@ def test_bash_of_a_terminal_reads_exactly_the_words() -> None:
 
 
 @pytest.mark.parametrize("text", ["END OF FILE\n  touch ran\n", "$(touch ran)", "`touch ran`", "'; touch ran; '"])
-def test_the_printed_plan_is_only_what_it_seems(slurm: Slurm, tmp_path: Path, text: str) -> None:  # noqa: F811
+def test_the_printed_plan_is_only_what_it_seems(slurm: Slurm, tmp_path: Path, text: str) -> None:
     lines = "\n".join(f"    {line}" for line in text.splitlines())
     config = f"data: shards.tar\nevaluation: {{train: a.tar, val: b.tar}}\nmetrics:\n  run: |\n{lines}\n\n\n"
     (tmp_path / "x.yaml").write_text(config)
     output = f"run\n{text}".replace("/", "_")
-    done = slurm.submit("--dry_run", "--after-pretraining", "few-shot,knn", "--every-checkpoint", "few-shot", "--",
-                        "--seed", text, output=output)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    shell = subprocess.run(
-        ["bash"], input=done.stdout, capture_output=True, text=True, cwd=tmp_path, env=slurm.environment
-    )
+    plan = slurm.accepted("--dry_run", "--after-pretraining", "few-shot,knn", "--every-checkpoint", "few-shot", "--",
+                          "--seed", text, output=output)  # fmt: skip
+    shell = subprocess.run(["bash"], input=plan, capture_output=True, text=True, cwd=tmp_path, env=slurm.environment)
     assert shell.returncode == 0, shell.stderr
     assert not shell.stderr
     assert not list(tmp_path.rglob("ran"))

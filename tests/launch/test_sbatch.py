@@ -61,6 +61,10 @@ class Script:
         """Return the calls of the command that starts the trainers."""
         return [call for call in self.called("tessera") if call["argv"][1] != "slurm"]
 
+    def requeued(self) -> list[list[str]]:
+        """Return the calls of scontrol that return the job to the queue."""
+        return [call["argv"] for call in self.commands.calls("scontrol") if call["argv"][0] == "requeue"]
+
 
 @pytest.fixture
 def script(stand_ins: Callable[..., StandIns], tmp_path: Path) -> Callable[[str], Script]:
@@ -68,23 +72,20 @@ def script(stand_ins: Callable[..., StandIns], tmp_path: Path) -> Callable[[str]
     return lambda name: Script(name, commands, tmp_path)
 
 
+@pytest.fixture
+def pretrain(script: Callable[[str], Script]) -> Script:
+    return script("pretrain.sbatch")
+
+
 def value(argv: list[str], name: str) -> str:
     return argv[argv.index(name) + 1]
-
-
-@pytest.mark.parametrize("name", ["pretrain", "evaluation"])
-def test_the_syntax_is_valid(name: str) -> None:
-    done = subprocess.run(["bash", "-n", ROOT / "launch" / f"{name}.sbatch"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
 
 
 def after(word: str, argv: list[str]) -> list[str]:
     return argv[argv.index(word) + 1 :]
 
 
-def test_flags_are_passed_unchanged(script: Callable[[str], Script]) -> None:
-    pretrain = script("pretrain.sbatch")
+def test_flags_are_passed_unchanged(pretrain: Script) -> None:
     done = pretrain.run(*HARD, "--output", "a $folder's")
     assert done.returncode == 0, done.stderr
     first, second = pretrain.trained()
@@ -117,28 +118,23 @@ def test_the_prologue_chooses_python(script: Callable[[str], Script], tmp_path: 
         assert not script(name).commands.calls("called")
 
 
-def test_fine_tuning_is_a_training_job(script: Callable[[str], Script]) -> None:
-    finetune = script("pretrain.sbatch")
+def test_fine_tuning_is_a_training_job(pretrain: Script) -> None:
     flags = ["--checkpoint", "a run", "--train", "t.tar"]
-    done = finetune.run("finetune", *flags, "--val", "v.tar", *HARD)
+    done = pretrain.run("finetune", *flags, "--val", "v.tar", *HARD)
     assert done.returncode == 0, done.stderr
-    folder = finetune.folder / "a run" / "finetune"
-    for call in finetune.trained():
+    folder = pretrain.folder / "a run" / "finetune"
+    for call in pretrain.trained():
         given = ["--init_from", "a run", "--data", "t.tar", "--evaluation.val", "v.tar", *HARD]
         assert after("pretrain", call["argv"]) == ["--method", "finetune", *given, "--output", str(folder)]
-    assert len(finetune.trained()) == 2
+    assert len(pretrain.trained()) == 2
     (folder / "config.yaml").touch()
-    again = finetune.run(
-        "finetune", "--checkpoint", "a run", "--train", "t.tar", "--val", "v.tar", SLURM_RESTART_COUNT="1"
-    )
-    assert again.returncode == 0
-    assert finetune.trained()[-1]["argv"][-1] == "--resume"
-    refused = finetune.run("finetune", *flags)
+    assert pretrain.run("finetune", *flags, "--val", "v.tar", SLURM_RESTART_COUNT="1").returncode == 0
+    assert pretrain.trained()[-1]["argv"][-1] == "--resume"
+    refused = pretrain.run("finetune", *flags)
     assert (refused.returncode, refused.stderr.splitlines()[-1][:34]) == (2, "pretrain.sbatch: --val is missing.")
 
 
-def test_one_launcher_on_each_node(script: Callable[[str], Script]) -> None:
-    pretrain = script("pretrain.sbatch")
+def test_one_launcher_on_each_node(pretrain: Script) -> None:
     assert pretrain.run("--method", "mae").returncode == 0
     for rank, call in enumerate(pretrain.trained()):
         argv = call["argv"]
@@ -154,8 +150,7 @@ def test_one_launcher_on_each_node(script: Callable[[str], Script]) -> None:
     assert len(pretrain.trained()) == 2
 
 
-def test_engine_and_processes_from_the_environment(script: Callable[[str], Script]) -> None:
-    pretrain = script("pretrain.sbatch")
+def test_engine_and_processes_from_the_environment(pretrain: Script) -> None:
     flags = {"TESSERA_ENGINE": "an engine.yaml", "TESSERA_PROCESSES_PER_NODE": "3", "SLURM_GPUS_ON_NODE": ""}
     assert pretrain.run(**flags).returncode == 0
     argv = pretrain.trained()[0]["argv"]
@@ -165,8 +160,7 @@ def test_engine_and_processes_from_the_environment(script: Callable[[str], Scrip
 
 
 @pytest.mark.parametrize("given", [["--output", "my run"], ["--output=my run"], []])
-def test_only_a_restart_resumes(script: Callable[[str], Script], given: list[str]) -> None:
-    pretrain = script("pretrain.sbatch")
+def test_only_a_restart_resumes(pretrain: Script, given: list[str]) -> None:
     folder = pretrain.folder / ("my run" if given else "runs/slurm-1234567")
 
     def resumes(**environment: str) -> bool:
@@ -180,42 +174,31 @@ def test_only_a_restart_resumes(script: Callable[[str], Script], given: list[str
     assert resumes(SLURM_RESTART_COUNT="1")
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (1, False), (2, False), (143, False)])
-def test_only_a_saved_stop_is_requeued(script: Callable[[str], Script], code: int, requeued: bool) -> None:
-    pretrain = script("pretrain.sbatch")
-    pretrain.commands.answer({"called tessera": [(code, "", "")]})
-    done = pretrain.run("--output", "run", SAVES="run")
-    assert done.returncode == code
-    calls = [call["argv"] for call in pretrain.commands.calls("scontrol") if call["argv"][0] == "requeue"]
-    assert calls == [["requeue", "1234567"]] * requeued
+@pytest.mark.parametrize(
+    ("name", "flags"), [("pretrain", ["--output", "run"]), ("evaluation", ["knn", "--checkpoint", "run"])]
+)
+@pytest.mark.parametrize("code", [75, 0, 1, 2, 143])
+def test_only_a_saved_stop_is_requeued(script: Callable[[str], Script], name: str, flags: list[str], code: int) -> None:
+    job = script(f"{name}.sbatch")
+    job.commands.answer({"called tessera": [(code, "", "")]})
+    assert job.run(*flags, SAVES="run").returncode == code
+    assert job.requeued() == [["requeue", "1234567"]] * (code == 75)
 
 
-def test_three_starts_without_a_step_end_the_job(script: Callable[[str], Script]) -> None:
+def test_three_starts_without_a_step_end_the_job(pretrain: Script) -> None:
     """A warning before the first step could requeue the job for ever. One or two such starts may be bad luck."""
-    pretrain = script("pretrain.sbatch")
     pretrain.commands.answer({"called tessera": [(75, "", "")]})
     requeued, errors = [], []
     for saves in ("", "", "run", "", "", ""):  # a start that saves forgives those before it
-        before = len(pretrain.commands.calls("scontrol"))
         done = pretrain.run("--output", "run", SAVES=saves)
         assert done.returncode == 75
-        requeued.append("requeue" in [call["argv"][0] for call in pretrain.commands.calls("scontrol")[before:]])
+        requeued.append(len(pretrain.requeued()))
         errors.append("stopped three times" in done.stderr)
-    assert requeued == [True] * 5 + [False]
+    assert requeued == [1, 2, 3, 4, 5, 5]
     assert errors == [False] * 5 + [True]
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (1, False), (2, False)])
-def test_a_preempted_evaluation_is_requeued(script: Callable[[str], Script], code: int, requeued: bool) -> None:
-    evaluation = script("evaluation.sbatch")
-    evaluation.commands.answer({"called tessera": [(code, "", "")]})
-    assert evaluation.run("knn", "--checkpoint", "run", SLURM_JOB_NUM_NODES="1").returncode == code
-    calls = [call["argv"] for call in evaluation.commands.calls("scontrol")]
-    assert calls == [["requeue", "1234567"]] * requeued
-
-
-def test_a_refused_requeue_is_reported(script: Callable[[str], Script]) -> None:
-    pretrain = script("pretrain.sbatch")
+def test_a_refused_requeue_is_reported(pretrain: Script) -> None:
     pretrain.commands.answer({
         "called tessera": [(75, "", "")], "scontrol requeue": [(1, "", "Requeue is disabled\n")],
     })  # fmt: skip
@@ -225,15 +208,14 @@ def test_a_refused_requeue_is_reported(script: Callable[[str], Script]) -> None:
     assert "Continue with --output run --resume" in done.stderr
 
 
-def test_a_bad_node_stops_the_job(script: Callable[[str], Script]) -> None:
-    pretrain = script("pretrain.sbatch")
+def test_a_bad_node_stops_the_job(pretrain: Script) -> None:
     pretrain.commands.answer({"called tessera.launch.check_node": [(0, "", ""), (2, "", "node1: no GPU\n")]})
     done = pretrain.run("--output", "run")
     assert done.returncode == 2
     assert "node1: no GPU" in done.stderr
     assert "not started" in done.stderr
     assert not pretrain.trained()
-    assert not [call for call in pretrain.commands.calls("scontrol") if call["argv"][0] == "requeue"]
+    assert not pretrain.requeued()
 
 
 @pytest.mark.parametrize("name", ["pretrain", "evaluation"])
@@ -246,8 +228,7 @@ def test_a_python_without_the_project_is_reported(script: Callable[[str], Script
     assert not one.called("tessera")
 
 
-def test_new_checkpoints_are_followed_if_the_run_was_submitted(script: Callable[[str], Script]) -> None:
-    pretrain = script("pretrain.sbatch")
+def test_new_checkpoints_are_followed_if_the_run_was_submitted(pretrain: Script) -> None:
     assert pretrain.run("--output", "run").returncode == 0
     assert pretrain.called("tessera") == pretrain.trained()
     (pretrain.folder / "run" / "submitted").mkdir()

@@ -1,10 +1,10 @@
-"""One run that is stopped by signals at random moments and resumed until it is done, all in the same processes.
+"""One run that is stopped by signals at random moments and resumed until it is done, all in one process.
 
 python stops_in_turn.py FILE.json
 
-FILE.json holds `arguments` without --resume, `output`, `seed`, and the number of `stops`. Each process writes the list
-of turns to OUTPUT/stops-RANK.json: exit code, signals sent and the activity at that moment, last reported step,
-message, step of the newest checkpoint, and step of the last line of metrics.jsonl.
+FILE.json holds `arguments` without --resume, `output`, and the number of `stops`. OUTPUT/stops.json is the list of
+turns: exit code, signals sent and the activity at that moment, last reported step, message, step of the newest
+checkpoint, and step of the last line of metrics.jsonl.
 """
 
 import contextlib
@@ -21,11 +21,9 @@ from pathlib import Path
 from tessera.pretrain.run import main
 from tessera.runtime import preemption
 
-RANK, PROCESSES = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
 
 class Signals(threading.Thread):
-    """Sends the signals of a turn to this process, to all, or to this one and its loader workers."""
+    """Sends the signals of a turn to this process, or to this one and its loader workers."""
 
     def __init__(self, rng: random.Random, output: Path) -> None:
         super().__init__(daemon=True)
@@ -33,9 +31,8 @@ class Signals(threading.Thread):
         self.after = rng.choice([0, 0, 1, 2])  # records, so that a fast machine is stopped as often as a slow one
         first = rng.uniform(0, 0.3 if self.after else 1.0)
         delays = [first] + [rng.uniform(0, 0.4) for _ in range(rng.choice([0, 0, 1, 9]))]
-        targets = rng.choice([[rank] for rank in range(PROCESSES)] + [list(range(PROCESSES))])
         self.group = rng.random() < 0.5
-        self.plan = [(delay, rng.choice(preemption.SIGNALS)) for delay in delays] if RANK in targets else []
+        self.plan = [(delay, rng.choice(preemption.SIGNALS)) for delay in delays]
         self.over, self.sent = threading.Event(), []
 
     def run(self) -> None:
@@ -97,9 +94,9 @@ def run_turns(plan: dict) -> None:
     output, turns = Path(plan["output"]), []
     for number in range(plan["stops"] + 1):
         arguments = [*plan["arguments"], "--output", str(output), *["--resume"] * (number > 0)]
-        rng = random.Random(f"{plan['seed']} {number}") if number < plan["stops"] else None
+        rng = random.Random(f"0 {number}") if number < plan["stops"] else None
         turns.append(turn(arguments, output, rng))
-        (output / f"stops-{RANK}.json").write_text(json.dumps(turns, indent=1))
+        (output / "stops.json").write_text(json.dumps(turns, indent=1))
         if turns[-1]["code"] != preemption.EXIT_CODE:
             sys.exit(turns[-1]["code"])
     sys.exit("the run did not finish")

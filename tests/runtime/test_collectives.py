@@ -102,7 +102,7 @@ def _one_prepares_for_longer_than_collectives_wait(own: int, folder: str) -> Non
     dist.destroy_process_group()
 
 
-def test_the_first_process_of_a_node_may_take_longer_than_a_collective_waits(tmp_path: Path, free_port: int) -> None:
+def test_the_first_process_may_outlast_a_collective(tmp_path: Path, free_port: int) -> None:
     with collectives.first_of_node_first():
         pass
     on_processes(_one_prepares_for_longer_than_collectives_wait, free_port, str(tmp_path))

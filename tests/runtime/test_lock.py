@@ -56,7 +56,7 @@ def elsewhere(folder: Path, beats: int = 1, number: int = 1) -> Path:
     return (folder / "part").replace(path)
 
 
-def test_a_live_holder_is_named_and_a_killed_one_replaced(tmp_path: Path, holder) -> None:
+def test_live_holders_are_named_and_killed_ones_replaced(tmp_path: Path, holder) -> None:
     process = holder()
     for stop in (None, signal.SIGSTOP):  # a frozen holder may continue at any time
         if stop:
@@ -94,7 +94,7 @@ def test_a_second_run_of_the_same_process_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_holder_on_another_machine_is_dead_when_its_heartbeat_stands_still(tmp_path: Path) -> None:
+def test_a_remote_holder_without_heartbeat_is_dead(tmp_path: Path) -> None:
     elsewhere(tmp_path)
     began = time.monotonic()
     with locked(tmp_path, QUICK):
@@ -118,7 +118,7 @@ def test_a_holder_on_another_machine_is_dead_when_its_heartbeat_stands_still(tmp
         thread.join()
 
 
-def test_a_holder_on_another_machine_that_ends_while_it_is_watched(tmp_path: Path) -> None:
+def test_a_remote_holder_may_end_while_watched(tmp_path: Path) -> None:
     path = elsewhere(tmp_path)
     threading.Timer(0.2, path.unlink).start()
     began = time.monotonic()
@@ -151,7 +151,7 @@ def test_exactly_one_process_takes_over_from_a_dead_holder(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_a_holder_that_was_suspended_for_too_long_ends_its_run(tmp_path: Path) -> None:
+def test_a_suspended_holder_ends_its_run(tmp_path: Path) -> None:
     told = []
     with locked(tmp_path, QUICK, told.append):
         later = elsewhere(tmp_path, number=2)
@@ -173,7 +173,7 @@ def test_damaged_lock_files_are_replaced_after_the_timeout(tmp_path: Path, conte
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
-def test_links_pipes_and_folders_in_place_of_a_lock_are_refused(tmp_path: Path, kind: str) -> None:
+def test_other_files_in_place_of_a_lock(tmp_path: Path, kind: str) -> None:
     path = tmp_path / ".lock-00000001"
     {"link": lambda: path.symlink_to("target"), "fifo": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
     with pytest.raises((LockedError, OSError)), locked(tmp_path, QUICK):

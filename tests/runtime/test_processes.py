@@ -24,7 +24,7 @@ def test_a_launch_without_a_process_group_is_refused(monkeypatch):
         make_accelerator()
 
 
-def test_a_second_run_in_a_process_may_have_another_precision():
+def test_runs_of_a_process_may_differ_in_precision():
     for precision in ("no", "bf16", "no"):
         assert make_accelerator(mixed_precision=precision).mixed_precision == precision
 

@@ -38,7 +38,7 @@ def test_messages_for_a_closed_stream_go_into_no_file(tmp_path: Path) -> None:
     assert child(tmp_path, body.replace("sys.stdin.read()", "pass"), **closed) == (0, "content")
 
 
-def test_writes_to_a_closed_pipe_and_a_full_disk_are_dropped(tmp_path: Path) -> None:
+def test_writes_to_broken_streams_are_dropped(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     body = "for _ in range(9): print('x' * 9999, file=sys.stderr); print('x' * 9999, flush=True); streams.tell('x')"
@@ -150,7 +150,7 @@ def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None
     assert sorted(tmp_path.iterdir()) == [other, path]
 
 
-def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_a_missing_home_is_explained(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     for name in ("HOME", "XDG_CACHE_HOME", "TESSERA_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError("no such user")))

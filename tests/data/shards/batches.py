@@ -1,9 +1,14 @@
-"""Batches of shards with short arguments."""
+"""Batches of shards with short arguments, and index files beside shards."""
+
+import hashlib
+from pathlib import Path
 
 from tessera.data.crops import CenterCrop
 from tessera.data.loader import Reading, StreamConfig, evaluation_batches, training_batches
 from tessera.data.sampler import BatchSampler
+from tessera.data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
 from tessera.data.shards.source import DEFAULT
+from tessera.data.shards.tar import scan_tar
 
 
 def train(shards, *, size=4, seed, workers=0, source=DEFAULT, block=None, window=1024, window_gb=8, **batches):
@@ -17,3 +22,27 @@ def train(shards, *, size=4, seed, workers=0, source=DEFAULT, block=None, window
 def evaluate(shards, batch_size, *, workers=0, source=DEFAULT):
     """Batches of an evaluation."""
     return evaluation_batches(shards, CenterCrop(4), batch_size, reading=Reading(workers=workers, source=source))
+
+
+def keys(index):
+    """All keys of the table of a shard."""
+    return [index.key(sample) for sample in range(index.summary[0])]
+
+
+def add_index(paths, counts, tables=False, labelled=True, **facts):
+    """Write index.json beside shards whose samples all have labels, or none, and the tables of the shards if asked."""
+    paths = [Path(path) for path in paths]
+    listed = [
+        ShardEntry(
+            url=path.name, nsamples=count, filesize=path.stat().st_size, labelled=count if labelled else None, **facts
+        )
+        for path, count in zip(paths, counts, strict=True)
+    ]
+    write_folder(paths[0].parent, FolderIndex(shardlist=listed))
+    for path in paths if tables else []:
+        write_table(path, scan_tar(str(path), str(path)))
+    return listed
+
+
+def sha256(path):
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()

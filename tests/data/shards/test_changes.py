@@ -1,6 +1,5 @@
 """Shards that change on their server, wrong checksums, and servers that send almost nothing."""
 
-import hashlib
 import os
 import signal
 import time
@@ -10,10 +9,9 @@ import pytest
 
 from tessera.data.shards import ShardError, open_shards, remote, tars
 from tessera.data.shards import cache as caches
-from tessera.data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
 from tessera.data.shards.source import SourceConfig
-from tessera.data.shards.tar import scan_tar
 from tessera.runtime import preemption
+from tests.data.shards.batches import add_index, sha256
 from tests.data.shards.servers import Server
 
 QUICK = SourceConfig(retries=0, timeout=1)
@@ -33,14 +31,6 @@ def server(tmp_path):
         yield running
 
 
-def add_index(path, images, sha256=None):
-    path = Path(path)
-    write_table(path, scan_tar(str(path), str(path)))
-    digest = sha256 or hashlib.sha256(path.read_bytes()).hexdigest()
-    entry = ShardEntry(url=path.name, nsamples=images, filesize=path.stat().st_size, labelled=images, sha256=digest)
-    write_folder(path.parent, FolderIndex(shardlist=[entry]))
-
-
 def change(path):
     """Other images in a shard of the same size, with the same headers."""
     raw = Path(path).read_bytes()
@@ -55,7 +45,7 @@ def test_a_shard_that_changes_on_its_server_is_named(write_shards, server, index
     (path,) = write_shards([6])
     server.version = version
     if indexed:
-        add_index(path, 6)
+        add_index([path], [6], tables=True, sha256=sha256(path))
     opened = open_shards(f"{server.url}/index.json" if indexed else f"{server.url}/data-000000.tar")
     opened.shards[0].cache.remove(opened.shards[0].cache_name("whole"))
     before = opened.image(0)
@@ -69,9 +59,9 @@ def test_a_shard_that_changes_on_its_server_is_named(write_shards, server, index
         opened.image(4)
 
 
-def test_an_unchanged_shard_and_a_server_without_versions_are_read(write_shards, server, png):
+def test_servers_may_lack_versions(write_shards, server, png):
     (path,) = write_shards([6])
-    add_index(path, 6)
+    add_index([path], [6], tables=True, sha256=sha256(path))
     opened = open_shards(f"{server.url}/index.json")
     assert [opened.image(number) for number in range(3)] == [png(number) for number in range(3)]
     server.version = None
@@ -82,31 +72,28 @@ def test_an_unchanged_shard_and_a_server_without_versions_are_read(write_shards,
 @pytest.mark.parametrize("ending", [".tar", ".tar.gz"])
 def test_checksums_are_verified_on_demand(write_shards, server, tmp_path, remotely, ending):
     (path,) = write_shards([3], ending)
-    entry = {"url": Path(path).name, "nsamples": 3, "filesize": os.path.getsize(path), "labelled": 3}
-    good = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     place = f"{server.url}/index.json" if remotely else str(tmp_path / "index.json")
     verify = SourceConfig(verify=True, retries=0)
-    for sha256, message in ((good, None), ("0" * 64, "SHA-256 .*differs from index.json"), (None, "has no SHA-256")):
-        write_folder(tmp_path, FolderIndex(shardlist=[ShardEntry(**entry, sha256=sha256)]))
-        if message is None:
-            assert open_shards(place, source=verify).images == 3
-            continue
+    add_index([path], [3], sha256=sha256(path))
+    assert open_shards(place, source=verify).images == 3
+    for digest, message in (("0" * 64, "SHA-256 .*differs from index.json"), (None, "has no SHA-256")):
+        add_index([path], [3], sha256=digest)
         assert open_shards(place).images == 3
         with pytest.raises(ShardError, match=rf"data-000000.tar.*{message}"):
             open_shards(place, source=verify)
 
 
-def test_a_wrong_checksum_is_found_when_a_shard_is_downloaded_completely(write_shards, tmp_path):
+def test_a_complete_download_is_compared_with_its_checksum(write_shards, tmp_path):
     (path,) = write_shards([3])
-    add_index(path, 3, "0" * 64)
+    add_index([path], [3], tables=True, sha256="0" * 64)
     with Server(tmp_path, ranges=False) as server, pytest.raises(ShardError, match=r"SHA-256 .* differs"):
         open_shards(f"{server.url}/index.json", source=QUICK).image(0)
 
 
 @pytest.mark.parametrize("part", [".tar", ".index", "index.json"])
-def test_a_server_that_sends_a_few_bytes_at_a_time_is_given_up(write_shards, server, part):
+def test_slow_servers_are_given_up(write_shards, server, part):
     (path,) = write_shards([3])
-    add_index(path, 3)
+    add_index([path], [3], tables=True)
     server.faults = {part: "drip"}
     start = time.monotonic()
     with pytest.raises(ShardError, match=r"bytes were sent in 1 s|no answer for"):
@@ -116,7 +103,7 @@ def test_a_server_that_sends_a_few_bytes_at_a_time_is_given_up(write_shards, ser
 
 def test_waiting_for_a_server_hears_signals(write_shards, server, monkeypatch):
     (path,) = write_shards([3])
-    add_index(path, 3)
+    add_index([path], [3], tables=True)
     opened = open_shards(f"{server.url}/index.json", source=SourceConfig(timeout=60))
     opened.shards[0].index()
     server.faults = {".tar": "silent"}

@@ -51,7 +51,7 @@ def read_all(path, named=None):
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_latin_1_names_and_pax_overrides_are_read_as_they_are(tmp_path, png, capsys, remote):
+def test_latin_1_names_and_pax_records(tmp_path, png, capsys, remote):
     images = [png(number) for number in range(5)]
     long = b"d/" * 80 + b"f\xe9"
     raw = header(b"\xe9t\xe9.png", len(images[0])) + padded(images[0])
@@ -69,7 +69,7 @@ def test_latin_1_names_and_pax_overrides_are_read_as_they_are(tmp_path, png, cap
         assert found == [(f"t.tar/{key}", image) for key, image in zip(expected, images, strict=True)]
 
 
-def test_members_before_additional_headers_are_found_in_parts_of_a_shard(tmp_path, png, monkeypatch):
+def test_remote_members_behind_pax_headers_are_found(tmp_path, png, monkeypatch):
     monkeypatch.setattr(tars, "USUAL_REQUEST", 1)
     raw = b"".join(
         pax([(b"path", b"k%d.png" % n), (b"comment", b"c" * 3000)]) + header(b"x", len(png(n))) + padded(png(n))

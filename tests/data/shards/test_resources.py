@@ -21,8 +21,8 @@ from tessera.data.shards.open import shard_at
 from tessera.data.shards.source import SourceConfig
 from tessera.data.workers import WorkersError
 from tests.data.made import picture
+from tests.data.shards.batches import add_index
 from tests.data.shards.servers import Server
-from tests.data.shards.test_changes import add_index
 
 SKIP = SourceConfig(unreadable="skip", retries=0)
 
@@ -51,7 +51,7 @@ def few_files():
 
 def test_a_damaged_piece_of_the_cache_is_downloaded_again(write_shards, tmp_path, png, caplog, cache):
     (path,) = write_shards([4])
-    add_index(path, 4)
+    add_index([path], [4], tables=True)
     with Server(tmp_path) as server:
         opened = open_shards(f"{server.url}/index.json")
         assert opened.image(1) == png(1)
@@ -70,7 +70,7 @@ def test_a_damaged_piece_of_the_cache_is_downloaded_again(write_shards, tmp_path
 
 def test_a_damaged_table_of_the_cache_is_downloaded_again(write_shards, tmp_path):
     (path,) = write_shards([4])
-    add_index(path, 4)
+    add_index([path], [4], tables=True)
     with Server(tmp_path) as server:
         one = open_shards(f"{server.url}/index.json").shards[0]
         assert one.index().key(2) == "s00002"
@@ -130,7 +130,7 @@ def test_too_few_files_at_the_start(write_shards, few_files):
         open_shards(paths, source=SKIP, progress=False)
 
 
-def test_too_few_files_leave_no_image_of_a_folder_out(photos, few_files):
+def test_too_few_files_for_a_folder(photos, few_files):
     folder = photos({f"{n}.jpg": picture(n) for n in range(3)})
     opened = open_shards(str(folder), source=SKIP)
     few_files()

@@ -1,8 +1,6 @@
 import gzip
-import io
 import json
 import os
-import tarfile
 import threading
 import time
 from pathlib import Path
@@ -11,14 +9,11 @@ import numpy as np
 import pytest
 
 from tessera.data.shards import ShardError, open_shards, remote, tars
-from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
+from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, write_folder, write_table
 from tessera.data.shards.open import shard_at
 from tessera.data.shards.source import SourceConfig
 from tessera.data.shards.tar import scan_tar
-
-
-def keys(index):
-    return [index.key(sample) for sample in range(index.summary[0])]
+from tests.data.shards.batches import add_index, keys
 
 
 def read(descriptor):
@@ -89,7 +84,7 @@ def test_bad_gzip_is_named_and_leaves_nothing(write_tar, png, cache):
     assert sum(file.stat().st_size for file in cache.rglob("*") if file.is_file()) < 2**20
 
 
-def test_a_table_beside_a_shard_is_used_while_it_fits(write_tar, png, monkeypatch, caplog):
+def test_tables_beside_shards_are_used_while_valid(write_tar, png, monkeypatch, caplog):
     path = write_tar("t.tar", [(f"{n}.png", png(n)) for n in range(3)])
     write_table(path, scan_tar(path, path)._replace(keys=np.frombuffer(b"xyz", dtype=np.uint8)))
     assert keys(shard_at(path).index()) == ["x", "y", "z"]
@@ -109,11 +104,7 @@ def test_a_table_beside_a_shard_is_used_while_it_fits(write_tar, png, monkeypatc
 
 def test_the_index_of_a_local_folder(write_shards, tmp_path, monkeypatch, caplog):
     paths = write_shards([3, 5])
-    listed = [
-        ShardEntry(url=os.path.basename(path), nsamples=n, filesize=os.path.getsize(path), labelled=n)
-        for path, n in zip(paths, [3, 5], strict=True)
-    ]
-    write_folder(tmp_path, FolderIndex(shardlist=listed))
+    listed = add_index(paths, [3, 5])
     with monkeypatch.context() as patch:
         patch.setattr(tars, "scan_tar", lambda *_: pytest.fail("the folder's index knows it"))
         for named in (paths, tmp_path / FOLDER_INDEX, f"file://{tmp_path}/data-*.tar"):
@@ -130,16 +121,11 @@ def test_the_index_of_a_local_folder(write_shards, tmp_path, monkeypatch, caplog
         lying.image(0)
 
 
-def test_a_shard_that_was_cut_short_is_not_what_the_index_lists(write_shards, tmp_path):
+def test_a_truncated_shard_differs_from_the_index(write_shards, tmp_path):
     paths = write_shards([3, 5])
-    sizes = [os.path.getsize(path) for path in paths]
-    listed = [
-        ShardEntry(url=os.path.basename(path), nsamples=n, filesize=size)
-        for path, n, size in zip(paths, [3, 5], sizes, strict=True)
-    ]
-    write_folder(tmp_path, FolderIndex(shardlist=listed))
+    size = add_index(paths, [3, 5])[1].filesize
     os.truncate(paths[1], 3 * 1024)  # three whole samples: only a missing end mark would tell
-    with pytest.raises(ShardError, match=rf"data-000001.tar: has 3072 bytes, but index.json lists {sizes[1]}"):
+    with pytest.raises(ShardError, match=rf"data-000001.tar: has 3072 bytes, but index.json lists {size}"):
         open_shards(tmp_path / FOLDER_INDEX)
     left = open_shards(paths, source=SourceConfig(unreadable="skip"))
     assert [shard.path for shard in left.shards] == paths[:1]
@@ -167,14 +153,6 @@ def test_a_shard_that_is_not_what_its_table_says(write_tar, png):
     os.utime(path, ns=(1, 1))
     with pytest.raises(ShardError, match=r"t.tar does not hold a at byte 512"):
         open_shards(path).image(0)
-
-
-@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_every_name_is_found_before_its_member(write_tar, format):
-    names = [f"{'long/' * 18}{'k' * length}" for length in (1, 5, 9, 40, 90)] + ["é", "e" * 95, "./x/y", "e" * 80]
-    path = write_tar("t.tar", [(f"{name}.jpeg", name.encode()) for name in names], format=format)
-    reader = open_shards(path)
-    assert [reader.image(sample).decode() for sample in range(len(names))] == names
 
 
 def test_a_command_is_a_shard(write_shards, png, tmp_path, caplog):
@@ -226,13 +204,6 @@ def test_unpacked_shards_stay_below_the_bound(write_tar, cache):
         assert sum(file.stat().st_size for file in (cache / "pieces-v1").rglob("*")) < 1_100_000
 
 
-def test_tar_without_names(tmp_path):
-    """A shard in a folder is named by its last part, also where the folder has a question mark."""
-    folder = tmp_path / "a?b"
-    folder.mkdir()
-    with tarfile.open(folder / "t.tar", "w") as archive:
-        info = tarfile.TarInfo("k.jpg")
-        info.size = 1
-        archive.addfile(info, io.BytesIO(b"0"))
-    reader = open_shards(folder / "t.tar")
-    assert reader.name(0) == "t.tar/k"
+def test_a_folder_may_have_a_question_mark(write_tar, tmp_path):
+    (tmp_path / "a?b").mkdir()
+    assert open_shards(write_tar("a?b/t.tar", [("k.jpg", b"0")])).name(0) == "t.tar/k"

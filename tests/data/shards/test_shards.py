@@ -180,7 +180,7 @@ def test_real_shards():
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the shared real images are not on this machine")
-def test_no_image_is_decoded_or_read_to_reach_a_position(monkeypatch):
+def test_images_before_a_position_are_not_read(monkeypatch):
     shards = SHARED / "imagenet-sample" / "imagenet-sample-{000000..000003}.tar"
     read, decoded = [], []
     image, picture = Source.image, dataset.Picture

@@ -1,4 +1,3 @@
-import io
 import logging
 import os
 import pickle
@@ -8,20 +7,17 @@ from pathlib import Path
 import pytest
 import webdataset
 
-from tessera.data.shards import tar
+from tessera.data.shards import open_shards, tar
 from tessera.data.shards.cache import cache_folder
 from tessera.data.shards.errors import ShardError
 from tessera.data.shards.open import shard_at
+from tests.data.shards.batches import keys
 
 
 def member(name, kind, target=""):
     info = tarfile.TarInfo(name)
     info.type, info.linkname = kind, target
     return info
-
-
-def keys(index):
-    return [index.key(sample) for sample in range(index.summary[0])]
 
 
 def content(path, place):
@@ -32,22 +28,12 @@ def content(path, place):
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_samples_are_those_of_webdataset(write_tar, format):
-    names = [
-        "a.jpg",
-        "a.cls",
-        "b.cls",
-        "b.JPG",
-        "./c/x.png",
-        "./c/y.webp",
-        "d.txt",
-        "d.jpeg",
-        "e.txt",
-        "f.cls",
-        "a.png",
-    ]
-    names += [f"{'long/' * 18}{'k' * 90}.jpg", "é.jpg"]
+    names = ["a.jpg", "a.cls", "b.cls", "b.JPG", "./c/x.png", "./c/y.webp"]
+    names += ["d.txt", "d.jpeg", "e.txt", "f.cls", "a.png"]
+    names += [f"{'long/' * 18}{'k' * length}.jpg" for length in (1, 5, 9, 40, 90)]
+    names += ["é.jpg", "e" * 95 + ".jpg", "e" * 80 + ".jpg"]
     path = write_tar("t.tar", [(name, f"content of {name}".encode()) for name in names], format=format)
-    index = shard_at(path).index()
+    index, opened = shard_at(path).index(), open_shards(path)
     expected = [
         (sample["__key__"], images[0], sample.get("cls"))
         for sample in webdataset.WebDataset(path, shardshuffle=False)
@@ -56,14 +42,14 @@ def test_samples_are_those_of_webdataset(write_tar, format):
     found = [
         (
             index.key(n),
-            content(path, index.images[n]),
+            opened.image(n),
             content(path, index.labels[n]) if index.labels[n][0] >= 0 else None,
         )
         for n in range(index.summary[0])
     ]
     assert found == expected
-    assert len(found) == 8
-    assert index.summary.tolist() == [8, 2, os.path.getsize(path)]
+    assert len(found) == 14
+    assert index.summary.tolist() == [14, 2, os.path.getsize(path)]
 
 
 class Trap:
@@ -182,13 +168,9 @@ def test_cache_folder(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / ".cache" / "tessera"
 
 
-def test_images_that_are_not_read_are_said(tmp_path, caplog):
-    with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        for name in ("a.jpg", "b.1.jpg", "c.heic", "d.txt", "e.cls"):
-            member = tarfile.TarInfo(name)
-            member.size = 1
-            archive.addfile(member, io.BytesIO(b"0"))
-    index = tar.scan_tar(str(tmp_path / "a.tar"), "a.tar")
+def test_images_that_are_not_read_are_said(write_tar, caplog):
+    names = ("a.jpg", "b.1.jpg", "c.heic", "d.txt", "e.cls")
+    index = tar.scan_tar(write_tar("a.tar", [(name, b"0") for name in names]), "a.tar")
     assert index.key(0) == "a"
     assert len(index.images) == 1
     assert "a.tar: 2 images are not read, the first is b.1.jpg" in caplog.text

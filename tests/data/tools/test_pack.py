@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.data.batches import saved
 from tests.data.made import make, picture, samples, shards
 
 
@@ -14,11 +15,11 @@ def decoded(image):
     return np.asarray(Image.open(io.BytesIO(image)))
 
 
-def test_resize_makes_large_images_smaller_and_leaves_small_ones(photos, tmp_path):
+def test_resize_makes_only_large_images_smaller(photos, tmp_path):
     smooth = Image.radial_gradient("L").resize((90, 60)).convert("RGB")
-    file = io.BytesIO()
-    smooth.save(file, "PNG")
-    folder = photos({"large.png": file.getvalue(), "tall.jpg": picture(1, (20, 80)), "small.jpg": picture(2, (30, 20))})
+    folder = photos(
+        {"large.png": saved(smooth, "PNG"), "tall.jpg": picture(1, (20, 80)), "small.jpg": picture(2, (30, 20))}
+    )
     make(folder, tmp_path / "out", "--resize=20")
     found = {key: image for key, image, _ in samples(tmp_path / "out")}
     assert found["small"] == (folder / "small.jpg").read_bytes()
@@ -29,12 +30,8 @@ def test_resize_makes_large_images_smaller_and_leaves_small_ones(photos, tmp_pat
 
 @pytest.mark.parametrize("format", ["jpeg", "png", "webp"])
 def test_formats(photos, tmp_path, format):
-    files = {}
-    for kind in ("jpeg", "png", "webp"):
-        file = io.BytesIO()
-        Image.radial_gradient("L").resize((48, 32)).convert("RGB").save(file, kind)
-        files[f"{kind}.{kind}"] = file.getvalue()
-    folder = photos(files)
+    gradient = Image.radial_gradient("L").resize((48, 32)).convert("RGB")
+    folder = photos({f"{kind}.{kind}": saved(gradient, kind) for kind in ("jpeg", "png", "webp")})
     make(folder, tmp_path / "out", f"--format={format}", *([] if format == "png" else ["--quality=100"]))
     for key, image, _ in samples(tmp_path / "out"):
         assert Image.open(io.BytesIO(image)).format == format.upper()
@@ -50,9 +47,8 @@ def test_encoded_images_stand_upright_on_white(photos, tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     turned = picture(0, (24, 16), "PNG", exif=exif)
-    clear = io.BytesIO()
-    Image.new("RGBA", (16, 16), (9, 9, 9, 0)).save(clear, "PNG")
-    folder = photos({"turned.png": turned, "clear.png": clear.getvalue()})
+    clear = saved(Image.new("RGBA", (16, 16), (9, 9, 9, 0)), "PNG")
+    folder = photos({"turned.png": turned, "clear.png": clear})
     make(folder, tmp_path / "out", "--format=webp", "--quality=95")
     found = {key: decoded(image) for key, image, _ in samples(tmp_path / "out")}
     assert found["turned"].shape == (24, 16, 3)

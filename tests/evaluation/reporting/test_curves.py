@@ -49,7 +49,7 @@ def test_only_evaluations_of_several_steps_are_drawn(tmp_path: Path) -> None:
     assert loss.title == "loss of dino"
 
 
-def test_svg_is_well_formed_and_takes_the_colours_of_the_page() -> None:
+def test_svg_takes_the_colours_of_the_page() -> None:
     chart = Chart("a <b> & $x$ \N{GREEK SMALL LETTER LAMDA}", {"run": {0: 1.0, 5: 2.0}})
     look = {"run": Look("#3b6fb6", "solid")}
     svg = to_svg(chart, look)

@@ -73,7 +73,7 @@ def test_unfinished_run_without_knn_and_without_machine(tmp_path: Path) -> None:
     assert run.training_seconds == 0
 
 
-def test_folders_of_runs_are_searched_and_others_are_named(tmp_path: Path) -> None:
+def test_folders_of_runs_are_searched(tmp_path: Path) -> None:
     for name in ("b", "a"):
         make_run(tmp_path / "runs" / name, [record(20, 1.0)])
     (tmp_path / "empty").mkdir()
@@ -86,6 +86,6 @@ def test_folders_of_runs_are_searched_and_others_are_named(tmp_path: Path) -> No
         read_runs([tmp_path / "empty"])
 
 
-def test_names_are_as_short_as_they_can_be_and_differ() -> None:
+def test_names_of_runs_are_short_and_unique() -> None:
     assert short_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     assert short_names([Path("/x/a"), Path("/y/a"), Path("/y/b")]) == ["x/a", "y/a", "y/b"]

@@ -72,7 +72,7 @@ def test_settings_that_differ_are_columns(tmp_path: Path) -> None:
     }
 
 
-def test_knn_on_other_images_is_another_column_and_copies_are_not(tmp_path: Path) -> None:
+def test_knn_columns_follow_the_validation_set(tmp_path: Path) -> None:
     shards = {"a": "/x/digits/val-{000..009}.tar", "b": "/y/digits/val-*.tar", "c": ["/x/cats/a.tar", "/x/cats/b.tar"]}
     for name, val in shards.items():
         make_run(tmp_path / name, [record(20, 2.0, knn_top1=0.5)], evaluation={"val": val, "k": 20})
