@@ -9,9 +9,7 @@ from vit_pytorch.na_vit import NaViT as Oracle
 
 from tessera.encoders import build, load_weights, navit
 from tessera.encoders.images import Mask, PackedImages, pack
-from tessera.encoders.layers import MLP, PreNormBlock
 from tessera.encoders.navit import VARIANTS, NaViT
-from tessera.encoders.segments import Segments
 from tests.encoders.helpers import CLOSE, mask_of, scramble
 
 SMALL: dict[str, Any] = {
@@ -179,38 +177,6 @@ def test_token_drop_computes_what_dropping_computes():
     assert torch.equal(features.tokens, expected.tokens)
     assert torch.equal(features.pooled, expected.pooled)
     assert torch.equal(features.grids, packed.grids)
-
-
-@torch.no_grad()
-def test_drop_path_leaves_out_the_branches_of_whole_images():
-    block = scramble(PreNormBlock(48, navit.Attention(48, 3, 20), MLP(48, 96), norm_eps=1e-5, drop_path=0.5))
-    lengths = torch.tensor([5, 1, 3, 7])
-    segments = Segments(lengths, torch.device("cpu"))
-    x = torch.randn(16, 48, generator=torch.Generator().manual_seed(0))
-    found = set()
-    torch.manual_seed(0)
-    for _ in range(20):
-        y = block.train()(x, segments)
-        for image in range(4):
-            own = segments.image_ids == image
-            for first in (0, 2):
-                inside = block.norm1(x)
-                middle = x + first * block.attn(inside, segments)
-                for second in (0, 2):
-                    expected = middle + second * block.mlp(block.norm2(middle))
-                    if torch.allclose(y[own], expected[own], atol=1e-5):
-                        found.add((image, first, second))
-                        break
-                else:
-                    continue
-                break
-            else:
-                pytest.fail("an image whose tokens do not share their branches")
-    assert len(found) == 16
-    encoder = small(depth=5, drop_path=0.4)
-    assert [block.drop_path.rate for block in encoder.blocks] == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
-    images = pack(images_of(), 4)
-    assert torch.equal(encoder(images).pooled, small(depth=5)(images).pooled)  # not in evaluation
 
 
 @pytest.mark.parametrize("settings", [{}, {"pool": "mean"}, {"positions": "fractional", "token_drop": 0.2}])

@@ -172,16 +172,6 @@ def test_a_table_that_is_not_square_serves_its_own_images_unchanged():
     assert torch.equal(first_input(encoder, images)[:, 1:], encoder.patch_embed(images) + encoder.pos_embed[:, 1:])
 
 
-@torch.no_grad()
-def test_hidden_tokens_become_the_mask_token_at_their_positions():
-    encoder, images = small(mask_token=True), images_of(2, 3, 32, 32)
-    mask = mask_of(encoder.grids(images), 5)
-    plain, x = (first_input(encoder, images, *m)[:, 1:].flatten(0, 1) for m in ((), (mask,)))
-    positions = encoder.pos_embed[0, 1:].repeat(2, 1)
-    assert torch.equal(x[mask.hidden], encoder.mask_token + positions[mask.hidden])
-    assert torch.equal(x[mask.visible], plain[mask.visible])
-
-
 @pytest.mark.parametrize("pool", ["class", "mean"])
 @torch.no_grad()
 def test_dropping_is_running_the_visible_tokens_alone(pool):
@@ -198,23 +188,6 @@ def test_dropping_is_running_the_visible_tokens_alone(pool):
         pooled = x[0, 0] if pool == "class" else x[0, 3:].mean(0)
         torch.testing.assert_close(features.pooled[image], norm(pooled), **CLOSE)
         torch.testing.assert_close(features.tokens[5 * image : 5 * image + 5], norm(x[0, 3:]), **CLOSE)
-
-
-@torch.no_grad()
-def test_tokens_lie_in_the_order_of_patches():
-    encoder, images = small(), images_of(2, 3, 24, 40)
-    for block in encoder.blocks:  # without attention a token knows its own patch only
-        block.attn.proj.weight.zero_()
-    mask = mask_of(encoder.grids(images), 4)
-    plain, dropped = encoder(images).tokens, encoder(images, mask, drop=True).tokens
-    for image, row, column in [(0, 0, 3), (0, 2, 1), (1, 1, 4)]:
-        place = image * 15 + row * 5 + column
-        changed = images.clone()
-        changed[image, :, 8 * row : 8 * row + 8, 8 * column : 8 * column + 8] += 1
-        moved = (encoder(changed).tokens != plain).any(1)
-        assert moved.nonzero().flatten().tolist() == [place]
-        moved = (encoder(changed, mask, drop=True).tokens != dropped).any(1)
-        assert mask.visible[moved].tolist() == [place] * (not mask.hidden[place])
 
 
 @torch.no_grad()

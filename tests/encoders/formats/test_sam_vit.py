@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 
-from tessera.encoders import build, load, load_weights, save
+from tessera.encoders import build, load_weights
 from tessera.encoders.formats import sam_vit
 from tests.encoders.helpers import CLOSE, images_of, scramble
 
@@ -295,12 +295,3 @@ def test_names_in_timm():
             timm.create_model(found, **options).load_state_dict(state, strict=True)
     with pytest.raises(ValueError, match=r"norm_eps is 0.001, not 1e-6 or 1e-5"):
         sam_vit.to_timm(small(norm_eps=1e-3))
-
-
-@torch.no_grad()
-def test_saved_encoders_come_back(tmp_path):
-    encoder = small(image_size=(24, 32))
-    save(encoder, tmp_path / "encoder.safetensors")
-    again, images = load(tmp_path / "encoder.safetensors"), images_of(2, 3, 24, 24)
-    assert again.settings == encoder.settings
-    assert torch.equal(again(images).tokens, encoder(images).tokens)
