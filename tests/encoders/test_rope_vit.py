@@ -375,10 +375,3 @@ def test_class_scores_with_rotary_positions():
 def test_settings_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(encoders.EncoderError, match=message):
         build("rope_vit_small", **SMALL | settings)
-
-
-def test_dropping_all_tokens_of_an_image_is_refused():
-    encoder, images = small(), images_of(2, 3, 16, 16)
-    mask = Mask.from_hidden(torch.tensor([False] * 4 + [True] * 4), encoder.grids(images))
-    with pytest.raises(encoders.EncoderError, match="hides all tokens of image 1"):
-        encoder(images, mask, drop=True)

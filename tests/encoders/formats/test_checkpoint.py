@@ -222,15 +222,6 @@ def test_messages_say_what_would_fit():
         load_weights(small(), state, "dion")
 
 
-@torch.no_grad()
-def test_filters_for_three_channels_are_repeated_for_more():
-    three, six = small(), small(channels=6)
-    report = load_weights(six, three.state_dict())
-    assert report.resized == ["patch_embed.proj.weight repeated in turn from 3 to 6 channels, times 3/6"]
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(six(images.repeat(1, 2, 1, 1)).pooled, three(images).pooled, **CLOSE)
-
-
 class Order:
     """Runs a command when it is unpickled."""
 

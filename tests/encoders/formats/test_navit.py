@@ -98,20 +98,6 @@ def test_position_tables_are_resized_along_their_length():
     ]
 
 
-@pytest.mark.parametrize("theirs", [True, False])
-@torch.no_grad()
-def test_patches_of_three_channels_are_repeated_for_more(theirs):
-    six, three = small(channels=6), small()
-    if theirs:
-        load_weights(three, oracle().state_dict())
-    report = load_weights(six, oracle().state_dict() if theirs else three.state_dict())
-    assert report.resized == [
-        "patch_embed.proj.weight repeated in turn from 3 to 6 channels, times 3/6",
-        "patch_embed.norm1.weight repeated in turn from 3 to 6 channels",
-    ]
-    torch.testing.assert_close(six(image().repeat(1, 2, 1, 1)).pooled, three(image()).pooled, **CLOSE)
-
-
 def test_optional_parts():
     model = oracle()
     report = load_weights(small(pool="mean"), model.state_dict())

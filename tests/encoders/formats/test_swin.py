@@ -110,16 +110,6 @@ def test_our_weights():
     assert all(torch.equal(tensor, source.state_dict()[name]) for name, tensor in encoder.state_dict().items())
 
 
-def test_other_channels_see_their_share():
-    model, encoder = timm_swin(), small(channels=6)
-    report = load_weights(encoder, model.state_dict())
-    assert report.resized == ["patch_embed.proj.weight repeated in turn from 3 to 6 channels, times 3/6"]
-    images = torch.randn(1, 3, 64, 64)
-    with torch.no_grad():
-        expected = model.forward_features(images).flatten(0, 2)
-        torch.testing.assert_close(encoder(images.repeat(1, 2, 1, 1)).tokens, expected, **CLOSE)
-
-
 def test_biases_of_another_window_are_stretched():
     model, encoder = timm_swin(window_size=4), small(window_size=6)
     report = load_weights(encoder, model.state_dict())

@@ -257,16 +257,6 @@ def test_what_vit_pytorch_fixes_is_asked_of_the_encoder():
         load_weights(other(patch_size=4), state)
 
 
-@torch.no_grad()
-def test_filters_for_three_channels_are_repeated_for_more():
-    images = images_of(2, 3, 32, 64)
-    for make in (small, other):
-        three, six = scramble(make()), make(channels=6)
-        report = load_weights(six, three.state_dict())
-        assert report.resized[0] == "patch_embeds.0.proj.weight repeated in turn from 3 to 6 channels, times 3/6"
-        torch.testing.assert_close(six(images.repeat(1, 2, 1, 1)).pooled, three(images).pooled, **CLOSE)
-
-
 def test_weights_of_other_families_are_not_taken():
     pcpvt = timm.create_model("twins_pcpvt_small", embed_dims=(32, 64), depths=(1, 1), num_heads=(1, 2), num_classes=0)
     assert not formats.recognises(pcpvt.state_dict())
