@@ -1,6 +1,7 @@
 """RoPE-ViT against timm, transformers and formulas written out in float64."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,15 +16,12 @@ from tessera.encoders.images import Mask, pack
 from tessera.encoders.randomness import random_keys
 from tessera.encoders.rope import RotaryPositions
 from tessera.encoders.vit import ViT
+from tests.encoders import helpers
 from tests.encoders.helpers import images_of, mask_of, same, scramble
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
-SMALL: dict[str, Any] = {"dim": 48, "depth": 3, "heads": 3, "patch_size": 8, "image_size": 32}
-
-
-def small(**settings) -> Any:
-    encoder = build("rope_vit_small", **SMALL | {"layer_scale": 0.5, "mask_token": False} | settings)
-    return scramble(encoder)
+SMALL = helpers.SMALL["rope_vit_small"]
+small = partial(helpers.small, "rope_vit_small")
 
 
 def naive_angles(grid: tuple[int, int], periods: Tensor, coordinates: str = "separate") -> Tensor:
@@ -320,7 +318,7 @@ def test_last_attention_and_initial_values():
 @torch.no_grad()
 def test_a_vit_with_rotary_positions_is_a_rope_vit():
     rope, images = small(), images_of(2, 3, 24, 40)
-    alike = {"registers": 4, "mask_key_bias": True, "norm_eps": 1e-5, "layer_scale": 0.5}
+    alike = {"registers": 4, "mask_key_bias": True, "norm_eps": 1e-5}
     plain = build("vit_small", **SMALL, positions="rope", **alike).eval()
     plain.load_state_dict(rope.state_dict())
     assert same(plain(images), rope(images))

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from typing import Any
+from functools import partial
 
 import pytest
 import timm
@@ -10,14 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from tessera.encoders import build, load_weights
+from tests.encoders import helpers
 from tests.encoders.helpers import CLOSE, timm_vit
 
-SMALL: dict[str, Any] = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32}
+small = partial(helpers.small, "vit_small")
 OPTIONS = argparse.Namespace(lr=1e-3, output_dir="somewhere")
-
-
-def small(**settings) -> Any:
-    return build("vit_small", **SMALL | settings).eval()
 
 
 def head_of_dino(prefix: str) -> dict:
@@ -89,9 +86,8 @@ def test_checkpoints_of_mae(tmp_path):
     assert report.fresh == ["mask_token"]
     assert set(report.left_out) == {"args", "optimizer", *decoder_of_mae()}
 
-    averaged = small(
-        pool="mean"
-    )  # as the official fine-tuning starts: the norm of the tokens goes, one for the mean comes
+    # as the official fine-tuning starts: the norm of the tokens goes, one for the mean comes
+    averaged = build("vit_small", **helpers.SMALL["vit_small"], pool="mean")
     report = load_weights(averaged, tmp_path / "pretrained.pth")
     assert {"norm.weight", "norm.bias"} <= set(report.left_out)
     assert report.fresh == ["fc_norm.weight", "fc_norm.bias"]

@@ -161,27 +161,6 @@ def test_files_of_dinov2_are_described_by_the_variant(variant):
         assert build(**vit.describe(dinov2_of(encoder))).settings == encoder.settings
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"mlp": "swiglu", "registers": 2},
-        {"qkv_bias": False, "pool": "mean", "channels": 2},
-        {"rope_base": 50.0, "registers": 0},
-    ],
-)
-@torch.no_grad()
-def test_timm_gives_the_same_features(settings):
-    encoder, images = small(**settings), torch.randn(2, settings.get("channels", 3), 32, 32)
-    name, options, state = rope_vit.to_timm(encoder)
-    model = timm.create_model(name, **options).eval()
-    model.load_state_dict(state, strict=True)
-    torch.testing.assert_close(model(images), encoder(images).pooled, **CLOSE)
-    again = small(**settings)
-    load_weights(again, model.state_dict())
-    torch.testing.assert_close(again(images).tokens, encoder(images).tokens, **CLOSE)
-
-
 @torch.no_grad()
 def test_gated_vits_come_back_from_timm():
     encoder = scramble(build("vit_giant_14_dinov2_registers", dim=48, depth=2, heads=3, image_size=56))
@@ -190,29 +169,6 @@ def test_gated_vits_come_back_from_timm():
     model = timm.create_model(name, **options).eval()
     model.load_state_dict(state, strict=True)
     torch.testing.assert_close(model(LARGER), encoder(LARGER).pooled, **CLOSE)
-
-
-@pytest.mark.parametrize("variant", ["small", "small_plus", "base", "large", "huge_plus", "7b"])
-def test_names_in_timm(variant):
-    with torch.device("meta"):
-        name, options, state = rope_vit.to_timm(build(f"rope_vit_{variant}"))
-        assert name == f"vit_{variant}_patch16_dinov3"
-        timm.create_model(name, **options).load_state_dict(state, strict=True)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"norm_eps": 1e-6}, "norm_eps is 1e-06, not 1e-5"),
-        ({"mask_key_bias": False}, "mask_key_bias is not set"),
-        ({"rope_coordinates": "max"}, 'rope_coordinates is not "separate"'),
-        ({"cls_norm": True}, "cls_norm is set"),
-        ({"layer_scale": None}, "it has no layer scale"),
-    ],
-)
-def test_what_timm_has_not_is_refused(settings, message):
-    with pytest.raises(encoders.WeightsError, match=f"timm has no equivalent .*{message}"):
-        rope_vit.to_timm(small(**settings))
 
 
 @torch.no_grad()
