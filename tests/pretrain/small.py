@@ -1,5 +1,6 @@
-"""A method of a few thousand parameters with its engine and its Saver, for tests of checkpoints."""
+"""Small runs: their command lines, and a method of a few thousand parameters with its engine and its Saver."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from accelerate import Accelerator, PartialState
 
 from tessera import encoders
+from tessera.data.demo import demo_shards
 from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.config import CheckpointConfig
 from tessera.pretrain.engines.ddp import DDP
@@ -17,6 +19,8 @@ from tessera.runtime.settings import Section
 from tests.ranks import on_processes  # noqa: F401, tests of other folders import it from here
 from tests.teachers import small_settings
 
+MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
+"""Smallest variant of each family."""
 STEPS = 10
 _resolved = {
     name: method.resolve(method.Config(**small_settings(method)), OptimConfig(), RunSize(1000, 4, STEPS))
@@ -25,6 +29,30 @@ _resolved = {
 SECTIONS: dict[str, Section] = {name: config for name, (config, _) in _resolved.items()}
 OPTIM = _resolved["dino"][1]
 ENCODER = {"variant": "vit_micro", "depth": 1, "dim": 24, "heads": 2, "mask_token": True}
+
+
+def flags(method: str) -> dict[str, str]:
+    """Return the small settings of a method as flags of the command."""
+    return {f"--{method}.{name}": str(value).lower() for name, value in small_settings(METHODS[method]).items()}
+
+
+def scored_shards() -> tuple[str, str]:
+    """One shard of the training digits and one of those held out. To score all would take most of the time of a run."""
+    train, val = (f"{shards.partition('{')[0]}000000.tar" for shards in demo_shards())
+    return train, val
+
+
+def arguments(method: str, variant: str, output: Path, *more: str) -> list[str]:
+    """Return the command line of six steps on the embedded digits, which are saved after three steps and scored."""
+    chosen = {"--method": method, "--encoder": variant, "--output": str(output)} | flags(method)
+    chosen |= {"--steps": "6", "--batch_size": "16", "--record_every": "1"}
+    chosen |= {"--checkpoint_every": "3", "--workers": "1"}
+    chosen["--optim.lr"] = "1e-3"  # at the preset's own, rounding grows tenfold a step
+    train, val = scored_shards()
+    chosen |= {"--evaluation.train": train, "--evaluation.val": val, "--evaluation.linear_iterations": "0"}
+    if "drop_path" in inspect.signature(encoders.family(variant)).parameters:
+        chosen["--encoder.drop_path"] = "0"
+    return [*(word for pair in chosen.items() for word in pair), *more]
 
 
 def settings(name: str = "dino") -> dict[str, Any]:
