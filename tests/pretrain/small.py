@@ -1,14 +1,20 @@
 """Small runs: their command lines, and a method of a few thousand parameters with its engine and its Saver."""
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 
 from tessera import encoders
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch, View
+from tessera.data.collate import Collator, Sample
 from tessera.data.demo import demo_shards
+from tessera.encoders.images import Mask
 from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.config import CheckpointConfig
 from tessera.pretrain.engines.ddp import DDP
@@ -64,6 +70,33 @@ def settings(name: str = "dino") -> dict[str, Any]:
 def method(name: str, seed: int) -> Method:
     torch.manual_seed(seed)
     return METHODS[name](encoders.build(**ENCODER), SECTIONS[name], STEPS)  # pyright: ignore[reportArgumentType]
+
+
+def batch_for(method: Method, images: int) -> Batch:
+    """Return noise through the method's own transform, with the labels 0, 1, 0, ..."""
+    transform, rng = method.transform(), np.random.default_rng(0)
+    noise = torch.from_numpy(rng.integers(0, 256, (images, 3, 24, 24), dtype=np.uint8))
+    drawn = [transform.draw((24, 24), rng) for _ in range(images)]
+    samples = (Sample(str(i), noise[i], drawn[i], position=i, label=i % 2) for i in range(images))
+    return to_model_input(Collator(transform, images)(samples))
+
+
+def part_of(batch: Batch, images: slice) -> Batch:
+    """Return a batch of some images with all their crops and masks."""
+
+    def rows(tensor: torch.Tensor, crops: int) -> torch.Tensor:
+        return tensor.unflatten(0, (crops, -1))[:, images].flatten(0, 1)
+
+    views = []
+    for view in batch.views:
+        assert isinstance(view.images, torch.Tensor)
+        own = rows(view.images, view.crops)
+        hidden = [rows(mask.hidden.view(len(view.images), -1), view.crops) for mask in view.masks]
+        grids = [torch.tensor([[1, one.shape[1]]]).expand(len(one), 2) for one in hidden]
+        masks = tuple(Mask.from_hidden(one.flatten(), grid) for one, grid in zip(hidden, grids, strict=True))
+        views.append(View(own, view.crops, masks))
+    labels, positions = (None if one is None else one[images] for one in (batch.labels, batch.positions))
+    return replace(batch, views=views, keys=batch.keys[images], labels=labels, positions=positions)
 
 
 def make(seed: int = 0, name: str = "dino") -> tuple[Accelerator, DDP]:
