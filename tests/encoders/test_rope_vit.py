@@ -96,36 +96,6 @@ def test_swiglu_and_masked_key_bias_are_the_formulas():
     torch.testing.assert_close(linear(x).double(), x.double() @ linear.weight.double().T + bias, **CLOSE)
 
 
-@torch.no_grad()
-def test_a_block_is_the_formula():
-    """Attention with rotations, layer scale and SwiGLU, in float64, head by head."""
-    encoder, images = small(mlp="swiglu", registers=2), images_of(1, 3, 16, 24)
-    block, seen = encoder.blocks[1], []
-    handle = block.register_forward_hook(lambda layer, args, out: seen.append((args[0], out)))
-    encoder(images)
-    handle.remove()
-    x, out = seen[0][0][0].double(), seen[0][1][0].double()  # (S + N, D)
-
-    def norm(layer, x):
-        centred = x - x.mean(1, keepdim=True)
-        return centred / (centred.square().mean(1, keepdim=True) + 1e-5).sqrt() * layer.weight + layer.bias
-
-    bias = block.attn.qkv.bias.double()
-    bias[48:96] = 0
-    qkv = norm(block.norm1, x) @ block.attn.qkv.weight.double().T + bias
-    angles = torch.cat([torch.zeros(3, 8), naive_angles((2, 3), encoder.rope_embed.periods)])
-    heads = []
-    for head in range(3):
-        q, k, v = (qkv[:, start + 16 * head : start + 16 * head + 16] for start in (0, 48, 96))
-        logits = naive_rotation(q, angles) @ naive_rotation(k, angles).T / 4
-        heads.append(logits.exp() / logits.exp().sum(1, keepdim=True) @ v)
-    attended = torch.cat(heads, 1) @ block.attn.proj.weight.double().T + block.attn.proj.bias
-    x = x + attended * block.ls1.gamma
-    gate, value = (norm(block.norm2, x) @ block.mlp.w12.weight.double().T + block.mlp.w12.bias).chunk(2, 1)
-    mlp = (gate * torch.sigmoid(gate) * value) @ block.mlp.w3.weight.double().T + block.mlp.w3.bias
-    torch.testing.assert_close(x + mlp * block.ls2.gamma, out, **CLOSE)
-
-
 TIMM: dict[str, Any] = {
     "embed_dim": 48,
     "depth": 3,

@@ -12,7 +12,6 @@ from tessera.encoders.vit import VARIANTS, ViT
 from tests.encoders.helpers import CLOSE, first_input, images_of, mask_of, scramble
 
 SMALL: dict[str, Any] = {"dim": 48, "depth": 3, "heads": 3, "patch_size": 8, "image_size": 32}
-TIMM: dict[str, Any] = {"img_size": 56, "embed_dim": 48, "depth": 3, "num_heads": 3}
 
 
 def small(**settings) -> Any:
@@ -54,34 +53,6 @@ def test_small_equals_timm_at_224_and_at_96():
     assert_close(encoder(images), expected[:, 0], expected[:, 1:])
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "settings"),
-    [
-        ("vit_small_patch14_reg4_dinov2", {}, {"registers": 4}),
-        ("vit_small_patch14_reg4_dinov2", {"no_embed_class": False}, {"registers": 4}),
-        ("vit_small_patch14_dinov2", {"init_values": 0, "qk_norm": True}, {"qk_norm": True}),
-        ("vit_small_patch14_dinov2", {"init_values": 0, "qkv_bias": False}, {"qkv_bias": False}),
-        ("vit_small_patch14_dinov2", {"global_pool": "avg", "mlp_ratio": 2}, {"pool": "mean", "mlp_ratio": 2.0}),
-        (
-            "vit_small_patch14_reg4_dinov2",
-            {"global_pool": "avg", "class_token": False, "in_chans": 5},
-            {"pool": "mean", "class_token": False, "registers": 4, "channels": 5},
-        ),
-    ],
-)
-@torch.no_grad()
-def test_settings_equal_timm(model, options, settings):
-    oracle = scramble(timm.create_model(model, num_classes=7, **TIMM | options))
-    settings = {"layer_scale": 1.0 if options.get("init_values", 1) else None} | settings
-    encoder = build("vit_small", dim=48, depth=3, heads=3, patch_size=14, image_size=56, classes=7, **settings).eval()
-    load_weights(encoder, oracle.state_dict())
-    images = images_of(2, settings.get("channels", 3), 56, 56)
-    tokens = oracle.forward_features(images)
-    expected = oracle.fc_norm(tokens[:, oracle.num_prefix_tokens :])
-    assert_close(encoder(images), oracle.forward_head(tokens, pre_logits=True), expected)
-    torch.testing.assert_close(encoder.logits(images), oracle(images), **CLOSE)
-
-
 @torch.no_grad()
 def test_distilled_equals_timm():
     oracle = scramble(timm.create_model("deit_tiny_distilled_patch16_224", num_classes=9, depth=3, img_size=64))
@@ -108,33 +79,6 @@ def test_representation_layer_and_scale_are_the_formula():
         block.attn.qkv.weight[:48] *= 0.5 * math.sqrt(16)
         block.attn.qkv.bias[:48] *= 0.5 * math.sqrt(16)
     torch.testing.assert_close(encoder(images).tokens, plain(images).tokens, **CLOSE)
-
-
-@torch.no_grad()
-def test_dropping_equals_the_mae_of_transformers():
-    mae = pytest.importorskip("transformers.models.vit_mae", reason="transformers is not installed")
-    size = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 192}
-    config = mae.ViTMAEConfig(**size, layer_norm_eps=1e-6, image_size=32, patch_size=8, mask_ratio=0.75)
-    oracle = scramble(mae.ViTMAEModel(config))
-    encoder = ViT(**SMALL, positions="sincos", init="xavier", interpolation="mae")
-    theirs = "embeddings.patch_embeddings.projection embeddings.position_embeddings embeddings.cls_token layers."
-    theirs += " layernorm_before layernorm_after layernorm. attention.q_proj attention.o_proj"
-    ours = "patch_embed.proj pos_embed cls_token blocks. norm1 norm2 norm. attn.qkv attn.proj"
-    weights, state = oracle.state_dict(), {}
-    for name, tensor in weights.items():
-        if "q_proj" in name:
-            tensor = torch.cat([weights[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")])
-        for old, new in zip(theirs.split(), ours.split(), strict=True):
-            name = name.replace(old, new)
-        state[name] = tensor
-    encoder.load_state_dict({name: tensor for name, tensor in state.items() if "_proj" not in name})
-    images = images_of(2, 3, 32, 32)
-    mask = mask_of(encoder.grids(images), 12)
-    noise = torch.arange(16.0) + 100 * mask.hidden.view(2, 16)  # visible ones first, in their order
-    result = oracle.eval()(images, noise=noise)
-    assert torch.equal(result.mask.bool().flatten(), mask.hidden)
-    features = encoder.eval()(images, mask, drop=True)
-    assert_close(features, result.last_hidden_state[:, 0], result.last_hidden_state[:, 1:])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Checkpoints of every known kind, made from timm models under the names and in the files of their projects."""
 
 import argparse
-import os
 from functools import partial
 
 import pytest
@@ -216,27 +215,6 @@ def test_messages_say_what_would_fit():
         load_weights(small(qkv_bias=False), small().state_dict())
     with pytest.raises(ValueError, match="source must be one of auto, ours"):
         load_weights(small(), state, "dion")
-
-
-class Order:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-def test_a_pickle_that_runs_code_is_refused(tmp_path):
-    torch.save({"model": timm_vit().state_dict(), "args": Order(tmp_path / "ran")}, tmp_path / "evil.pth")
-    with pytest.raises(ValueError, match=r"evil.pth was not loaded, because it holds the pickled object posix.mkdir"):
-        load_weights(small(), tmp_path / "evil.pth")
-    assert not (tmp_path / "ran").exists()
-    for name in ("text.pth", "text.safetensors"):
-        (tmp_path / name).write_text("not weights")
-        with pytest.raises(ValueError, match=rf"{name} is neither a .safetensors file nor a torch file of weights"):
-            load_weights(small(), tmp_path / name)
 
 
 def test_prefixes_of_distributed_and_of_compiled_modules_are_taken_off():

@@ -40,6 +40,15 @@ def dinov2_of(encoder: encoders.Encoder) -> dict[str, Tensor]:
     return {name.replace("reg_token", "register_tokens"): tensor for name, tensor in encoder.state_dict().items()}
 
 
+def in_chunks(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights as DINOv2's training names them, with two blocks in a chunk."""
+    named = {}
+    for name, tensor in state.items():
+        part, _, rest = name.partition(".")
+        named[f"blocks.{int(rest.partition('.')[0]) // 2}.{rest}" if part == "blocks" else name] = tensor
+    return named
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @torch.no_grad()
 def test_files_of_dinov3_load_as_timm_loads_them(gated):
@@ -68,11 +77,7 @@ def test_files_of_dinov2_load_as_timm_loads_them(registers, gated):
     options = {"embed_dim": 48, "depth": 4, "num_heads": 3, "img_size": 56, "num_classes": 0}
     oracle = timm.create_model(name, **options | ({"mlp_ratio": 256.5 / 48} if gated else {})).eval()
     oracle.load_state_dict(vision_transformer.checkpoint_filter_fn(dict(state), oracle), strict=True)
-    chunked = {}
-    for key, tensor in state.items():
-        part, _, rest = key.partition(".")
-        chunked[f"blocks.{int(rest[0]) // 2}.{rest}" if part == "blocks" else key] = tensor
-    for weights_of in (state, chunked):
+    for weights_of in (state, in_chunks(state)):
         encoder = build(variant, **settings).eval()
         assert load_weights(encoder, weights_of).fresh == []
         torch.testing.assert_close(encoder(LARGER).pooled, oracle(LARGER), **CLOSE)
@@ -158,7 +163,8 @@ def test_files_of_dinov3_are_described_by_the_variant(variant):
 def test_files_of_dinov2_are_described_by_the_variant(variant):
     with torch.device("meta"):
         encoder = build(variant)
-        assert build(**vit.describe(dinov2_of(encoder))).settings == encoder.settings
+        for state in (dinov2_of(encoder), in_chunks(dinov2_of(encoder))):
+            assert build(**vit.describe(state)).settings == encoder.settings
 
 
 @torch.no_grad()

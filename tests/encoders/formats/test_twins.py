@@ -9,7 +9,7 @@ import timm
 import torch
 from vit_pytorch.twins_svt import TwinsSVT
 
-from tessera.encoders import VARIANTS, build, load_weights
+from tessera.encoders import build, load_weights
 from tessera.encoders.formats import twins as formats
 from tests.encoders import helpers
 from tests.encoders.helpers import CLOSE, images_of, scramble
@@ -154,9 +154,6 @@ def test_what_vit_pytorch_fixes_is_asked_of_the_encoder():
         load_weights(other(patch_size=4), state)
 
 
-def test_weights_of_other_families_are_not_taken():
+def test_a_twins_pcpvt_is_not_recognised():
     pcpvt = timm.create_model("twins_pcpvt_small", embed_dims=(32, 64), depths=(1, 1), num_heads=(1, 2), num_classes=0)
     assert not formats.recognises(pcpvt.state_dict())
-    for variant in VARIANTS:
-        if variant.endswith("_micro"):
-            assert formats.recognises(build(variant).state_dict()) == variant.startswith("twins")
