@@ -16,6 +16,27 @@ CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 5e-5}
 MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
 """Smallest variant of each family."""
 
+SMALL: dict[str, dict[str, Any]] = {
+    "vit_small": {"dim": 48, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32},
+    "rope_vit_small": {
+        "dim": 48, "depth": 3, "heads": 3, "patch_size": 8, "image_size": 32, "layer_scale": 0.5, "mask_token": False
+    },
+    "sam_vit_b": {
+        "dim": 48, "depth": 3, "heads": 3, "out_dim": 20, "patch_size": 4, "image_size": 24, "window_size": 4,
+        "global_blocks": (1,),
+    },
+    "swin_tiny": {"dim": 24, "depths": (2, 2, 3), "heads": (1, 2, 4), "window_size": 4, "image_size": 64},
+    "twins_svt_small": {"dims": (32, 64), "depths": (2, 2), "heads": (1, 2), "reductions": (2, 1), "window_size": 4},
+    "twins_svt_vit_pytorch": {
+        "dims": (12, 20, 24, 36), "depths": (1, 1, 1, 1), "window_size": (4, 4, 2, 7), "reductions": (4, 2, 2, 2),
+        "patch_size": 2,
+    },
+    "navit_small": {
+        "dim": 48, "depth": 2, "heads": 3, "patch_size": 4, "image_size": (16, 24), "head_dim": 20, "mlp_ratio": 2.5
+    },
+}  # fmt: skip
+"""Settings of a small encoder of each family and layout."""
+
 
 @torch.no_grad()
 def scramble(model: Any, seed: int = 0) -> Any:
@@ -29,6 +50,11 @@ def scramble(model: Any, seed: int = 0) -> Any:
         if gain or name.endswith((".g", "norm.gamma")):
             weight += 1
     return model.eval()
+
+
+def small(variant: str, **settings: Any) -> Any:
+    """A small encoder with weights of its own, in evaluation mode."""
+    return scramble(encoders.build(variant, **SMALL[variant] | settings), seed=1)
 
 
 def timm_vit(**options: Any) -> Any:

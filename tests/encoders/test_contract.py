@@ -1,8 +1,10 @@
 """What every encoder promises, asked of the smallest variant of each family, found by its name."""
 
 import json
+import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -15,18 +17,24 @@ from tessera.encoders.summary import summarize
 from tests.encoders import helpers
 from tests.encoders.helpers import MICRO, mask_of
 
+OTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "swin_micro with absolute positions": ("swin_micro", {"absolute_positions": True}),
+    "twins_svt_micro of vit-pytorch": ("twins_svt_micro", {"layout": "vit_pytorch", "qkv_bias": False, "head_dim": 6}),
+}
+"""Other settings of a variant that compute in another way."""
+ALL = [*MICRO, *OTHER]
 DROPPING = [name for name in MICRO if encoders.family(name).can_drop]
-WHOLE = [name for name in MICRO if not encoders.family(name).can_drop]
 PACKING = [name for name in MICRO if encoders.family(name).takes_packed]
 WHOLE_PATCHES = ["navit_micro"]  # sides must be multiples of the patch
-ONE_SIZE = [name for name in MICRO if not encoders.family(name).takes_packed]
+PADDING = ["twins_svt_micro"]  # a part of a patch is completed with zeros
 SIZES = [(16, 16), (24, 16), (225, 225), (96, 160), (33, 33), (4, 64)]
 
 
 def make(variant: str, **settings) -> encoders.Encoder:
-    """Random weights in every parameter, so that all of them show."""
+    """Random weights in every parameter, so that all of them show. `variant` is one of ALL."""
     torch.manual_seed(0)
-    encoder = encoders.build(variant, **settings)
+    name, own = OTHER.get(variant, (variant, {}))
+    encoder = encoders.build(name, **own | settings)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in encoder.parameters():
@@ -52,6 +60,19 @@ def under(mask: Mask, encoder: encoders.Encoder, images: torch.Tensor) -> torch.
     spread = spread[:, :, : images.shape[2], : images.shape[3]]
     beyond = [side - spread.shape[dim] for side, dim in zip(images.shape[2:], (2, 3), strict=True)]
     return F.pad(spread, (0, beyond[1], 0, beyond[0]))  # pixels beyond the last patch are nobody's
+
+
+def blocks_of(encoder: encoders.Encoder) -> list[Any]:
+    """The blocks of all stages."""
+    return [b for part in encoder.blocks for b in (part if isinstance(part, torch.nn.ModuleList) else [part])]
+
+
+def shallower(encoder: encoders.Encoder) -> dict[str, Any]:
+    """Settings of an encoder with one block less."""
+    given = encoder.settings
+    if "depths" in given:
+        return {"depths": (*given["depths"][:-1], given["depths"][-1] - 1)}
+    return {"depth": given["depth"] - 1}
 
 
 def check_shapes(features: Features, encoder: encoders.Encoder, images: torch.Tensor) -> None:
@@ -135,7 +156,7 @@ def test_importing_encoders_imports_no_compiler():
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("variant", MICRO)
+@pytest.mark.parametrize("variant", ALL)
 @torch.no_grad()
 def test_odd_sizes_work_or_are_refused_with_the_reason(variant, size):
     encoder, images = make(variant), images_of(2, *size)
@@ -151,7 +172,7 @@ def test_odd_sizes_work_or_are_refused_with_the_reason(variant, size):
 
 
 @pytest.mark.parametrize("size", [(16, 16), (20, 28), (18, 27)])
-@pytest.mark.parametrize("variant", MICRO)
+@pytest.mark.parametrize("variant", ALL)
 @torch.no_grad()
 def test_hidden_pixels_do_not_leak(variant, size):
     """New pixels under the mask, bit-equal output; and new pixels elsewhere, another one."""
@@ -213,7 +234,7 @@ def test_visible_features_do_not_depend_on_hidden_pixels(variant, counts):
             make(variant).visible(images, mask)
 
 
-@pytest.mark.parametrize("variant", MICRO)
+@pytest.mark.parametrize("variant", ALL)
 @torch.no_grad()
 def test_images_do_not_see_each_other(variant):
     encoder, images = make(variant), images_of(3)
@@ -254,17 +275,85 @@ def test_tokens_lie_in_the_order_of_patches(variant):
     assert (centres[..., 1].mean(0).diff() > 0).all()
 
 
-@pytest.mark.parametrize("variant", MICRO)
-def test_every_parameter_gets_a_gradient(variant):
-    for hide in (False, True):
-        encoder = make(variant, mask_token=hide).train()
-        images = images_of(2)
-        features = encoder(images, share_of(encoder, images) if hide else None)
-        (features.pooled.square().sum() + features.tokens.square().sum()).backward()
-        assert [name for name, p in encoder.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+TRAINED: list[tuple[str, str, dict[str, Any]]] = [
+    *((use, name, {"drop_path": 0.2}) for name in ALL for use in ("pooled", "in place")),
+    *(("drop", name, {}) for name in DROPPING),
+    *(("packed", name, {}) for name in PACKING),
+    ("pooled", "vit_micro", {"layer_scale": 0.1, "registers": 2, "qk_norm": True}),
+    ("pooled", "vit_micro", {"pool": "mean", "distillation_token": True}),
+    ("pooled", "vit_micro", {"pool": "all", "patch_norm": True, "head_dim": 10, "qkv_bias": False}),
+    ("drop", "vit_micro", {"positions": "sincos"}),
+    ("drop", "vit_micro", {"pool": "mean"}),
+    ("logits", "vit_micro", {"distillation_token": True, "classes": 4}),
+    ("logits", "vit_micro", {"representation_size": 10, "classes": 4, "checkpoint_activations": True}),
+    ("packed", "navit_micro", {"pool": "mean"}),
+    ("packed", "navit_micro", {"positions": "fractional", "token_drop": 0.2}),
+]
 
 
-@pytest.mark.parametrize("variant", MICRO)
+@pytest.mark.parametrize(("use", "variant", "settings"), TRAINED)
+def test_every_trained_parameter_gets_a_gradient(use, variant, settings):
+    encoder = make(variant, mask_token=use == "in place", **settings).train()
+    images = images_of(4)
+    if use == "logits":
+        scores = encoder.logits(images)
+        output = torch.cat(scores) if isinstance(scores, tuple) else scores
+    elif use == "packed":
+        output = encoder(pack([images, images_of(2, 8, 12)], encoder.stride)).pooled
+    else:
+        mask = None if use == "pooled" else share_of(encoder, images)
+        output = encoder(images, mask, drop=use == "drop").pooled
+    output.square().mul(torch.arange(output.shape[-1])).sum().backward()
+    trained = {name: p for name, p in encoder.named_parameters() if p.requires_grad}
+    assert [n for n, p in trained.items() if p.grad is None or not p.grad.any() or not p.grad.isfinite().all()] == []
+    fixed = {name for name, _ in encoder.named_parameters()} - trained.keys()
+    assert fixed == ({"pos_embed"} if settings.get("positions") == "sincos" else set())
+
+
+@pytest.mark.parametrize("variant", ALL)
+@torch.no_grad()
+def test_hidden_tokens_become_the_mask_token_at_their_positions(variant):
+    """In front of the first block, where several patches may form a token."""
+    encoder, images = make(variant, mask_token=True, image_size=32), images_of(2, 20, 28)
+    grids, patch = encoder.grids(images), encoder.settings["patch_size"]
+    mask, everything = (mask_of(grids, tokens) for tokens in (7, grids.prod(1).tolist()))
+    hidden = under(mask, encoder, images)[:, 0, ::patch, ::patch].flatten(1)  # (B, patches)
+
+    def patches(*inputs: Any) -> torch.Tensor:
+        x = helpers.first_input(encoder, *inputs)
+        return x.reshape(2, -1, x.shape[-1])[:, -hidden.shape[1] :]
+
+    plain, masked, replaced = patches(images), patches(images, mask), patches(images, everything)
+    assert torch.equal(masked, torch.where(hidden[..., None], replaced, plain))
+    token = encoder.mask_token.clone()
+    for name, parameter in encoder.named_parameters():
+        if "patch_embed" in name or name == "mask_token":
+            parameter.zero_()
+    positions = patches(images)
+    assert torch.equal(patches(images, mask), positions)
+    torch.testing.assert_close(replaced - positions, token.expand_as(positions), rtol=1e-5, atol=1e-5)
+
+
+SPLIT = [name for name in ALL if type(make(name)).intermediate is encoders.Encoder.intermediate]
+"""Encoders whose features after a block do not need a part behind the last one."""
+
+
+@pytest.mark.parametrize("variant", SPLIT)
+@torch.no_grad()
+def test_intermediate_features_are_those_of_a_shallower_encoder(variant):
+    encoder, images = make(variant), images_of(2)
+    shallow = make(variant, **shallower(encoder))
+    shallow.load_state_dict({k: v for k, v in encoder.state_dict().items() if k in shallow.state_dict()})
+    blocks, fewer = len(blocks_of(encoder)), len(blocks_of(shallow))
+    features = encoder.intermediate(images, 1 + blocks - fewer)
+    assert helpers.same(features[0], shallow(images))
+    assert helpers.same(features[-1], encoder(images))
+    for count in (0, blocks + 1):
+        with pytest.raises(ValueError, match=f"{count} blocks .* must be from 1 to"):
+            encoder.intermediate(images, count)
+
+
+@pytest.mark.parametrize("variant", ALL)
 @torch.no_grad()
 def test_other_numbers_of_channels(variant, tmp_path):
     encoder = make(variant, channels=5)
@@ -275,31 +364,57 @@ def test_other_numbers_of_channels(variant, tmp_path):
     report = encoders.load_weights(encoder, three.state_dict())
     assert any("from 3 to 5 channels" in line for line in report.resized)
     six = make(variant, channels=6)
-    encoders.load_weights(six, three.state_dict())
+    report = encoders.load_weights(six, three.state_dict())
+    assert report.resized[0].endswith(".proj.weight repeated in turn from 3 to 6 channels, times 3/6")
     images = images_of(2)
     torch.testing.assert_close(six(images.repeat(1, 2, 1, 1)).pooled, three(images).pooled, rtol=1e-4, atol=5e-5)
 
 
-@pytest.mark.parametrize("variant", MICRO)
+@pytest.mark.parametrize("variant", ALL)
 @torch.no_grad()
 def test_saved_and_loaded_it_is_the_same(variant, tmp_path):
-    encoder = make(variant)
+    encoder = make(variant, mask_token=True, image_size=(16, 32))
     encoders.save(encoder, tmp_path / "encoder.safetensors")
+    assert sorted(os.listdir(tmp_path)) == ["encoder.json", "encoder.safetensors"]
+    assert json.loads((tmp_path / "encoder.json").read_text())["variant"] == encoder.settings["variant"]
     again = encoders.load(tmp_path / "encoder.safetensors")
+    assert not again.training
     assert again.settings == encoder.settings
-    assert torch.equal(again(images_of(2)).pooled, encoder(images_of(2)).pooled)
+    assert list(again.state_dict()) == list(encoder.state_dict())
+    assert helpers.same(again(images_of(2)), encoder(images_of(2)))
 
 
-@pytest.mark.parametrize("variant", MICRO)
-@torch.no_grad()
+@pytest.mark.parametrize("variant", ALL)
 def test_recomputed_activations_change_nothing(variant):
-    plain, recomputing = (make(variant, checkpoint_activations=on).train() for on in (False, True))
-    with torch.enable_grad():
-        for encoder in (plain, recomputing):
-            encoder(images_of(2)).pooled.square().sum().backward()
-    for (name, one), (_, other) in zip(plain.named_parameters(), recomputing.named_parameters(), strict=True):
-        if one.grad is not None:
-            torch.testing.assert_close(other.grad, one.grad, msg=lambda text, name=name: f"{name}: {text}")
+    """Also with drop path, whose rate rises from block to block."""
+    found = []
+    for recompute in (False, True):
+        encoder, calls = make(variant, drop_path=0.5, checkpoint_activations=recompute).train(), []
+        blocks = blocks_of(encoder)
+        rates = torch.linspace(0, 0.5, len(blocks)).tolist()
+        assert [block.drop_path.rate for block in blocks] == pytest.approx(rates)
+        blocks[0].norm1.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        found.append(helpers.outputs(encoder, images_of(4))[1])
+        assert len(calls) == 1 + recompute
+    assert torch.equal(*found)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("variant", "recompute"), [*((name, False) for name in MICRO), ("vit_micro", True)])
+def test_compiled_blocks_change_nothing(variant, recompute):
+    """Of one stage where there are several."""
+    torch.compiler.reset()
+    given = make(variant).settings
+    staged = [name for name in ("dims", "depths", "heads", "reductions") if "depths" in given and name in given]
+    one_stage = {name: given[name][:1] for name in staged}
+    encoder = make(variant, **one_stage, checkpoint_activations=recompute).train()
+    expected = helpers.outputs(encoder, images_of(2))[1]
+    for block in blocks_of(encoder):
+        block.compile(backend="aot_eager", fullgraph=True)
+    encoder.zero_grad()
+    found = helpers.outputs(encoder, images_of(2))[1]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3 * expected.abs().mean().item())
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("variant", MICRO)
@@ -314,6 +429,8 @@ def test_drop_path_leaves_out_branches_in_training_only(variant):
     torch.manual_seed(0)
     assert torch.equal(moved, encoder(images).pooled)
     assert not torch.equal(moved, encoder(images).pooled)
+    with pytest.raises(ValueError, match="drop_path"):
+        make(variant, drop_path=1.0)
 
 
 @pytest.mark.parametrize("variant", MICRO)
@@ -325,10 +442,6 @@ def test_half_precision_is_close(variant):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = encoder(images, mask).tokens
         assert (found - expected).abs().mean() < 0.05 * expected.abs().mean()
-    half = make(variant, mask_token=True).bfloat16()
-    found = half(images.bfloat16(), share_of(half, images)).tokens
-    assert found.dtype == torch.bfloat16
-    assert (found - expected).abs().mean() < 0.05 * expected.abs().mean()
 
 
 @pytest.mark.parametrize("variant", MICRO)
@@ -337,7 +450,7 @@ def test_blocks_can_be_compiled_one_by_one(variant):
     """`blocks`, or the blocks of the stages in it, are modules that the forward pass calls, all of them once."""
     encoder = make(variant)
     calls: list[int] = []
-    blocks = [b for part in encoder.blocks for b in (part if isinstance(part, torch.nn.ModuleList) else [part])]
+    blocks = blocks_of(encoder)
     for number, block in enumerate(blocks):
         block.register_forward_hook(lambda *_, number=number: calls.append(number))
     encoder(images_of(1))
@@ -349,19 +462,24 @@ def test_what_does_not_fit_is_refused(variant):
     encoder, masking = make(variant), make(variant, mask_token=True)
     images = images_of(2)
     mask = share_of(masking, images)
+    thin = 0 if variant in PADDING else encoder.settings["patch_size"] - 1
     cases = [
         (masking, (images.byte(),), {}, "normalised floats, not torch.uint8"),
         (masking, (images[0],), {}, r"\(B, 3, H, W\)"),
         (encoder, (images, mask), {}, "mask_token=True"),
         (masking, (images[:1], mask), {}, "does not fit 1 images"),
         (masking, (images,), {"drop": True}, "needs a mask"),
+        (masking, (images[..., :thin],), {}, "smaller than one patch"),
     ]
-    if variant in WHOLE:
-        cases.append((masking, (images, mask), {"drop": True}, "cannot drop hidden tokens"))
-    if variant in ONE_SIZE:
-        cases.append((masking, (pack([images], encoder.stride),), {}, "not packed images"))
+    if variant in DROPPING:
+        everything = mask_of(encoder.grids(images), [3, 16])
+        cases.append((encoder, (images, everything), {"drop": True}, "at least one token.*hides all tokens of image 1"))
     else:
+        cases.append((masking, (images, mask), {"drop": True}, "cannot drop hidden tokens"))
+    if variant in PACKING:
         cases.append((masking, (pack([images], 8),), {}, "8"))
+    else:
+        cases.append((masking, (pack([images], encoder.stride),), {}, "not packed images"))
     for asked, inputs, options, message in cases:
         with pytest.raises(ValueError, match=message):
             asked(*inputs, **options)

@@ -55,27 +55,6 @@ def test_it_equals_timm_with_published_positions(registers, size):
     torch.testing.assert_close(features.tokens, tokens[:, oracle.num_prefix_tokens :].flatten(0, 1), **CLOSE)
 
 
-@pytest.mark.parametrize("size", [(28, 28), (70, 42)])
-@torch.no_grad()
-def test_with_registers_it_resizes_positions_as_timm(size):
-    oracle = scramble(timm.create_model("vit_small_patch14_reg4_dinov2", dynamic_img_size=True, **TIMM))
-    encoder, images = small(registers=True), images_of(2, 3, *size)
-    load_weights(encoder, oracle.state_dict())
-    tokens = oracle.forward_features(images)
-    torch.testing.assert_close(encoder(images).tokens, tokens[:, 5:].flatten(0, 1), **CLOSE)
-
-
-@pytest.mark.parametrize("registers", [False, True])
-@torch.no_grad()
-def test_giant_has_the_gated_mlps_of_timm(registers):
-    model = f"vit_giant_patch14{'_reg4' if registers else ''}_dinov2"
-    oracle = scramble(timm.create_model(model, **TIMM | {"mlp_ratio": 256.5 / 48}))
-    encoder, images = small(registers, mlp="swiglu"), images_of(2, 3, 56, 56)
-    load_weights(encoder, oracle.state_dict())
-    tokens = oracle.forward_features(images)
-    torch.testing.assert_close(encoder(images).pooled, tokens[:, 0], **CLOSE)
-
-
 def of_transformers(registers: bool, **options) -> Any:
     name, kind = ("dinov2_with_registers", "WithRegisters") if registers else ("dinov2", "")
     models = pytest.importorskip(f"transformers.models.{name}", reason="transformers is not installed")
@@ -104,19 +83,6 @@ def test_it_equals_transformers_with_and_without_masks(registers, gated):
             prefix = 5 if registers else 1
             torch.testing.assert_close(features.pooled, expected.pooler_output, **CLOSE)
             torch.testing.assert_close(features.tokens, expected.last_hidden_state[:, prefix:].flatten(0, 1), **CLOSE)
-
-
-@torch.no_grad()
-def test_registers_have_no_position_and_stand_after_the_class_token():
-    encoder, images, seen = small(registers=True), images_of(2, 3, 56, 56), []
-    encoder.blocks[0].register_forward_pre_hook(lambda block, args: seen.append(args[0]))
-    encoder(images)
-    (x,) = seen
-    assert encoder.cls_token is not None
-    assert encoder.reg_token is not None
-    assert torch.equal(x[:, 0], (encoder.cls_token + encoder.pos_embed[:, :1]).expand(2, 1, 48)[:, 0])
-    assert torch.equal(x[:, 1:5], encoder.reg_token.expand(2, 4, 48))
-    torch.testing.assert_close(x[:, 5:], encoder.patch_embed(images) + encoder.pos_embed[:, 1:])
 
 
 def test_initial_values_are_those_of_the_published_code():

@@ -78,19 +78,6 @@ def test_outputs_and_gradients_are_those_of_drop_path_that_computes_everything(v
             torch.testing.assert_close(gradient, plain[2][name], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_two_processes_give_what_one_gives(variant: str) -> None:
-    encoder, samples = build(variant, skip_dropped=True), torch.arange(4)
-    images = crops("plain").unflatten(0, (2, 4))
-    whole = encode(encoder, images.flatten(0, 1), samples).pooled.unflatten(0, (2, 4))
-    parts = (slice(0, 1), slice(1, 4))
-    halves = [encode(encoder, images[:, p].flatten(0, 1), samples[p]).pooled.unflatten(0, (2, -1)) for p in parts]
-    torch.testing.assert_close(torch.cat(halves, 1), whole, rtol=1e-5, atol=1e-6)
-    assert torch.equal(encode(encoder, images.flatten(0, 1), samples).pooled.unflatten(0, (2, 4)), whole)
-    other = encode(encoder, images.flatten(0, 1), samples, step=4).pooled.unflatten(0, (2, 4))
-    assert not torch.allclose(other, whole, rtol=1e-3)
-
-
 def test_dropped_images_are_not_computed_and_evaluation_drops_nothing() -> None:
     encoder, seen = build("vit_micro", skip_dropped=True), []
     for block in encoder.blocks:

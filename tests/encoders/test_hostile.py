@@ -17,8 +17,6 @@ from tessera import encoders
 from tessera.encoders import EncoderError, WeightsError
 from tessera.encoders.formats.checkpoint import read
 
-MICRO = sorted(name for name in encoders.VARIANTS if name.endswith("_micro"))
-
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
@@ -32,8 +30,6 @@ def change(saved: Path, **entries: Any) -> None:
     beside.write_text(json.dumps(json.loads(beside.read_text()) | entries))
 
 
-NANS = [float("nan")] * 3
-BAD_STD: list[Any] = [[0.0] * 3, [-1] * 3, ["1"] * 3, [1, 1], [True]]
 HOSTILE: list[dict[str, Any]] = [
     *({"variant": value} for value in (None, 3, [], {}, ["vit_micro"], "nope", "vit\x1b[31m\nforged")),
     *({"depth": value} for value in (None, "4", 1.5, True, -1, 0, 10**9, 2**70, [4], {"a": 1}, float("nan"))),
@@ -126,8 +122,12 @@ def test_hostile_torch_files_are_named(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "w.pth"
     torch.save({"a": Command()}, path)
-    with pytest.raises(WeightsError, match="which could run code"):
+    with pytest.raises(WeightsError, match=r"w\.pth was not loaded, .* object posix\.mkdir, which could run code"):
         read(path)
+    for name in ("text.pth", "text.safetensors"):
+        (tmp_path / name).write_text("not weights")
+        with pytest.raises(WeightsError, match=rf"{name} is neither a .safetensors file nor a torch file of weights"):
+            read(tmp_path / name)
     path.write_bytes(pickle.dumps(Command()))
     with pytest.raises(WeightsError):
         read(path)

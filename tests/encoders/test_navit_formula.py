@@ -10,7 +10,7 @@ from tessera.encoders import navit, packed_attention
 from tessera.encoders.images import Mask, best_fit, pack
 from tessera.encoders.navit import NaViT
 from tests.encoders.helpers import CLOSE, mask_of
-from tests.encoders.test_navit import SMALL, images_of, small
+from tests.encoders.test_navit import images_of, small
 
 
 def formula(encoder: NaViT, image: torch.Tensor, hidden=None, drop=False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,20 +100,6 @@ def test_hidden_tokens_are_dropped_at_other_counts_in_each_image_or_replaced(set
     assert_formula(encoder, images, mask_of(grids, [21, 1, 6, 0, 3]))  # in place, an image may be hidden altogether
 
 
-@torch.no_grad()
-def test_dropping_in_a_batch_of_one_size_needs_no_equal_counts():
-    images, encoder = torch.cat(images_of([(16, 24)] * 3)), small()
-    for counts in ([5, 24, 1], [9, 9, 9]):
-        mask = mask_of(torch.tensor([[4, 6]] * 3), [24 - count for count in counts])
-        features = encoder(images, mask, drop=True)
-        expected = encoder(pack([images], 4), mask, drop=True)
-        assert torch.equal(features.tokens, expected.tokens)
-        for i, hidden in enumerate(mask.hidden.split(24)):
-            pooled, tokens = formula(encoder, images[i : i + 1], hidden, drop=True)
-            torch.testing.assert_close(features.pooled[i].double(), pooled, **CLOSE)
-            torch.testing.assert_close(features.tokens.split(counts)[i].double(), tokens, **CLOSE)
-
-
 def test_the_encoder_gives_attention_the_sequences_of_its_images(monkeypatch):
     images, encoder = images_of(), small()
     order = best_fit(pack(images, 4).lengths.tolist(), 24)
@@ -140,23 +126,3 @@ def test_the_encoder_gives_attention_the_sequences_of_its_images(monkeypatch):
     hidden = mask.hidden.split(packed.lengths.tolist())
     dropped = [formula(encoder, *pair, drop=True)[1] for pair in zip(images, hidden, strict=True)]
     torch.testing.assert_close(encoder(packed, mask, drop=True).tokens.double(), torch.cat(dropped), **CLOSE)
-
-
-@torch.no_grad()
-def test_fractional_positions_by_hand():
-    encoder = NaViT(**SMALL | {"positions": "fractional", "image_size": (16, 4)})
-    table = torch.tensor([[0.0], [10.0], [30.0], [20.0]]).expand(4, 48)
-
-    def along(side):
-        places = torch.arange(side)
-        return encoder._positions(table, places, torch.full((side,), side))[:, 0].tolist()
-
-    assert along(1) == [0]
-    assert along(2) == [0, 30]
-    assert along(3) == pytest.approx([0, 10 + 20 / 3, 30 - 20 / 3])  # at 0, 4/3 and 8/3
-    assert along(4) == [0, 10, 30, 20]
-    assert along(8) == [0, 5, 10, 20, 30, 25, 20, 20]  # past the last entry it is the last
-    images, fractional, absolute = images_of([(16, 24)])[0], small(positions="fractional"), small()
-    assert torch.equal(fractional(images).tokens, absolute(images).tokens)  # an image that fills the tables
-    images = images_of([(8, 12)])[0]
-    assert (fractional(images).pooled - absolute(images).pooled).abs().max() > 0.01

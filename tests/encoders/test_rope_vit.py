@@ -1,6 +1,7 @@
 """RoPE-ViT against timm, transformers and formulas written out in float64."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,15 +16,12 @@ from tessera.encoders.images import Mask, pack
 from tessera.encoders.randomness import random_keys
 from tessera.encoders.rope import RotaryPositions
 from tessera.encoders.vit import ViT
+from tests.encoders import helpers
 from tests.encoders.helpers import images_of, mask_of, same, scramble
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
-SMALL: dict[str, Any] = {"dim": 48, "depth": 3, "heads": 3, "patch_size": 8, "image_size": 32}
-
-
-def small(**settings) -> Any:
-    encoder = build("rope_vit_small", **SMALL | {"layer_scale": 0.5, "mask_token": False} | settings)
-    return scramble(encoder)
+SMALL = helpers.SMALL["rope_vit_small"]
+small = partial(helpers.small, "rope_vit_small")
 
 
 def naive_angles(grid: tuple[int, int], periods: Tensor, coordinates: str = "separate") -> Tensor:
@@ -96,36 +94,6 @@ def test_swiglu_and_masked_key_bias_are_the_formulas():
     linear = scramble(MaskedKeyBiasLinear(12, 18))
     bias = linear.bias.double() * torch.tensor([1.0] * 6 + [0.0] * 6 + [1.0] * 6)
     torch.testing.assert_close(linear(x).double(), x.double() @ linear.weight.double().T + bias, **CLOSE)
-
-
-@torch.no_grad()
-def test_a_block_is_the_formula():
-    """Attention with rotations, layer scale and SwiGLU, in float64, head by head."""
-    encoder, images = small(mlp="swiglu", registers=2), images_of(1, 3, 16, 24)
-    block, seen = encoder.blocks[1], []
-    handle = block.register_forward_hook(lambda layer, args, out: seen.append((args[0], out)))
-    encoder(images)
-    handle.remove()
-    x, out = seen[0][0][0].double(), seen[0][1][0].double()  # (S + N, D)
-
-    def norm(layer, x):
-        centred = x - x.mean(1, keepdim=True)
-        return centred / (centred.square().mean(1, keepdim=True) + 1e-5).sqrt() * layer.weight + layer.bias
-
-    bias = block.attn.qkv.bias.double()
-    bias[48:96] = 0
-    qkv = norm(block.norm1, x) @ block.attn.qkv.weight.double().T + bias
-    angles = torch.cat([torch.zeros(3, 8), naive_angles((2, 3), encoder.rope_embed.periods)])
-    heads = []
-    for head in range(3):
-        q, k, v = (qkv[:, start + 16 * head : start + 16 * head + 16] for start in (0, 48, 96))
-        logits = naive_rotation(q, angles) @ naive_rotation(k, angles).T / 4
-        heads.append(logits.exp() / logits.exp().sum(1, keepdim=True) @ v)
-    attended = torch.cat(heads, 1) @ block.attn.proj.weight.double().T + block.attn.proj.bias
-    x = x + attended * block.ls1.gamma
-    gate, value = (norm(block.norm2, x) @ block.mlp.w12.weight.double().T + block.mlp.w12.bias).chunk(2, 1)
-    mlp = (gate * torch.sigmoid(gate) * value) @ block.mlp.w3.weight.double().T + block.mlp.w3.bias
-    torch.testing.assert_close(x + mlp * block.ls2.gamma, out, **CLOSE)
 
 
 TIMM: dict[str, Any] = {
@@ -320,7 +288,7 @@ def test_last_attention_and_initial_values():
 @torch.no_grad()
 def test_a_vit_with_rotary_positions_is_a_rope_vit():
     rope, images = small(), images_of(2, 3, 24, 40)
-    alike = {"registers": 4, "mask_key_bias": True, "norm_eps": 1e-5, "layer_scale": 0.5}
+    alike = {"registers": 4, "mask_key_bias": True, "norm_eps": 1e-5}
     plain = build("vit_small", **SMALL, positions="rope", **alike).eval()
     plain.load_state_dict(rope.state_dict())
     assert same(plain(images), rope(images))
@@ -375,10 +343,3 @@ def test_class_scores_with_rotary_positions():
 def test_settings_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(encoders.EncoderError, match=message):
         build("rope_vit_small", **SMALL | settings)
-
-
-def test_dropping_all_tokens_of_an_image_is_refused():
-    encoder, images = small(), images_of(2, 3, 16, 16)
-    mask = Mask.from_hidden(torch.tensor([False] * 4 + [True] * 4), encoder.grids(images))
-    with pytest.raises(encoders.EncoderError, match="hides all tokens of image 1"):
-        encoder(images, mask, drop=True)

@@ -118,8 +118,8 @@ def test_the_command(capsys, monkeypatch):
         assert message in capsys.readouterr().err
 
 
-# parameters of the official implementations, without heads
-DINO = {
+# parameters of the published implementations, without heads
+PARAMETERS = {
     "vit_small_14_dinov2": 22_056_576,
     "vit_base_14_dinov2": 86_580_480,
     "vit_large_14_dinov2": 304_368_640,
@@ -133,9 +133,10 @@ DINO = {
     "rope_vit_large_plus": 403_915_776,
     "rope_vit_huge_plus": 840_633_600,
     "rope_vit_7b": 6_716_043_264,
+    "twins_svt_vit_pytorch": 251_512_096,  # TwinsSVT() of vit-pytorch without its head
 }
 
 
-@pytest.mark.parametrize(("variant", "parameters"), DINO.items())
-def test_parameters_of_dinov2_and_dinov3(variant, parameters):
+@pytest.mark.parametrize(("variant", "parameters"), PARAMETERS.items())
+def test_parameters_are_those_of_the_published_code(variant, parameters):
     assert sum(p.numel() for p in on_meta(variant).parameters()) == parameters

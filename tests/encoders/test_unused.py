@@ -11,8 +11,8 @@ from tessera import encoders
 from tessera.encoders.base import Encoder, Features, encode
 from tessera.encoders.images import Images, Mask
 from tessera.encoders.unused import unused_parameters
+from tests.encoders.helpers import MICRO
 
-MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
 SETTINGS = [
     ("vit_micro", {"classes": 5, "distillation_token": True, "mask_token": True}),
     ("vit_micro", {"checkpoint_activations": True}),

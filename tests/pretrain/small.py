@@ -1,12 +1,20 @@
-"""A method of a few thousand parameters with its engine and its Saver, for tests of checkpoints."""
+"""Small runs: their command lines, and a method of a few thousand parameters with its engine and its Saver."""
 
+import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 
 from tessera import encoders
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch, View
+from tessera.data.collate import Collator, Sample
+from tessera.data.demo import demo_shards
+from tessera.encoders.images import Mask
 from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.config import CheckpointConfig
 from tessera.pretrain.engines.ddp import DDP
@@ -17,6 +25,8 @@ from tessera.runtime.settings import Section
 from tests.ranks import on_processes  # noqa: F401, tests of other folders import it from here
 from tests.teachers import small_settings
 
+MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
+"""Smallest variant of each family."""
 STEPS = 10
 _resolved = {
     name: method.resolve(method.Config(**small_settings(method)), OptimConfig(), RunSize(1000, 4, STEPS))
@@ -25,6 +35,30 @@ _resolved = {
 SECTIONS: dict[str, Section] = {name: config for name, (config, _) in _resolved.items()}
 OPTIM = _resolved["dino"][1]
 ENCODER = {"variant": "vit_micro", "depth": 1, "dim": 24, "heads": 2, "mask_token": True}
+
+
+def flags(method: str) -> dict[str, str]:
+    """Return the small settings of a method as flags of the command."""
+    return {f"--{method}.{name}": str(value).lower() for name, value in small_settings(METHODS[method]).items()}
+
+
+def scored_shards() -> tuple[str, str]:
+    """One shard of the training digits and one of those held out. To score all would take most of the time of a run."""
+    train, val = (f"{shards.partition('{')[0]}000000.tar" for shards in demo_shards())
+    return train, val
+
+
+def arguments(method: str, variant: str, output: Path, *more: str) -> list[str]:
+    """Return the command line of six steps on the embedded digits, which are saved after three steps and scored."""
+    chosen = {"--method": method, "--encoder": variant, "--output": str(output)} | flags(method)
+    chosen |= {"--steps": "6", "--batch_size": "16", "--record_every": "1"}
+    chosen |= {"--checkpoint_every": "3", "--workers": "1"}
+    chosen["--optim.lr"] = "1e-3"  # at the preset's own, rounding grows tenfold a step
+    train, val = scored_shards()
+    chosen |= {"--evaluation.train": train, "--evaluation.val": val, "--evaluation.linear_iterations": "0"}
+    if "drop_path" in inspect.signature(encoders.family(variant)).parameters:
+        chosen["--encoder.drop_path"] = "0"
+    return [*(word for pair in chosen.items() for word in pair), *more]
 
 
 def settings(name: str = "dino") -> dict[str, Any]:
@@ -36,6 +70,33 @@ def settings(name: str = "dino") -> dict[str, Any]:
 def method(name: str, seed: int) -> Method:
     torch.manual_seed(seed)
     return METHODS[name](encoders.build(**ENCODER), SECTIONS[name], STEPS)  # pyright: ignore[reportArgumentType]
+
+
+def batch_for(method: Method, images: int) -> Batch:
+    """Return noise through the method's own transform, with the labels 0, 1, 0, ..."""
+    transform, rng = method.transform(), np.random.default_rng(0)
+    noise = torch.from_numpy(rng.integers(0, 256, (images, 3, 24, 24), dtype=np.uint8))
+    drawn = [transform.draw((24, 24), rng) for _ in range(images)]
+    samples = (Sample(str(i), noise[i], drawn[i], position=i, label=i % 2) for i in range(images))
+    return to_model_input(Collator(transform, images)(samples))
+
+
+def part_of(batch: Batch, images: slice) -> Batch:
+    """Return a batch of some images with all their crops and masks."""
+
+    def rows(tensor: torch.Tensor, crops: int) -> torch.Tensor:
+        return tensor.unflatten(0, (crops, -1))[:, images].flatten(0, 1)
+
+    views = []
+    for view in batch.views:
+        assert isinstance(view.images, torch.Tensor)
+        own = rows(view.images, view.crops)
+        hidden = [rows(mask.hidden.view(len(view.images), -1), view.crops) for mask in view.masks]
+        grids = [torch.tensor([[1, one.shape[1]]]).expand(len(one), 2) for one in hidden]
+        masks = tuple(Mask.from_hidden(one.flatten(), grid) for one, grid in zip(hidden, grids, strict=True))
+        views.append(View(own, view.crops, masks))
+    labels, positions = (None if one is None else one[images] for one in (batch.labels, batch.positions))
+    return replace(batch, views=views, keys=batch.keys[images], labels=labels, positions=positions)
 
 
 def make(seed: int = 0, name: str = "dino") -> tuple[Accelerator, DDP]:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tessera.pretrain.methods import METHODS
 from tests.launched import records
-from tests.pretrain.test_pairs import arguments
+from tests.pretrain.small import arguments
 
 STEPS = 10
 # the engine, its processes, and up to which step its checkpoints are left to the next one
@@ -34,7 +34,7 @@ for arguments in json.loads(sys.argv[1]):
 def command(method: str, output: Path, *more: str) -> list[str]:
     own = {f"--{method}.{name}": value for name, value in OWN.items() if name in METHODS[method].Config.model_fields}
     return [
-        *arguments({"--method": method, "--encoder": "vit_micro"}, output),
+        *arguments(method, "vit_micro", output),
         *(word for pair in (MORE | own).items() for word in pair),
         *more,
     ]

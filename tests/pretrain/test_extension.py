@@ -2,34 +2,40 @@
 export, k-NN."""
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from tessera import encoders
-from tessera.data.demo import demo_shards
 from tessera.evaluation.knn import KNNSettings, run
 from tessera.pretrain import export
-from tests.pretrain.test_pairs import check_runs, scored_shards
+from tests.pretrain.small import scored_shards
+from tests.pretrain.test_pairs import Both
 from tests.pretrain.toy import ENTRIES, Toy, ToyConv
 
+PAIRS = ["toy of toy_conv_micro", "toy of vit_micro", "dino of toy_conv_micro", "mae of toy_conv_micro"]
 
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for entries, name, value in ENTRIES:
-        monkeypatch.setitem(entries, name, value)
+
+@pytest.fixture(scope="module")
+def runs(start: Callable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    with pytest.MonkeyPatch.context() as patch:
+        for entries, name, value in ENTRIES:
+            patch.setitem(entries, name, value)
+        yield Both(start, PAIRS, tmp_path_factory.mktemp("runs"), Path(__file__).with_name("toy_runs.py"))
 
 
 @pytest.mark.slow
-def test_a_method_and_an_encoder_from_outside_are_like_ours(registered, launch, tmp_path: Path) -> None:
-    train, val = scored_shards()
-    data = {"--data": demo_shards()[0]}
-    pairs = [("toy", "toy_conv_micro"), ("toy", "vit_micro"), ("dino", "toy_conv_micro"), ("mae", "toy_conv_micro")]
-    runs = {f"{m} of {v}": {"--method": m, "--encoder": v} | (data if m == "toy" else {}) for m, v in pairs}
-    check_runs(launch, tmp_path, runs, script=Path(__file__).with_name("toy_runs.py"))
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_pairing_from_outside_is_like_ours(name: str, runs: Both) -> None:
+    runs.check(name)
 
-    folder = tmp_path / "toy of toy_conv_micro"
+
+@pytest.mark.slow
+def test_a_run_from_outside_is_exported_and_scored(runs: Both, tmp_path: Path) -> None:
+    folder = runs.check(PAIRS[0])
+    train, val = scored_shards()
     said = export.export(folder, tmp_path / "method.safetensors", "method")
     assert "method of toy after 6 steps" in said
     method = export.load(tmp_path / "method.safetensors")

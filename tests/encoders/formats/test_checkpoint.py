@@ -1,8 +1,7 @@
 """Checkpoints of every known kind, made from timm models under the names and in the files of their projects."""
 
 import argparse
-import os
-from typing import Any
+from functools import partial
 
 import pytest
 import timm
@@ -10,14 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 from tessera.encoders import build, load_weights
+from tests.encoders import helpers
 from tests.encoders.helpers import CLOSE, timm_vit
 
-SMALL: dict[str, Any] = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32}
+small = partial(helpers.small, "vit_small")
 OPTIONS = argparse.Namespace(lr=1e-3, output_dir="somewhere")
-
-
-def small(**settings) -> Any:
-    return build("vit_small", **SMALL | settings).eval()
 
 
 def head_of_dino(prefix: str) -> dict:
@@ -89,9 +85,8 @@ def test_checkpoints_of_mae(tmp_path):
     assert report.fresh == ["mask_token"]
     assert set(report.left_out) == {"args", "optimizer", *decoder_of_mae()}
 
-    averaged = small(
-        pool="mean"
-    )  # as the official fine-tuning starts: the norm of the tokens goes, one for the mean comes
+    # as the official fine-tuning starts: the norm of the tokens goes, one for the mean comes
+    averaged = build("vit_small", **helpers.SMALL["vit_small"], pool="mean")
     report = load_weights(averaged, tmp_path / "pretrained.pth")
     assert {"norm.weight", "norm.bias"} <= set(report.left_out)
     assert report.fresh == ["fc_norm.weight", "fc_norm.bias"]
@@ -220,36 +215,6 @@ def test_messages_say_what_would_fit():
         load_weights(small(qkv_bias=False), small().state_dict())
     with pytest.raises(ValueError, match="source must be one of auto, ours"):
         load_weights(small(), state, "dion")
-
-
-@torch.no_grad()
-def test_filters_for_three_channels_are_repeated_for_more():
-    three, six = small(), small(channels=6)
-    report = load_weights(six, three.state_dict())
-    assert report.resized == ["patch_embed.proj.weight repeated cyclically from 3 to 6 channels, times 3/6"]
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(six(images.repeat(1, 2, 1, 1)).pooled, three(images).pooled, **CLOSE)
-
-
-class Order:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-def test_a_pickle_that_runs_code_is_refused(tmp_path):
-    torch.save({"model": timm_vit().state_dict(), "args": Order(tmp_path / "ran")}, tmp_path / "evil.pth")
-    with pytest.raises(ValueError, match=r"evil.pth was not loaded, because it holds the pickled object posix.mkdir"):
-        load_weights(small(), tmp_path / "evil.pth")
-    assert not (tmp_path / "ran").exists()
-    for name in ("text.pth", "text.safetensors"):
-        (tmp_path / name).write_text("not weights")
-        with pytest.raises(ValueError, match=rf"{name} is neither a .safetensors file nor a torch file of weights"):
-            load_weights(small(), tmp_path / name)
 
 
 def test_prefixes_of_distributed_and_of_compiled_modules_are_taken_off():

@@ -1,5 +1,6 @@
 """Weights of a NaViT: vit-pytorch's, and ours."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,18 +11,15 @@ from vit_pytorch.na_vit_nested_tensor_3d import NaViT as NestedOracle3d
 
 from tessera.encoders import build, load_weights
 from tessera.encoders.formats import navit as formats
+from tests.encoders import helpers
 from tests.encoders.helpers import CLOSE, scramble
 
 THEIRS: dict[str, Any] = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 4, "image_size": (16, 24)}
-SMALL: dict[str, Any] = THEIRS | {"head_dim": 20, "mlp_ratio": 2.5}
+small = partial(helpers.small, "navit_small")
 
 
 def oracle(**settings) -> Any:
     return scramble(Oracle(**THEIRS | settings, dim_head=20, mlp_dim=120, num_classes=5))
-
-
-def small(**settings) -> Any:
-    return scramble(build("navit_small", **SMALL | settings), seed=1)
 
 
 def image(channels: int = 3, size: tuple[int, int] = (16, 24)) -> torch.Tensor:
@@ -51,17 +49,6 @@ def test_weights_of_vit_pytorch(tmp_path, source):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"pool": "mean", "mask_token": True, "channels": 1, "positions": "fractional"}]
-)
-def test_our_weights_come_back(settings):
-    encoder, other = small(**settings), build("navit_small", **SMALL | settings)
-    report = load_weights(other, encoder.state_dict(), "ours")
-    assert report.left_out == report.fresh == report.resized == []
-    state = other.state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in encoder.state_dict().items())
-
-
-@pytest.mark.parametrize(
     "settings", [{}, {"channels": 1, "patch_size": 8, "image_size": (32, 8)}, {"channels": 5}, {"depth": 1}]
 )
 def test_described_settings_build_an_encoder_for_the_weights(settings):
@@ -70,14 +57,7 @@ def test_described_settings_build_an_encoder_for_the_weights(settings):
     assert load_weights(encoder, model.state_dict()).resized == []
     channels, size = settings.get("channels", 3), settings.get("image_size", (16, 24))
     assert_equals(encoder, model, image(channels, size))
-    ours = small(**settings, pool="mean", mask_token=True)
-    described = formats.describe(ours.state_dict())
-    assert {name: ours.settings[name] for name in described if name not in ("variant", "image_size")} == {
-        name: value for name, value in described.items() if name not in ("variant", "image_size")
-    }
-    report = load_weights(build(**described), ours.state_dict())
-    assert report.left_out == report.fresh == report.resized == []
-    assert formats.describe(build("navit_micro").state_dict())["variant"] == "navit_micro"
+    ours = small(**settings)
     with pytest.raises(ValueError, match=r"Missing from the checkpoint: blocks.0.attn.q_norm.gamma"):
         formats.describe({name: tensor for name, tensor in ours.state_dict().items() if "q_norm" not in name})
 
@@ -98,29 +78,10 @@ def test_position_tables_are_resized_along_their_length():
     ]
 
 
-@pytest.mark.parametrize("theirs", [True, False])
-@torch.no_grad()
-def test_patches_of_three_channels_are_repeated_for_more(theirs):
-    six, three = small(channels=6), small()
-    if theirs:
-        load_weights(three, oracle().state_dict())
-    report = load_weights(six, oracle().state_dict() if theirs else three.state_dict())
-    assert report.resized == [
-        "patch_embed.proj.weight repeated cyclically from 3 to 6 channels, times 3/6",
-        "patch_embed.norm1.weight repeated cyclically from 3 to 6 channels",
-    ]
-    torch.testing.assert_close(six(image().repeat(1, 2, 1, 1)).pooled, three(image()).pooled, **CLOSE)
-
-
-def test_optional_parts():
+def test_weights_without_a_pool_are_refused():
     model = oracle()
     report = load_weights(small(pool="mean"), model.state_dict())
     assert {"attn_pool.query", "attn_pool.attn.q.weight", "attn_pool.norm.weight"} <= set(report.left_out)
-    encoder = small(mask_token=True)
-    token = encoder.mask_token.clone()
-    assert load_weights(encoder, model.state_dict()).fresh == ["mask_token"]
-    assert torch.equal(encoder.mask_token, token)
-    assert load_weights(small(), encoder.state_dict()).left_out == ["mask_token"]
     with pytest.raises(ValueError, match=r"Missing from the checkpoint: attn_pool.* encoder settings: .*pool"):
         load_weights(small(), small(pool="mean").state_dict())
 
@@ -161,14 +122,8 @@ def test_messages_say_what_would_fit(settings, message, theirs):
         load_weights(small(**settings), state)
 
 
-def test_what_is_unknown_or_belongs_to_others_is_refused():
+def test_missing_and_unknown_weights_are_named():
     state = oracle().state_dict() | {"extra": torch.zeros(1)}
     del state["transformer.layers.1.1.4.weight"]
     with pytest.raises(ValueError, match=r"Missing .*blocks.1.mlp.fc2.weight. Unknown to the encoder: extra"):
         load_weights(small(), state)
-    with pytest.raises(ValueError, match="file has weights of a ViT, which do not fit a NaViT"):
-        load_weights(small(), build("vit_micro").state_dict())
-    with pytest.raises(ValueError, match="file has weights of a NaViT, which do not fit a ViT"):
-        load_weights(build("vit_micro"), oracle().state_dict())
-    with pytest.raises(ValueError, match="timm has no NaViT"):
-        formats.to_timm(small())

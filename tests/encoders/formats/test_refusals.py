@@ -64,28 +64,6 @@ def test_values_that_are_no_weights_are_refused_with_their_number():
     load_weights(encoder, state | {"head.weight": torch.full((2, 64), torch.nan)})  # excluded tensors do not matter
 
 
-@torch.no_grad()
-def test_teachers_of_dinov2_with_chunks_of_blocks_load_without_their_heads():
-    model = timm_vit(init_values=0.1)
-    backbone = {}
-    for name, tensor in model.state_dict().items():
-        part, _, rest = name.partition(".")
-        number, _, rest = rest.partition(".") if part == "blocks" else ("", "", rest)
-        chunked = f"blocks.{int(number) // 2}.{number}.{rest}" if number else name
-        backbone[f"backbone.{chunked}"] = tensor
-    heads = {"dino_head.mlp.0.weight": torch.ones(2), "ibot_head.last_layer.weight_g": torch.ones(2)}
-    encoder = build("vit_small", **SMALL, layer_scale=1.0).eval()
-    report = load_weights(encoder, {"teacher": backbone | heads})
-    assert set(heads) <= set(report.left_out)
-    images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(encoder(images).pooled, model.forward_features(images)[:, 0], rtol=1e-4, atol=5e-5)
-    state = {name.removeprefix("backbone."): tensor for name, tensor in backbone.items()}
-    assert vit.describe(state)["depth"] == 4
-    gated = {name.replace("mlp.fc1", "mlp.w12").replace("mlp.fc2", "mlp.w3"): t for name, t in state.items()}
-    with pytest.raises(WeightsError, match=r"Unknown to the encoder: blocks.0.mlp.w12.*settings: mlp, mlp_ratio"):
-        load_weights(encoder, gated)
-
-
 @pytest.mark.parametrize("kind", ["decoder", "fixed positions"])
 @torch.no_grad()
 def test_weights_of_mae_keep_their_interpolation_at_another_size(kind):

@@ -40,6 +40,15 @@ def dinov2_of(encoder: encoders.Encoder) -> dict[str, Tensor]:
     return {name.replace("reg_token", "register_tokens"): tensor for name, tensor in encoder.state_dict().items()}
 
 
+def in_chunks(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights as DINOv2's training names them, with two blocks in a chunk."""
+    named = {}
+    for name, tensor in state.items():
+        part, _, rest = name.partition(".")
+        named[f"blocks.{int(rest.partition('.')[0]) // 2}.{rest}" if part == "blocks" else name] = tensor
+    return named
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @torch.no_grad()
 def test_files_of_dinov3_load_as_timm_loads_them(gated):
@@ -68,11 +77,7 @@ def test_files_of_dinov2_load_as_timm_loads_them(registers, gated):
     options = {"embed_dim": 48, "depth": 4, "num_heads": 3, "img_size": 56, "num_classes": 0}
     oracle = timm.create_model(name, **options | ({"mlp_ratio": 256.5 / 48} if gated else {})).eval()
     oracle.load_state_dict(vision_transformer.checkpoint_filter_fn(dict(state), oracle), strict=True)
-    chunked = {}
-    for key, tensor in state.items():
-        part, _, rest = key.partition(".")
-        chunked[f"blocks.{int(rest[0]) // 2}.{rest}" if part == "blocks" else key] = tensor
-    for weights_of in (state, chunked):
+    for weights_of in (state, in_chunks(state)):
         encoder = build(variant, **settings).eval()
         assert load_weights(encoder, weights_of).fresh == []
         torch.testing.assert_close(encoder(LARGER).pooled, oracle(LARGER), **CLOSE)
@@ -158,28 +163,8 @@ def test_files_of_dinov3_are_described_by_the_variant(variant):
 def test_files_of_dinov2_are_described_by_the_variant(variant):
     with torch.device("meta"):
         encoder = build(variant)
-        assert build(**vit.describe(dinov2_of(encoder))).settings == encoder.settings
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"mlp": "swiglu", "registers": 2},
-        {"qkv_bias": False, "pool": "mean", "channels": 2},
-        {"rope_base": 50.0, "registers": 0},
-    ],
-)
-@torch.no_grad()
-def test_timm_gives_the_same_features(settings):
-    encoder, images = small(**settings), torch.randn(2, settings.get("channels", 3), 32, 32)
-    name, options, state = rope_vit.to_timm(encoder)
-    model = timm.create_model(name, **options).eval()
-    model.load_state_dict(state, strict=True)
-    torch.testing.assert_close(model(images), encoder(images).pooled, **CLOSE)
-    again = small(**settings)
-    load_weights(again, model.state_dict())
-    torch.testing.assert_close(again(images).tokens, encoder(images).tokens, **CLOSE)
+        for state in (dinov2_of(encoder), in_chunks(dinov2_of(encoder))):
+            assert build(**vit.describe(state)).settings == encoder.settings
 
 
 @torch.no_grad()
@@ -190,29 +175,6 @@ def test_gated_vits_come_back_from_timm():
     model = timm.create_model(name, **options).eval()
     model.load_state_dict(state, strict=True)
     torch.testing.assert_close(model(LARGER), encoder(LARGER).pooled, **CLOSE)
-
-
-@pytest.mark.parametrize("variant", ["small", "small_plus", "base", "large", "huge_plus", "7b"])
-def test_names_in_timm(variant):
-    with torch.device("meta"):
-        name, options, state = rope_vit.to_timm(build(f"rope_vit_{variant}"))
-        assert name == f"vit_{variant}_patch16_dinov3"
-        timm.create_model(name, **options).load_state_dict(state, strict=True)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"norm_eps": 1e-6}, "norm_eps is 1e-06, not 1e-5"),
-        ({"mask_key_bias": False}, "mask_key_bias is not set"),
-        ({"rope_coordinates": "max"}, 'rope_coordinates is not "separate"'),
-        ({"cls_norm": True}, "cls_norm is set"),
-        ({"layer_scale": None}, "it has no layer scale"),
-    ],
-)
-def test_what_timm_has_not_is_refused(settings, message):
-    with pytest.raises(encoders.WeightsError, match=f"timm has no equivalent .*{message}"):
-        rope_vit.to_timm(small(**settings))
 
 
 @torch.no_grad()

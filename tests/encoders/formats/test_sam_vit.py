@@ -1,30 +1,22 @@
 """Weights of SAM-ViT: the whole model, the encoder alone, timm's, ours, and growth from a plain ViT."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import timm
 import torch
 
-from tessera.encoders import build, load, load_weights, save
+from tessera.encoders import build, load_weights
 from tessera.encoders.formats import sam_vit
+from tests.encoders import helpers
 from tests.encoders.helpers import CLOSE, images_of, scramble
 
-SMALL: dict[str, Any] = {
-    "dim": 48,
-    "depth": 3,
-    "heads": 3,
-    "out_dim": 20,
-    "patch_size": 4,
-    "image_size": 24,
-    "window_size": 4,
-}
-SMALL |= {"global_blocks": (1,)}
+SMALL = helpers.SMALL["sam_vit_b"]
 PLAIN: dict[str, Any] = {name: SMALL[name] for name in ("dim", "depth", "heads", "patch_size", "image_size")}
 
 
-def small(**settings) -> Any:
-    return scramble(build("sam_vit_b", **SMALL | settings), seed=1)
+small = partial(helpers.small, "sam_vit_b")
 
 
 def timm_sam(**options) -> Any:
@@ -53,6 +45,8 @@ def test_the_whole_model_gives_its_encoder(tmp_path, source):
     assert len(report.left_out) == 4
     assert "left out: prompt_encoder.* (1), mask_decoder.* (1), pixel_mean, pixel_std" in str(report)
     torch.testing.assert_close(encoder.feature_map(images), oracle.forward_features(images), **CLOSE)
+    state = encoder.state_dict()
+    assert sam_vit.describe(whole_model(state)) == sam_vit.describe(state)
 
 
 @pytest.mark.parametrize("form", ["timm", "classifier", "alone", "ours"])
@@ -89,21 +83,6 @@ def test_tables_are_resized_for_another_image_size():
     expected = torch.nn.functional.interpolate(table.T[None], size=9, mode="linear")[0].T
     assert torch.equal(wider.blocks[0].attn.rel_pos_w, expected)
     assert torch.equal(wider.blocks[1].attn.rel_pos_w, before.blocks[1].attn.rel_pos_w)
-
-
-@torch.no_grad()
-def test_mask_token_and_channels():
-    with_token, encoder = small(mask_token=True), small()
-    assert load_weights(encoder, with_token.state_dict()).left_out == ["mask_token"]
-    token = with_token.mask_token.clone()
-    assert load_weights(with_token, encoder.state_dict()).fresh == ["mask_token"]
-    assert torch.equal(with_token.mask_token, token)
-    again = build("sam_vit_b", **SMALL, mask_token=True)
-    assert load_weights(again, with_token.state_dict()).fresh == []
-    assert torch.equal(again.mask_token, token)
-    six, images = small(channels=6), images_of(2, 3, 24, 24)
-    assert len(load_weights(six, encoder.state_dict()).resized) == 1
-    torch.testing.assert_close(six.feature_map(images.repeat(1, 2, 1, 1)), encoder.feature_map(images), **CLOSE)
 
 
 @pytest.mark.parametrize("kind", ["mae", "dino", "registers", "timm avg"])
@@ -211,42 +190,7 @@ def test_messages_say_what_would_fit():
         load_weights(build("vit_small", **PLAIN), timm_sam().state_dict())
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"image_size": (32, 20), "mask_token": True},
-        {"window_size": 0, "global_blocks": (0, 1, 2)},
-        {"absolute_positions": False, "qkv_bias": False, "channels": 2},
-        {"mlp_ratio": 2.0, "out_dim": 7, "global_blocks": (0, 2), "heads": 6},
-        {"image_size": 12, "window_size": 5},
-    ],
-)
-@torch.no_grad()
-def test_described_weights_build_their_encoder(settings):
-    encoder = small(**settings)
-    described = sam_vit.describe(encoder.state_dict())
-    again = build(**described).eval()
-    report = load_weights(again, encoder.state_dict())
-    assert (report.fresh, report.resized, report.left_out) == ([], [], [])
-    images = images_of(2, settings.get("channels", 3), 24, 28)
-    assert torch.equal(again(images).tokens, encoder(images).tokens)
-    assert sam_vit.describe(whole_model(encoder.state_dict())) == described
-
-
-def test_published_variants_are_described_by_their_names():
-    for variant, settings in [
-        ("sam_vit_b", {}),
-        ("sam_vit_l", {}),
-        ("sam_vit_h", {"image_size": (512, 640), "absolute_positions": False}),
-        ("sam_vit_b", {"relative_positions": False}),
-        ("sam_vit_b", {"image_size": 224}),  # windows are as large as the grid
-        ("sam_vit_b", {"image_size": 64}),  # and larger
-    ]:
-        with torch.device("meta"):
-            encoder = build(variant, **settings)
-            again = build(**sam_vit.describe(encoder.state_dict()))
-        assert again.settings == encoder.settings
+def test_incomplete_weights_are_not_described():
     for missing in ("neck.0.weight", "blocks.2.attn.rel_pos_w"):
         state = small().state_dict()
         state.pop(missing)
@@ -254,53 +198,3 @@ def test_published_variants_are_described_by_their_names():
             sam_vit.describe(state)
     with pytest.raises(ValueError, match="Heads, windows and global blocks are unknown"):
         sam_vit.describe(small(relative_positions=False).state_dict())
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"norm_eps": 1e-5, "qkv_bias": False, "mlp_ratio": 2.0, "channels": 2},
-        {"image_size": (33, 20), "mask_token": True},
-        {"window_size": 0},
-        {"relative_positions": False, "out_dim": 7},
-        {"absolute_positions": False, "global_blocks": (0, 2)},
-    ],
-)
-@torch.no_grad()
-def test_timm_gives_the_same_features(tmp_path, settings):
-    encoder = small(**settings)
-    for weight in (encoder.patch_embed.proj.weight, encoder.patch_embed.proj.bias, encoder.pos_embed):
-        if weight is not None:
-            weight *= 1e-2  # so that the epsilon of the first norm counts
-    name, options, state = sam_vit.to_timm(encoder)
-    torch.save(state, tmp_path / "sam.pth")
-    model = timm.create_model(name, checkpoint_path=str(tmp_path / "sam.pth"), **options).eval()
-    images = images_of(2, settings.get("channels", 3), *((32, 20) if "image_size" in settings else (24, 24)))
-    torch.testing.assert_close(model.forward_features(images), encoder.feature_map(images), **CLOSE)
-    torch.testing.assert_close(model(images), encoder(images).pooled, **CLOSE)
-    again = small(**settings)
-    load_weights(again, model.state_dict())
-    assert torch.equal(again.feature_map(images), encoder.feature_map(images))
-
-
-def test_names_in_timm():
-    with torch.device("meta"):
-        for variant, name in (("b", "base"), ("l", "large"), ("h", "huge")):
-            found, options, state = sam_vit.to_timm(build(f"sam_vit_{variant}"))
-            assert (found, options) == (
-                f"samvit_{name}_patch16",
-                {"num_classes": 0, "img_size": 1024, "norm_layer": ""},
-            )
-            timm.create_model(found, **options).load_state_dict(state, strict=True)
-    with pytest.raises(ValueError, match=r"norm_eps is 0.001, not 1e-6 or 1e-5"):
-        sam_vit.to_timm(small(norm_eps=1e-3))
-
-
-@torch.no_grad()
-def test_saved_encoders_come_back(tmp_path):
-    encoder = small(image_size=(24, 32))
-    save(encoder, tmp_path / "encoder.safetensors")
-    again, images = load(tmp_path / "encoder.safetensors"), images_of(2, 3, 24, 24)
-    assert again.settings == encoder.settings
-    assert torch.equal(again(images).tokens, encoder(images).tokens)

@@ -1,6 +1,7 @@
 """Weights of Meituan, timm and vit-pytorch in a Twins-SVT, and ours in timm."""
 
 import argparse
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,12 +9,13 @@ import timm
 import torch
 from vit_pytorch.twins_svt import TwinsSVT
 
-from tessera.encoders import VARIANTS, build, load_weights
+from tessera.encoders import build, load_weights
 from tessera.encoders.formats import twins as formats
-from tessera.encoders.twins import Twins
+from tests.encoders import helpers
 from tests.encoders.helpers import CLOSE, images_of, scramble
 
-SMALL: dict[str, Any] = {"dims": (32, 64), "depths": (2, 2), "heads": (1, 2), "reductions": (2, 1), "window_size": 4}
+small = partial(helpers.small, "twins_svt_small")
+other = partial(helpers.small, "twins_svt_vit_pytorch")
 TIMM: dict[str, Any] = {
     "embed_dims": (32, 64),
     "depths": (2, 2),
@@ -25,13 +27,6 @@ TIMM |= {"mlp_ratios": (4, 4)}
 THEIRS: dict[str, Any] = {"s1_emb_dim": 12, "s2_emb_dim": 20, "s3_emb_dim": 24, "s4_emb_dim": 36, "s1_patch_size": 2}
 THEIRS |= {"s1_local_patch_size": 4, "s2_local_patch_size": 4, "s3_local_patch_size": 2, "s3_depth": 1, "s4_depth": 1}
 THEIRS |= {"s1_global_k": 4, "s2_global_k": 2, "s3_global_k": 2, "s4_global_k": 2}
-FITTING: dict[str, Any] = {
-    "dims": (12, 20, 24, 36),
-    "depths": (1, 1, 1, 1),
-    "window_size": (4, 4, 2, 7),
-    "reductions": (4, 2, 2, 2),
-}
-FITTING |= {"patch_size": 2}
 
 
 def timm_twins(**options) -> Any:
@@ -40,18 +35,6 @@ def timm_twins(**options) -> Any:
 
 def vit_pytorch_twins() -> Any:
     return scramble(TwinsSVT(num_classes=5, **THEIRS))
-
-
-def small(**settings) -> Any:
-    encoder = build("twins_svt_small", **SMALL | settings)
-    assert isinstance(encoder, Twins)
-    return encoder.eval()
-
-
-def other(**settings) -> Any:
-    encoder = build("twins_svt_vit_pytorch", **FITTING | settings)
-    assert isinstance(encoder, Twins)
-    return encoder.eval()
 
 
 @pytest.mark.parametrize("source", ["auto", "twins"])
@@ -73,17 +56,6 @@ def test_files_of_meituan(tmp_path, source):
     assert load_weights(small(), model.state_dict(), source).left_out == ["head.weight", "head.bias"]  # flat
 
 
-@torch.no_grad()
-def test_ours_come_back_and_leave_the_mask_token_where_there_is_none():
-    encoder, again = scramble(small(mask_token=True)), small(mask_token=True)
-    assert load_weights(again, encoder.state_dict(), "ours").left_out == []
-    assert all(torch.equal(tensor, encoder.state_dict()[name]) for name, tensor in again.state_dict().items())
-    assert load_weights(small(), encoder.state_dict()).left_out == ["mask_token"]
-    encoder, again = scramble(other()), other()
-    load_weights(again, encoder.state_dict())
-    assert all(torch.equal(tensor, encoder.state_dict()[name]) for name, tensor in again.state_dict().items())
-
-
 @pytest.mark.parametrize("head", [True, False])
 @pytest.mark.parametrize("source", ["auto", "vit_pytorch"])
 @torch.no_grad()
@@ -96,81 +68,6 @@ def test_weights_of_vit_pytorch(source, head):
     assert (set(report.used), report.fresh, report.resized) == (set(encoder.state_dict()), [], [])
     images = images_of(2, 3, 64, 128)
     torch.testing.assert_close(encoder(images).pooled, model(images), **CLOSE)
-
-
-@pytest.mark.parametrize("settings", [{}, {"channels": 1, "image_size": (64, 96), "window_size": (8, 2)}])
-@torch.no_grad()
-def test_ours_in_timm(settings):
-    encoder = scramble(small(mask_token=True, **settings))
-    name, options, state = formats.to_timm(encoder)
-    assert (name, options["num_classes"]) == ("twins_svt_small", 0)
-    assert options.get("img_size") == ((64, 96) if settings else None)
-    model = timm.create_model(name, **options).eval()
-    model.load_state_dict(state)
-    images = images_of(2, encoder.channels, 64, 96)
-    torch.testing.assert_close(encoder(images).pooled, model(images), **CLOSE)
-
-
-@pytest.mark.parametrize("name", ["twins_svt_small", "twins_svt_base", "twins_svt_large"])
-def test_published_variants_are_timms_own(name):
-    with torch.device("meta"):
-        found, options, state = formats.to_timm(build(name))
-        model = timm.create_model(name, num_classes=0)
-        assert formats.describe(model.state_dict()) == {"variant": name}
-    assert (found, options) == (name, {"num_classes": 0})
-    assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in model.state_dict().items()}
-
-
-def test_what_timm_does_not_have_is_refused_with_the_reason():
-    encoder = small(qkv_bias=False, qk_scale=0.1, head_dim=16, norm_eps=1e-5, window_size=1)
-    reasons = r"qkv_bias is not set, qk_scale is set, head_dim is set, norm_eps is 1e-05, .*, window_size is 1"
-    with pytest.raises(
-        ValueError, match=f"timm has no equivalent of this encoder: .*{reasons}. Export the encoder with --to ours"
-    ):
-        formats.to_timm(encoder)
-    with pytest.raises(ValueError, match='layout is "vit_pytorch"'):
-        formats.to_timm(other())
-    for settings, message in [
-        (
-            {"image_size": (64, 72)},
-            "Images of 64 x 72 pixels need .* For stage 1, both sides must be multiples of 16 pixels",
-        ),
-        ({"image_size": 80}, "For stage 2, .* multiples of 32 pixels"),
-        ({"image_size": 64, "reductions": (3, 1)}, "For stage 1, .* multiples of 48 pixels"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            formats.to_timm(small(**settings))
-
-
-@pytest.mark.parametrize("stages", [2, 5])
-@torch.no_grad()
-def test_other_numbers_of_stages_in_timm(stages):
-    settings = {"dims": (32,) * stages, "depths": (2,) * stages, "heads": 1, "reductions": 1, "window_size": 2}
-    encoder = scramble(small(**settings, image_size=128))
-    name, options, state = formats.to_timm(encoder)
-    model = timm.create_model(name, **options).eval()
-    model.load_state_dict(state)
-    images = images_of(1, 3, 128, 128)
-    torch.testing.assert_close(encoder(images).pooled, model(images), **CLOSE)
-
-
-@pytest.mark.parametrize(
-    ("variant", "settings"),
-    [
-        ("twins_svt_micro", {}),
-        ("twins_svt_micro", {"channels": 5, "reductions": (4, 2), "qkv_bias": False, "mlp_ratios": (2.0, 3.0)}),
-        ("twins_svt_small", {"mask_token": True, "depths": (1, 2, 3, 1)}),
-        ("twins_svt_base", {"dims": (64, 192, 384, 768), "heads": (2, 6, 12, 24), "patch_size": 8}),
-        ("twins_svt_vit_pytorch", {"patch_size": 2, "depths": (1, 1, 2, 3), "reductions": (4, 2, 2, 1)}),
-    ],
-)
-def test_description_is_what_builds_the_encoder(variant, settings):
-    with torch.device("meta"):
-        state = build(variant, **settings).state_dict()
-        found = formats.describe(state)
-        assert found == {"variant": variant, **settings}
-        again = build(**found).state_dict()
-    assert {k: v.shape for k, v in again.items()} == {k: v.shape for k, v in state.items()}
 
 
 def test_description_of_vit_pytorch_and_of_unknown_heads():
@@ -257,19 +154,6 @@ def test_what_vit_pytorch_fixes_is_asked_of_the_encoder():
         load_weights(other(patch_size=4), state)
 
 
-@torch.no_grad()
-def test_filters_for_three_channels_are_repeated_for_more():
-    images = images_of(2, 3, 32, 64)
-    for make in (small, other):
-        three, six = scramble(make()), make(channels=6)
-        report = load_weights(six, three.state_dict())
-        assert report.resized[0] == "patch_embeds.0.proj.weight repeated cyclically from 3 to 6 channels, times 3/6"
-        torch.testing.assert_close(six(images.repeat(1, 2, 1, 1)).pooled, three(images).pooled, **CLOSE)
-
-
-def test_weights_of_other_families_are_not_taken():
+def test_a_twins_pcpvt_is_not_recognised():
     pcpvt = timm.create_model("twins_pcpvt_small", embed_dims=(32, 64), depths=(1, 1), num_heads=(1, 2), num_classes=0)
     assert not formats.recognises(pcpvt.state_dict())
-    for variant in VARIANTS:
-        if variant.endswith("_micro"):
-            assert formats.recognises(build(variant).state_dict()) == variant.startswith("twins")

@@ -1,5 +1,6 @@
-"""A ViT into timm, its weights described, and weights of vit-pytorch."""
+"""Weights of vit-pytorch in a ViT, and names of a ViT in timm."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,13 +9,11 @@ import torch
 
 from tessera.encoders import build, load_weights
 from tessera.encoders.formats import vit
+from tests.encoders import helpers
 from tests.encoders.helpers import CLOSE, images_of, scramble
 
-SMALL: dict[str, Any] = {"dim": 48, "depth": 2, "heads": 3, "patch_size": 8, "image_size": 32}
-
-
-def small(**settings) -> Any:
-    return scramble(build("vit_small", **SMALL | settings), seed=1)
+SMALL = helpers.SMALL["vit_small"]
+small = partial(helpers.small, "vit_small")
 
 
 def lucidrains(**settings) -> Any:
@@ -121,109 +120,14 @@ def test_pool_of_all_tokens_and_heads_of_any_width():
     assert torch.equal(normed(images).tokens, normed(images[..., :32, :40]).tokens)
 
 
-TIMM_CASES = [
-    {},
-    {"layer_scale": 0.1, "qk_norm": True, "registers": 3},
-    {"pool": "mean", "mlp_ratio": 2.0, "channels": 2},
-    {"pool": "mean", "class_token": False, "registers": 2, "qkv_bias": False},
-    {"pool": "all", "registers": 1},
-    {"classes": 5, "image_size": (24, 45), "mask_token": True},
-    {"positions": "sincos", "patch_size": 4, "image_size": 16},
-]
-
-
-@pytest.mark.parametrize("settings", TIMM_CASES)
-@torch.no_grad()
-def test_timm_gives_the_same_features(tmp_path, settings):
-    encoder = small(**settings)
-    name, options, state = vit.to_timm(encoder)
-    assert name == "vit_small_patch16_224"
-    torch.save(state, tmp_path / "vit.pth")
-    model = timm.create_model(name, checkpoint_path=str(tmp_path / "vit.pth"), **options).eval()
-    size = [n * encoder.stride for n in encoder.table_grid]
-    images = images_of(2, settings.get("channels", 3), *size)
-    tokens, features = model.forward_features(images), encoder(images)
-    expected = model.fc_norm(tokens[:, model.num_prefix_tokens :]).flatten(0, 1)
-    torch.testing.assert_close(features.tokens, expected, **CLOSE)
-    torch.testing.assert_close(features.pooled, model.forward_head(tokens, pre_logits=True), **CLOSE)
-    if "classes" in settings:
-        torch.testing.assert_close(encoder.logits(images), model(images), **CLOSE)
-    again = build("vit_small", **SMALL | settings).eval()
-    load_weights(again, model.state_dict(), "ours")
-    torch.testing.assert_close(again(images).pooled, features.pooled, rtol=1e-6, atol=1e-6)
-
-
-@torch.no_grad()
-def test_timm_gives_the_same_scores_with_a_distillation_token():
-    encoder, images = small(distillation_token=True, classes=5), images_of(2, 3, 32, 32)
-    name, options, state = vit.to_timm(encoder)
-    model = timm.create_model(name, **options).eval()
-    model.load_state_dict(state)
-    torch.testing.assert_close(encoder.logits(images), model(images), **CLOSE)
-    torch.testing.assert_close(encoder(images).pooled, model.forward_features(images)[:, 0], **CLOSE)
-
-
-def test_names_in_timm():
+def test_a_distilled_vit_has_its_own_name_in_timm():
     with torch.device("meta"):
-        for variant in ("tiny", "small", "base", "large", "huge"):
-            name, options, state = vit.to_timm(build(f"vit_{variant}"))
-            assert name == f"vit_{variant}_patch{14 if variant == 'huge' else 16}_224"
-            assert not {"embed_dim", "depth", "num_heads"} & set(options)
-            timm.create_model(name, **options).load_state_dict(state, strict=True)
         name, options, state = vit.to_timm(build("vit_tiny", distillation_token=True))
         assert name == "deit_tiny_distilled_patch16_224"
         timm.create_model(name, **options).load_state_dict(state, strict=True)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"norm_eps": 1e-5}, r"norm_eps is 1e-05, not 1e-6"),
-        ({"patch_norm": True}, "patch_norm is set"),
-        ({"head_dim": 20}, r"head_dim is not dim / heads"),
-        ({"qk_scale": 0.5}, "qk_scale is not"),
-        ({"classes": 3, "representation_size": 10}, "representation_size is set"),
-        ({"distillation_token": True, "registers": 1}, "distillation_token is combined"),
-        ({"distillation_token": True, "pool": "mean"}, "distillation_token is combined"),
-    ],
-)
-def test_what_timm_has_not_is_refused(settings, message):
-    with pytest.raises(ValueError, match=f"timm has no equivalent .*{message}"):
-        vit.to_timm(small(**settings))
-    vit.to_timm(small(qk_scale=0.25))  # heads are 16 wide: this is the usual factor
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *TIMM_CASES[:4],  # of the others a table that is not square, or the mean of all tokens, cannot be seen
-        {"pool": "all", "class_token": False},
-        {"heads": 4, "head_dim": 64, "mask_token": True},
-        {"qk_norm": True, "heads": 6},
-        {"distillation_token": True, "classes": 4},
-        {"representation_size": 10, "classes": 4},
-        {"patch_norm": True, "head_dim": 64},
-    ],
-)
-@torch.no_grad()
-def test_described_weights_build_their_encoder(settings):
-    encoder = small(**{"dim": 192, "heads": 3, **settings})
-    again = build(**vit.describe(encoder.state_dict())).eval()
-    report = load_weights(again, encoder.state_dict())
-    assert (report.fresh, report.resized) == ([], [])
-    heads = [name for name in encoder.state_dict() if name.startswith(("head", "pre_logits"))]
-    assert report.left_out == heads  # an encoder needs none
-    images = images_of(2, settings.get("channels", 3), 32, 40)
-    assert torch.equal(again(images).pooled, encoder(images).pooled)
-    assert torch.equal(again(images).tokens, encoder(images).tokens)
-
-
-def test_published_sizes_are_described_by_their_names():
-    for variant in ("vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge"):
-        with torch.device("meta"):
-            encoder = build(variant)
-            again = build(**vit.describe(encoder.state_dict()))
-        assert again.settings == encoder.settings
+def test_sizes_that_weights_do_not_tell_are_refused():
     mae = small().state_dict() | {"decoder_embed.weight": torch.ones(4, 48), "mask_token": torch.ones(1, 1, 4)}
     with pytest.raises(ValueError, match="unknown for attention with 48 channels"):
         vit.describe(mae)
@@ -242,15 +146,3 @@ def test_described_weights_of_vit_pytorch_build_their_encoder(settings):
     encoder = build(**vit.describe(model.state_dict())).eval()
     assert load_weights(encoder, model.state_dict()).fresh == []
     assert_equals_lucidrains(encoder, model, images_of(2, 3, 32, 32))
-
-
-@torch.no_grad()
-def test_a_table_of_registers_comes_back_as_it_was():
-    encoder = small(registers=3)
-    _, options, state = vit.to_timm(encoder)
-    assert state["pos_embed"].shape == (1, 1 + 3 + 16, 48)
-    assert not state["pos_embed"][:, 1:4].any()
-    assert options["reg_tokens"] == 3
-    again = build("vit_small", **SMALL, registers=3)
-    load_weights(again, state)
-    assert all(torch.equal(tensor, encoder.state_dict()[name]) for name, tensor in again.state_dict().items())

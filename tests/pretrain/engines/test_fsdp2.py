@@ -9,22 +9,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tessera.data.augment import to_model_input
-from tessera.data.batch import Batch
-from tessera.data.collate import Collator, Sample
 from tessera.pretrain.build import build_method
 from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines.fsdp2 import FSDP2
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.base import Method
 from tessera.pretrain.methods.mae import MAE
 from tessera.pretrain.resolve import resolve
 from tessera.runtime.collectives import local
@@ -61,13 +56,6 @@ def as_fsdp2() -> None:
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
 
 
-def batch_for(method: Method, images: int) -> Batch:
-    transform, rng = method.transform(), np.random.default_rng(0)
-    noise = torch.from_numpy(rng.integers(0, 256, (3, 24, 24), dtype=np.uint8))
-    samples = (Sample(str(i), noise, transform.draw((24, 24), rng), position=i, label=0) for i in range(images))
-    return to_model_input(Collator(transform, images)(samples))
-
-
 def padded(parameters: Iterable[Tensor]) -> int:
     """Number of values in parameters whose rows are padded to a multiple of two processes."""
     return sum(-(-len(p) // 2) * 2 * p[0].numel() for p in parameters)
@@ -94,7 +82,7 @@ def step(rank: int, precision: str, folder: str) -> None:
         for part in block.modules():
             if isinstance(part, nn.Linear):
                 part.register_forward_hook(lambda part, *_: dtypes.add(str(part.weight.dtype)))
-    engine.forward_backward(batch_for(method, 4), 0, last=True)
+    engine.forward_backward(small.batch_for(method, 4), 0, last=True)
     gradients = {str(p.grad.dtype) for p in method.parameters() if p.grad is not None}
     kept = gradients | {str(p.dtype) for p in method.parameters()}
     found |= {"events": events, "computed": sorted(dtypes), "kept": sorted(kept)}
@@ -145,7 +133,7 @@ def start(rank: int) -> None:
         assert trained == {key: p.requires_grad for key, p in expected.named_parameters()}
         held = sum(local(p).untyped_storage().nbytes() for p in method.parameters())
         assert held == sum(2 * padded([p]) for p in expected.parameters()), name  # one of two processes, 4 bytes each
-        engine.forward_backward(batch_for(method, 4), 0, last=True)  # would fail if a weight were missing
+        engine.forward_backward(small.batch_for(method, 4), 0, last=True)  # would fail if a weight were missing
         exported = engine.gather_on_main(method)
         for p in method.parameters():
             local(p.detach()).fill_(torch.nan)

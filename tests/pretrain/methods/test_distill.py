@@ -1,4 +1,4 @@
-"""Distillation against its formulas written out in float64, its teacher, and two processes beside one."""
+"""Distillation against its formulas written out in float64, and its teacher."""
 
 import copy
 import math
@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from tessera import encoders
 from tessera.data.augment import normalize
@@ -232,34 +231,3 @@ def test_signs_of_collapse_name_the_flag_of_their_term(tmp_path: Path) -> None:
     healthy = {name: value.item() for name, value in method(batch, 0)[1].items()} | {"feature_rank": 5.0}
     assert method.collapse_signs(healthy) == {}
     assert any("distill.teacher" in line for line in method.advice(healthy | {"token_teacher_spread": 0.01}))
-
-
-def _two_ranks(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
-    method, batch = make(Path(folder) / "teacher.safetensors", images=6, students=["swin_micro"])
-    loss, _ = method(batch_of([batch.views[0].images[rank * 3 : rank * 3 + 3]]), 0)
-    loss.backward()
-    result = {"loss": loss.detach()} | {name: torch.tensor(value) for name, value in method.health().items()}
-    result |= {name: p.grad for name, p in method.named_parameters() if p.grad is not None}
-    for value in result.values():
-        torch.distributed.all_reduce(value)
-        value /= 2
-    torch.save(result, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.medium
-def test_two_processes_equal_one(tmp_path: Path, free_port: int) -> None:
-    method, batch = make(save_teacher(tmp_path), images=6, students=["swin_micro"])
-    loss, _ = method(batch, 0)
-    loss.backward()
-    mp.start_processes(_two_ranks, (free_port, str(tmp_path)), nprocs=2, start_method="forkserver")
-    for rank in range(2):
-        result = torch.load(tmp_path / f"{rank}.pt")
-        torch.testing.assert_close(result["loss"], loss.detach(), rtol=1e-6, atol=0)
-        for name in ("feature_rank", "swin_micro/feature_rank"):
-            assert result[name].item() == pytest.approx(method.health()[name], rel=1e-5)
-        for name, p in method.named_parameters():
-            if p.grad is not None:
-                torch.testing.assert_close(result[name], p.grad, rtol=1e-4, atol=1e-7)

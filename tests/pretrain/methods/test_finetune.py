@@ -114,33 +114,6 @@ def test_the_published_settings_are_the_defaults_for_imagenet() -> None:
     assert small[1].warmup_steps == 5 * 46
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_trainable_parameter_of_every_encoder_gets_a_gradient(variant: str) -> None:
-    method = make(variant)
-    loss, _ = method(batch(), 0)
-    loss.backward()
-    assert torch.isfinite(loss)
-    missing = [name for name, p in method.named_parameters() if p.requires_grad and p.grad is None]
-    assert missing == []
-
-
-def test_a_batch_that_is_split_over_processes_has_the_same_loss() -> None:
-    method, whole = make(encoder={"drop_path": 0.3}).train(), batch(8)
-    images, labels = whole.views[0].images, whole.labels
-    assert isinstance(images, torch.Tensor)
-    assert labels is not None
-
-    def loss(start: int, end: int, step: int = 3) -> float:
-        part = batch_of([images[start:end]], labels=labels[start:end], positions=np.arange(start, end))
-        with random_keys(5, step, torch.arange(start, end)):
-            return float(method(part, step)[0].detach())
-
-    assert np.mean([loss(0, 4), loss(4, 8)]) == pytest.approx(loss(0, 8), rel=1e-5)
-    assert np.mean([loss(i, i + 2) for i in range(0, 8, 2)]) == pytest.approx(loss(0, 8), rel=1e-5)
-    assert loss(0, 8) == loss(0, 8)
-    assert loss(0, 8, step=4) != loss(0, 8)
-
-
 def test_an_odd_number_of_images_is_refused_unless_nothing_is_mixed() -> None:
     with pytest.raises(SettingsError, match=r"has 3 images\. Choose a --batch_size"):
         make()(batch(3), 0)

@@ -1,0 +1,51 @@
+"""Runs of several tests in one launch, because starting a process takes longer than a small run."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launched import Launched
+
+
+class Together:
+    """Runs that one launch does one after the other."""
+
+    def __init__(self, launched: Launched) -> None:
+        self.launched = launched
+
+    def wait(self) -> None:
+        """Wait for the end of all runs, which must succeed."""
+        log = self.launched.wait(1800)
+        assert self.launched.process.returncode == 0, log[-5000:]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Together]]:
+    """Start `script FILE.json` with a list in the file: `start(script, runs, processes=2, engine="zero2")`.
+
+    Whatever still runs at the end of the module is killed.
+    """
+    started: list[Launched] = []
+
+    def launch(
+        script: Path, runs: list[Any], processes: int = 1, engine: str | None = None, **environment: str
+    ) -> Together:
+        folder = tmp_path_factory.mktemp("launch")
+        (folder / "runs.json").write_text(json.dumps(runs))
+        words = [str(folder / "runs.json")]
+        started.append(Launched(words, processes, engine, folder / "log.txt", environment, script, False))
+        return Together(started[-1])
+
+    yield launch
+    for run in started:
+        run.kill()
+
+
+@pytest.fixture(scope="module")
+def chosen(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Parameters of the tests of the module that pytest was asked to run."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    return [item.callspec.params for item in items if item.path == request.path and hasattr(item, "callspec")]

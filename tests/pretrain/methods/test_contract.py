@@ -1,0 +1,130 @@
+"""What every method promises, with every encoder, and over two processes."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tessera import encoders
+from tessera.data.batch import Batch
+from tessera.encoders.randomness import random_keys
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.base import Method, RunSize
+from tessera.pretrain.optim.adamw import OptimConfig
+from tests.pretrain import small
+from tests.pretrain.small import MICRO, on_processes
+from tests.teachers import small_settings
+
+IMAGES = 8
+SIZE = RunSize(1000, IMAGES, small.STEPS)
+UNUSED = {"mask_token": True, "classes": 3}
+"""Parts of an encoder that a method may not use."""
+
+
+def make(name: str, variant: str = "vit_micro", encoder: dict[str, Any] | None = None, **settings: Any) -> Method:
+    chosen = METHODS[name]
+    config, _ = chosen.resolve(chosen.Config(**small_settings(chosen) | settings), OptimConfig(), SIZE)
+    given = chosen.encoder_defaults(config, variant, SIZE) | {"drop_path": 0.3} | (encoder or {})
+    torch.manual_seed(0)
+    return chosen(encoders.build(variant, **given), config, small.STEPS)
+
+
+def forward(method: Method, images: slice, step: int = 3) -> tuple[Tensor, dict[str, Tensor], Batch]:
+    """The loss of some of the images, which are the same in all calls."""
+    batch = small.part_of(small.batch_for(method, IMAGES), images)
+    with random_keys(0, step, torch.arange(IMAGES)[images]):
+        loss, metrics = method(batch, step)
+    return loss, metrics, batch
+
+
+@pytest.mark.parametrize(("variant", "encoder"), [*((name, {}) for name in MICRO), ("vit_micro", UNUSED)])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_trained_parameter_gets_a_gradient(name: str, variant: str, encoder: dict[str, Any]) -> None:
+    method = make(name, variant, encoder).train()
+    loss, metrics, _ = forward(method, slice(0, 4))
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert all(value.isfinite() for value in (loss, *metrics.values()))
+    assert [key for key, p in method.named_parameters() if p.requires_grad and p.grad is None] == []
+    assert method.health().get("feature_rank", 2) > 1
+    for part in ("teacher", "gram_teacher"):
+        if hasattr(method, part):  # also not in training mode
+            assert not any(p.requires_grad for p in getattr(method, part).parameters())
+            assert not getattr(method, part).training
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_skipped_step_leaves_no_trace(name: str) -> None:
+    """After a step that is skipped, `after_step` is not called."""
+    method = make(name)
+    other = copy.deepcopy(method)
+    forward(method, slice(4, 8), step=0)
+    for each in (method, other):
+        with torch.no_grad():
+            for p in each.trained_encoder().parameters():
+                p.add_(0.01)
+        forward(each, slice(0, 4), step=1)
+        each.after_step(1)
+    trace = {key for key, t in method.state_dict().items() if not torch.equal(t, other.state_dict()[key])}
+    assert {key for key in trace if not key.endswith(("running_mean", "running_var", "num_batches_tracked"))} == set()
+
+
+TWO: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in METHODS),
+    ("dino", {"centering": "sinkhorn"}),
+    ("dinov2", {"centering": "sinkhorn"}),
+    ("distill", {"students": ["swin_micro"]}),
+]
+
+
+OF_ITS_OWN = ("spread", "std", "difference", "contrast")
+"""Ends of the names of numbers that say how the images of a process differ, so that their mean is not that of all."""
+
+
+def found(method: Method, loss: Tensor, metrics: dict[str, Tensor], batch: Batch) -> dict[str, dict[str, Tensor]]:
+    """What a step leaves behind: gradients and means of a process, values of all processes, hidden tokens."""
+    loss.backward()
+    method.after_step(3)
+    means = metrics | {"loss": loss}
+    health = {key: torch.tensor(value) for key, value in method.health().items() if not key.endswith(OF_ITS_OWN)}
+    return {
+        "gradients": {key: p.grad for key, p in method.named_parameters() if p.grad is not None},
+        "means": {key: value.detach().float() for key, value in means.items() if not key.endswith(OF_ITS_OWN)},
+        "all": {key: buffer.clone() for key, buffer in method.named_buffers()} | health,
+        "hidden": {str(i): mask.hidden.sum() for i, view in enumerate(batch.views) for mask in view.masks},
+    }
+
+
+def _two(rank: int, name: str, settings: dict[str, Any], folder: str) -> None:
+    half = IMAGES // 2
+    method = make(name, **settings)
+    result = found(method, *forward(method, slice(rank * half, rank * half + half)))
+    for tensor in (*result["gradients"].values(), *result["means"].values()):
+        torch.distributed.all_reduce(tensor)
+        tensor /= 2
+    torch.save(result, f"{folder}/{rank}.pt")
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("name", "settings"), TWO)
+def test_two_processes_equal_one(name: str, settings: dict[str, Any], tmp_path: Path, free_port: int) -> None:
+    """With drop path, and with another number of hidden tokens on each."""
+    on_processes(_two, free_port, name, settings, str(tmp_path), group=True)
+    method = make(name, **settings)
+    whole = found(method, *forward(method, slice(IMAGES)))
+    # batch norm makes the gradient of a bias before it zero: what float32 leaves there is small beside the whole alone
+    size = torch.cat([gradient.flatten() for gradient in whole["gradients"].values()]).norm()
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for view, hidden in whole["hidden"].items():
+        assert results[0]["hidden"][view] + results[1]["hidden"][view] == hidden
+    for result in results:
+        for key, value in whole["means"].items():
+            torch.testing.assert_close(result["means"][key], value, rtol=1e-6, atol=0, msg=key)
+        for key, gradient in whole["gradients"].items():
+            assert (result["gradients"][key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6 * size, key
+        for key, value in whole["all"].items():
+            # logits are cosines, sums of products up to 1 that float32 rounds at 6e-8 each
+            torch.testing.assert_close(result["all"][key], value, rtol=1e-5, atol=1e-6, msg=key)
