@@ -365,7 +365,7 @@ def test_other_numbers_of_channels(variant, tmp_path):
     assert any("from 3 to 5 channels" in line for line in report.resized)
     six = make(variant, channels=6)
     report = encoders.load_weights(six, three.state_dict())
-    assert report.resized[0].endswith(".proj.weight repeated in turn from 3 to 6 channels, times 3/6")
+    assert report.resized[0].endswith(".proj.weight repeated cyclically from 3 to 6 channels, times 3/6")
     images = images_of(2)
     torch.testing.assert_close(six(images.repeat(1, 2, 1, 1)).pooled, three(images).pooled, rtol=1e-4, atol=5e-5)
 
