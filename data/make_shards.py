@@ -57,12 +57,10 @@ from tessera.data.statistics import moments
 from tessera.data.tools.command import run_command, say, spread
 from tessera.data.tools.inputs import Columns, find_maps, list_file, renumber
 from tessera.data.tools.pack import (
-    DIGEST,
     Format,
     LeftOut,
     Recipe,
     Record,
-    digest,
     prepare,
     read,
     shared_keys,
@@ -76,12 +74,10 @@ PROGRAM = "tessera make_shards"
 MEGABYTE = 10**6
 HELD_OUT = ("val", "valid", "validation", "test", "held-out")  # names of folders of images that score a run
 LEFT_OUT = "left_out.csv"
-DUPLICATE = "the same content as"  # beginning of the reason why a duplicate is left out
 WORK = ".make_shards"
 """Name of the subfolder that holds the plan and the records."""
 LOCK_ATTEMPTS = 25  # number of further attempts to get the lock, each after a pause of 0.2 s
 PROBED = 64  # number of images that are encoded to estimate the encoded size of all images
-IMAGES_PER_TASK = 256
 MOST_SHOWN = 3  # maximum number of reasons, and of kinds of other files, that are printed
 
 
@@ -129,8 +125,6 @@ class MakeShards(Settings):
     """decode every image, leave out damaged images, and compute pixel statistics"""
     max_pixels: int = Field(default=178_956_970, ge=1)
     """maximum number of pixels of an image; larger images are left out and are not decoded"""
-    duplicates: Literal["report", "drop"] = "report"
-    """files of equal content; report: keep and count them; drop: keep only the first file (takes more time)"""
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
@@ -154,7 +148,6 @@ class Folder:
         self.path, self.name = path, name
         self.work = self.path / WORK
         self.plan = self.work / "plan.json"
-        self.duplicates = self.work / "duplicates.npy"
 
     def shard(self, number: int) -> Path:
         """Return the path of the shard with this number."""
@@ -231,8 +224,8 @@ def make(settings: MakeShards) -> None:
 
 
 def _write(settings: MakeShards, folder: Folder, listing: Listing) -> None:
-    dropped, ratio = _load_or_make_plan(settings, folder, listing)
-    order = np.setdiff1d(listing.usable, dropped[:, 0])
+    ratio = _load_or_make_plan(settings, folder, listing)
+    order = listing.usable
     if settings.shuffle:
         order = np.random.Generator(np.random.PCG64(settings.seed)).permutation(order)
     shards = split(listing, order, settings.shard_size_mb * MEGABYTE, ratio)
@@ -257,10 +250,9 @@ def _write(settings: MakeShards, folder: Folder, listing: Listing) -> None:
         if (record := folder.finished(number)) is None:
             raise ShardError(f"{folder.shard(number)} has vanished. Start the same command again to make the shard.")
         records.append(record)
-    stored = [(np.array(record.entries, dtype=np.int64), bytes.fromhex(record.digests)) for record in records]
-    left_out = _left_out(listing, records, dropped)
+    left_out = _left_out(listing, records)
     _write_files(folder, listing, records, left_out)
-    _show(settings, listing, records, left_out, np.concatenate([dropped, same(stored)]))
+    _show(settings, listing, records, left_out)
 
 
 def _list_images(settings: MakeShards) -> Listing:
@@ -319,10 +311,10 @@ def _describe_classes(names: list[str] | None) -> str:
     return f"{len(names):,} classes, {names[0]} to {names[-1]}, " if len(names) > 1 else f"1 class, {names[0]}, "
 
 
-def _load_or_make_plan(settings: MakeShards, folder: Folder, listing: Listing) -> tuple[np.ndarray, float]:
-    """Return the duplicates to drop, and the ratio of stored sizes to file sizes.
+def _load_or_make_plan(settings: MakeShards, folder: Folder, listing: Listing) -> float:
+    """Return the ratio of stored sizes to file sizes.
 
-    Both are loaded from the plan in the folder. If the folder has no plan yet, both are computed and stored.
+    The ratio is loaded from the plan in the folder. If the folder has no plan yet, it is computed and stored.
 
     Raises:
         ShardError: the folder holds a damaged plan, or a plan that was made for other settings or images.
@@ -335,20 +327,15 @@ def _load_or_make_plan(settings: MakeShards, folder: Folder, listing: Listing) -
     if folder.plan.exists():
         try:
             stored = json.loads(folder.plan.read_text())
-            duplicates, ratio = np.load(folder.duplicates), float(stored["ratio"])
+            ratio = float(stored["ratio"])
         except (ValueError, KeyError, TypeError) as error:
             raise ShardError(f"{folder.plan} is damaged ({error}). Remove the folder {folder.path}.") from error
         _refuse_other_plan(plan, stored, folder.path)
-        return duplicates, ratio
-    duplicates = np.empty((0, 2), dtype=np.int64)
-    if settings.duplicates == "drop":
-        duplicates = find_duplicates(listing, settings.recipe, settings.workers)
+        return ratio
     ratio = encoded_ratio(listing, settings.recipe, settings.workers)
-    with atomic_write(folder.duplicates, sync=True) as path, path.open("wb") as file:
-        np.save(file, duplicates)
     with atomic_write(folder.plan, sync=True) as path:
         path.write_text(json.dumps({**plan, "ratio": ratio}, indent=1))
-    return duplicates, ratio
+    return ratio
 
 
 def _refuse_other_plan(plan: dict[str, Any], stored: dict[str, Any], path: Path) -> None:
@@ -427,50 +414,11 @@ def encoded_ratio(listing: Listing, recipe: Recipe, workers: int) -> float:
     return float(after / before) if before else 1.0
 
 
-def find_duplicates(listing: Listing, recipe: Recipe, workers: int) -> np.ndarray:
-    """Return pairs of a duplicate and the first entry with the same content: (K, 2) int64.
-
-    A file whose size is unique is not read, because it cannot be a duplicate.
-    """
-    usable = listing.usable
-    _, places, counts = np.unique(listing.sizes[usable], return_inverse=True, return_counts=True)
-    candidates = usable[counts[places] > 1]
-    tasks = [candidates[start : start + IMAGES_PER_TASK] for start in range(0, len(candidates), IMAGES_PER_TASK)]
-
-    def hash_files(task: np.ndarray) -> tuple[np.ndarray, bytes]:
-        found = []
-        for entry in map(int, task):
-            try:
-                found.append(digest(read(listing, entry, recipe.links)))
-            except LeftOut:  # an unreadable file gets a unique digest and is reported later
-                found.append(digest(b"%d" % entry + listing.path(entry)))
-        return task, b"".join(found)
-
-    return same(list(spread(hash_files, tasks, workers=workers, title="duplicates")))
-
-
-def same(digests: list[tuple[np.ndarray, bytes]]) -> np.ndarray:
-    """Return pairs of a duplicate and the first entry with the same digest: (K, 2) int64, sorted by duplicate.
-
-    `digests` holds arrays of entries of the listing, each with the concatenated digests of their contents.
-    """
-    entries = np.concatenate([np.empty(0, dtype=np.int64), *(some for some, _ in digests)])  # (M,)
-    order = np.argsort(entries)
-    contents = np.frombuffer(b"".join(some for _, some in digests), dtype=f"V{DIGEST}")[order]  # (M,)
-    _, first, which = np.unique(contents, return_index=True, return_inverse=True)
-    pairs = np.stack([entries[order], entries[order][first[which]]], axis=1)
-    return pairs[pairs[:, 0] != pairs[:, 1]]
-
-
-def _left_out(listing: Listing, records: list[Record], dropped: np.ndarray) -> list[tuple[str, str]]:
+def _left_out(listing: Listing, records: list[Record]) -> list[tuple[str, str]]:
     """Return the path of each file that was left out, with the reason."""
-
-    def path(entry: int) -> str:
-        return os.fsdecode(listing.path(entry))
-
-    found = [(path(entry), REASONS[int(listing.sizes[entry])]) for entry in np.flatnonzero(listing.sizes <= 0).tolist()]
-    found += [(path(entry), reason) for record in records for entry, reason in record.left_out]
-    return found + [(path(entry), f"{DUPLICATE} {path(first)}") for entry, first in dropped.tolist()]
+    found = [(entry, REASONS[int(listing.sizes[entry])]) for entry in np.flatnonzero(listing.sizes <= 0).tolist()]
+    found += [one for record in records for one in record.left_out]
+    return [(os.fsdecode(listing.path(entry)), reason) for entry, reason in found]
 
 
 def _write_files(folder: Folder, listing: Listing, records: list[Record], left_out: list[tuple[str, str]]) -> None:
@@ -506,9 +454,7 @@ def _write_files(folder: Folder, listing: Listing, records: list[Record], left_o
     write_folder(folder.path, FolderIndex(name=folder.name, shardlist=entries, mean=mean, std=std))
 
 
-def _show(
-    settings: MakeShards, listing: Listing, records: list[Record], left_out: list[tuple[str, str]], same: np.ndarray
-) -> None:
+def _show(settings: MakeShards, listing: Listing, records: list[Record], left_out: list[tuple[str, str]]) -> None:
     """Print what was stored and what was left out, and a command that trains on the shards."""
     images, labelled, mapped, size = (
         sum(getattr(record, name) for record in records) for name in ("nsamples", "labelled", "mapped", "filesize")
@@ -517,15 +463,8 @@ def _show(
     say("written", f"{images:,} images, {labelled:,} with a label{maps}, {decimal(size)}")
     if left_out:
         say("left out", f"{len(left_out):,}, named in {settings.shards / LEFT_OUT}")
-        reasons = Counter(DUPLICATE if reason.startswith(DUPLICATE) else reason for _, reason in left_out)
-        for reason, count in reasons.most_common(MOST_SHOWN):
+        for reason, count in Counter(reason for _, reason in left_out).most_common(MOST_SHOWN):
             say("", f"{count:,}: {reason}")
-    if len(same):
-        labels = listing.labels[same]  # (K, 2)
-        different = int((labels[:, 0] != labels[:, 1]).sum())
-        other = f", {different:,} with another label" if different else ""
-        verb = "dropped" if settings.duplicates == "drop" else "kept (--duplicates drop leaves them out and names them)"
-        say("duplicates", f"{len(same):,}{other}, {verb}")
     if listing.other_files:
         kinds = [f"{count:,} {kind}" for kind, count in listing.other_files.most_common(MOST_SHOWN)]
         say("other files", f"{', '.join(kinds)}; only {', '.join(IMAGES)} are read")

@@ -31,7 +31,6 @@ from tessera.runtime.files import atomic_write
 
 Format = Literal["keep", "jpeg", "png", "webp"]
 
-DIGEST = 16  # size of a digest in bytes
 EXTENSIONS = {"jpeg": "jpg", "png": "png", "webp": "webp"}
 
 
@@ -121,11 +120,6 @@ def _read(root: bytes, name: bytes, size: int, modified: int, links: Links) -> b
     if len(content) != size or status.st_mtime_ns != modified:
         raise LeftOut("the file has changed since it was listed")
     return content
-
-
-def digest(content: bytes) -> bytes:
-    """Return a digest of the content of a file. Files with equal content have equal digests."""
-    return hashlib.blake2b(content, digest_size=DIGEST).digest()
 
 
 def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) -> Prepared:
@@ -227,7 +221,7 @@ def shared_keys(listing: Listing) -> set[str]:
 def sample_key(path: bytes, shared: set[str]) -> str:
     """Return the unique sample key of a path. If other paths have the same key, a hash of the path is appended."""
     name = key(path)
-    return f"{name}-{digest(path).hex()[:12]}" if name in shared else name
+    return f"{name}-{hashlib.blake2b(path, digest_size=16).hexdigest()[:12]}" if name in shared else name
 
 
 @dataclass
@@ -240,10 +234,6 @@ class Record:
     """Number of samples with a segmentation map."""
     filesize: int = 0
     sha256: str = ""
-    entries: list[int] = field(default_factory=list)
-    """Entries of the listing that the shard stores, in the order of the samples."""
-    digests: str = ""
-    """Concatenated digests of the files of `entries`, in hexadecimal."""
     left_out: list[tuple[int, str]] = field(default_factory=list)
     """Entries that were left out of the shard, with the reasons."""
     pixels: list[list[int]] | None = None
@@ -312,7 +302,7 @@ def _samples(
     record: Record, entries: np.ndarray, listing: Listing, shared: set[str], recipe: Recipe
 ) -> Iterator[dict[str, Any]]:
     """Yield the samples of a shard as webdataset writes them, and add them to the record."""
-    digests, counts = [], np.zeros((3, 256), dtype=np.int64)
+    counts = np.zeros((3, 256), dtype=np.int64)
     for entry in map(int, entries):
         try:
             content = read(listing, entry, recipe.links)
@@ -329,9 +319,6 @@ def _samples(
             record.mapped += 1
         yield sample
         record.nsamples += 1
-        record.entries.append(entry)
         if image.histogram is not None:
             counts += image.histogram
-        digests.append(digest(content))
-    record.digests = b"".join(digests).hex()
     record.pixels = counts.tolist() if counts.any() else None
