@@ -12,8 +12,8 @@ and so on to this folder, a table beside each shard, and these files:
     classes.json     names of the classes, if labels have names; evaluations match classes by these names
 
 The distribution of images over shards depends only on the listing and the settings. It is planned before any shard is
-written. After an interruption, the same command makes the missing shards, from the plan and the records in the folder
-SHARDS/.make_shards.
+written. After an interruption, the same command makes the missing shards. The folder SHARDS/.make_shards holds the
+settings, and a record of each finished shard.
 """
 
 import csv
@@ -22,23 +22,19 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tarfile import BLOCKSIZE
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 import PIL
 from pydantic import Field, model_validator
 from rich.filesize import decimal
 
-from tessera.data.shards.cache import SPARE_BYTES
 from tessera.data.shards.errors import ShardError
 from tessera.data.shards.index import CLASSES, FolderIndex, ShardEntry, parse_classes, write_folder
 from tessera.data.shards.listing import (
@@ -72,11 +68,9 @@ from tessera.runtime.settings import Positional, Settings, flags, validate
 
 PROGRAM = "tessera make_shards"
 MEGABYTE = 10**6
-HELD_OUT = ("val", "valid", "validation", "test", "held-out")  # names of folders of images that score a run
 LEFT_OUT = "left_out.csv"
 WORK = ".make_shards"
-"""Name of the subfolder that holds the plan and the records."""
-LOCK_ATTEMPTS = 25  # number of further attempts to get the lock, each after a pause of 0.2 s
+"""Name of the subfolder that holds the settings and the records."""
 PROBED = 64  # number of images that are encoded to estimate the encoded size of all images
 MOST_SHOWN = 3  # maximum number of reasons, and of kinds of other files, that are printed
 
@@ -168,20 +162,14 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder against other commands, and remove temporary files that killed commands have left."""
+        """Wait for other commands that write to the folder, and remove temporary files of killed commands."""
         self.work.mkdir(parents=True, exist_ok=True)
         with (self.work / "lock").open("w") as file:
-            # Try several times, because workers of a killed command may hold the lock for a moment longer.
-            for attempt in range(LOCK_ATTEMPTS + 1):
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if attempt == LOCK_ATTEMPTS:
-                        raise ShardError(
-                            f"another command is writing to {self.path}. Wait for the other command, or stop it."
-                        ) from None
-                    time.sleep(0.2)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say("waiting", f"another command is writing to {self.path}")
+                fcntl.flock(file, fcntl.LOCK_EX)
             for temporary in (*self.path.glob(".*.tmp"), *self.work.glob(".*.tmp")):
                 temporary.unlink()
             yield
@@ -208,14 +196,11 @@ def make(settings: MakeShards) -> None:
     listing = _list_images(settings)
     usable = listing.usable
     say("images", f"{len(usable):,} files, {decimal(int(listing.sizes[usable].sum()))}")
-    for count, reason in listing.unusable():
-        say("", f"{count:,} more are left out: {reason}")
     say("labels", f"{_describe_classes(listing.classes)}{listing.note}")
     if listing.maps is not None:
         say("maps", f"{int((listing.maps.sizes != MISSING).sum()):,} images have a segmentation map")
     try:
         with folder.locked():
-            folder.refuse_foreign_files()
             _write(settings, folder, listing)
     except OSError as error:
         raise ShardError(
@@ -224,35 +209,28 @@ def make(settings: MakeShards) -> None:
 
 
 def _write(settings: MakeShards, folder: Folder, listing: Listing) -> None:
-    ratio = _load_or_make_plan(settings, folder, listing)
+    _check_plan(settings, folder, listing)
     order = listing.usable
     if settings.shuffle:
         order = np.random.Generator(np.random.PCG64(settings.seed)).permutation(order)
+    ratio = encoded_ratio(listing, settings.recipe, settings.workers)
     shards = split(listing, order, settings.shard_size_mb * MEGABYTE, ratio)
-    missing = [number for number in range(len(shards)) if folder.finished(number) is None]
-    needed, free = int(shards.bytes[missing].sum()), shutil.disk_usage(folder.path).free - SPARE_BYTES
-    if needed > free:
-        raise ShardError(
-            f"{folder.path} has {decimal(max(free, 0))} free, but the shards need about {decimal(needed)}. "
-            "Free some disk space."
-        )
-    existing = f"; {len(shards) - len(missing):,} exist already" if len(missing) < len(shards) else ""
-    say("shards", f"{len(shards):,} of about {decimal(int(shards.bytes.mean()))}{existing}")
+    records = {number: found for number in range(len(shards)) if (found := folder.finished(number))}
+    missing = [number for number in range(len(shards)) if number not in records]
+    existing = f"; {len(records):,} exist already" if records else ""
+    say("shards", f"{len(shards):,}{existing}")
     shared, recipe = shared_keys(listing), settings.recipe
 
-    def write(number: int) -> None:
-        record = write_shard(folder.shard(number), shards.entries(number), listing, shared, recipe)
+    def write(number: int) -> tuple[int, Record]:
+        record = write_shard(folder.shard(number), shards[number], listing, shared, recipe)
         record.write(folder.record(number))
+        return number, record
 
-    list(spread(write, missing, workers=settings.workers, title="writing shards"))
-    records = []
-    for number in range(len(shards)):
-        if (record := folder.finished(number)) is None:
-            raise ShardError(f"{folder.shard(number)} has vanished. Start the same command again to make the shard.")
-        records.append(record)
-    left_out = _left_out(listing, records)
-    _write_files(folder, listing, records, left_out)
-    _show(settings, listing, records, left_out)
+    records |= dict(spread(write, missing, workers=settings.workers, title="writing shards"))
+    in_order = [records[number] for number in range(len(shards))]
+    left_out = _left_out(listing, in_order)
+    _write_files(folder, listing, in_order, left_out)
+    _show(settings, listing, in_order, left_out)
 
 
 def _list_images(settings: MakeShards) -> Listing:
@@ -311,67 +289,31 @@ def _describe_classes(names: list[str] | None) -> str:
     return f"{len(names):,} classes, {names[0]} to {names[-1]}, " if len(names) > 1 else f"1 class, {names[0]}, "
 
 
-def _load_or_make_plan(settings: MakeShards, folder: Folder, listing: Listing) -> float:
-    """Return the ratio of stored sizes to file sizes.
-
-    The ratio is loaded from the plan in the folder. If the folder has no plan yet, it is computed and stored.
+def _check_plan(settings: MakeShards, folder: Folder, listing: Listing) -> None:
+    """Store the settings and a hash of the images in the folder, or compare them with the stored ones.
 
     Raises:
-        ShardError: the folder holds a damaged plan, or a plan that was made for other settings or images.
+        ShardError: the folder holds shards that were made with other settings or from other images.
     """
-    options = settings.model_dump(mode="json", exclude={"images", "shards", "workers", "root", "classes", "maps"})
-    options["pillow"] = PIL.__version__ if settings.recipe.encodes else None
-    usable = listing.usable
-    count = {"files": len(usable), "bytes": int(listing.sizes[usable].sum())}
-    plan = {"version": 1, "settings": options, **count, "images": listing.fingerprint()}
-    if folder.plan.exists():
-        try:
-            stored = json.loads(folder.plan.read_text())
-            ratio = float(stored["ratio"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ShardError(f"{folder.plan} is damaged ({error}). Remove the folder {folder.path}.") from error
-        _refuse_other_plan(plan, stored, folder.path)
-        return ratio
-    ratio = encoded_ratio(listing, settings.recipe, settings.workers)
-    with atomic_write(folder.plan, sync=True) as path:
-        path.write_text(json.dumps({**plan, "ratio": ratio}, indent=1))
-    return ratio
+    plan = settings.model_dump(mode="json", exclude={"images", "shards", "workers", "root", "classes", "maps"})
+    plan["the version of Pillow"] = PIL.__version__ if settings.recipe.encodes else None
+    plan["images (names, sizes, dates or labels)"] = listing.fingerprint()
+    if not folder.plan.exists():
+        with atomic_write(folder.plan, sync=True) as path:
+            path.write_text(json.dumps(plan, indent=1))
+        return
+    try:
+        stored = dict(json.loads(folder.plan.read_text()))
+    except (ValueError, TypeError):
+        stored = {}
+    if changed := [name for name, value in plan.items() if stored.get(name, "") != value]:
+        raise ShardError(
+            f"{folder.path} holds shards that were made with other {', '.join(changed)}. "
+            f"Make these shards in another folder, or remove {folder.path}."
+        )
 
 
-def _refuse_other_plan(plan: dict[str, Any], stored: dict[str, Any], path: Path) -> None:
-    """Raise `ShardError` if the stored plan of the folder was made for other settings or images."""
-    remedy = f"Make these shards in another folder, or remove {path}."
-    old, new = stored.get("settings", {}), plan["settings"]
-    changed = [f"--{name} {new[name]} (there: {old.get(name)})" for name in new if new[name] != old.get(name)]
-    if changed or stored.get("version") != plan["version"]:
-        raise ShardError(f"{path} holds shards made with other settings: {', '.join(changed)}. {remedy}")
-    if stored.get("images") != plan["images"]:
-        before, now = (f"{one.get('files'):,} files of {one.get('bytes'):,} bytes" for one in (stored, plan))
-        if before == now:
-            now = "the same numbers, but other paths, dates or labels"
-        raise ShardError(f"the images have changed since {path} was first written: then {before}, now {now}. {remedy}")
-
-
-@dataclass
-class Split:
-    """Assignment of M images to S shards."""
-
-    order: np.ndarray
-    """Entries of the listing in the order of writing: (M,) int64."""
-    starts: np.ndarray
-    """Index in `order` at which each shard begins, and the end of the last shard: (S + 1,) int64."""
-    bytes: np.ndarray
-    """Expected size of each shard in bytes: (S,) int64."""
-
-    def __len__(self) -> int:
-        return len(self.bytes)
-
-    def entries(self, shard: int) -> np.ndarray:
-        """Return the entries of the listing that one shard stores."""
-        return self.order[self.starts[shard] : self.starts[shard + 1]]
-
-
-def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float) -> Split:
+def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float) -> list[np.ndarray]:
     """Divide `order` into shards of nearly equal size. A shard may exceed `shard_bytes` by one image at most.
 
     Args:
@@ -390,10 +332,8 @@ def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float)
     ends = np.cumsum(blocks)
     shards = max(1, int(np.ceil(ends[-1] * BLOCKSIZE / shard_bytes)))
     shard = ((ends - blocks) * shards) // ends[-1]  # number of the shard in which each image begins
-    starts = np.searchsorted(shard, np.arange(shards + 1))
-    starts = np.unique(starts)  # remove empty shards, which follow an image that is larger than a shard
-    bounds = np.concatenate([[0], ends])[starts]
-    return Split(order, starts, np.diff(bounds) * BLOCKSIZE)
+    # shards without images, which follow an image that is larger than a shard, are left out
+    return np.split(order, np.flatnonzero(np.diff(shard)) + 1)
 
 
 def encoded_ratio(listing: Listing, recipe: Recipe, workers: int) -> float:
@@ -468,9 +408,7 @@ def _show(settings: MakeShards, listing: Listing, records: list[Record], left_ou
     if listing.other_files:
         kinds = [f"{count:,} {kind}" for kind, count in listing.other_files.most_common(MOST_SHOWN)]
         say("other files", f"{', '.join(kinds)}; only {', '.join(IMAGES)} are read")
-    name = shlex.quote(str(settings.shards))
-    data = f"TRAIN_SHARDS --evaluation.val {name}" if settings.shards.name.lower() in HELD_OUT else name
-    say("\nnext", f"tessera pretrain --method dino --data {data}")
+    say("\nnext", f"tessera pretrain --method dino --data {shlex.quote(str(settings.shards))}")
 
 
 def main(argv: list[str] | None = None) -> int:
