@@ -41,14 +41,12 @@ from tessera.data.shards.listing import (
     MISSING,
     NO_LABEL,
     REASONS,
-    UNUSED_MAPS,
-    Links,
     Listing,
     list_folder,
     separate_sets,
 )
 from tessera.data.shards.open import ENDINGS
-from tessera.data.shards.tar import IMAGES
+from tessera.data.shards.tar import IMAGES, MAP
 from tessera.data.statistics import moments
 from tessera.data.tools.command import run_command, say, spread
 from tessera.data.tools.inputs import Columns, find_maps, list_file, renumber
@@ -107,8 +105,6 @@ class MakeShards(Settings):
     """column of the manifest that holds the labels; default: `label` if this column exists"""
     root: Path | None = None
     """folder to which the paths in a list or manifest are relative; default: the folder of the list or manifest"""
-    links: Links = "inside"
-    """symbolic links that are followed; inside: only links to files in the folder of images; all: all links"""
     format: Format = "keep"
     """format in which images are stored; images of other formats are converted; keep: keep the format of each image"""
     resize: int | None = Field(default=None, ge=8)
@@ -132,7 +128,7 @@ class MakeShards(Settings):
     @property
     def recipe(self) -> Recipe:
         """Settings for checking and encoding each image."""
-        return Recipe(self.format, self.resize, self.quality or 90, self.verify, self.max_pixels, self.links)
+        return Recipe(self.format, self.resize, self.quality or 90, self.verify, self.max_pixels)
 
 
 class Folder:
@@ -162,7 +158,7 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Wait for other commands that write to the folder, and remove temporary files of killed commands."""
+        """Wait for other commands that write to the folder, and remove temporary files of killed processes."""
         self.work.mkdir(parents=True, exist_ok=True)
         with (self.work / "lock").open("w") as file:
             try:
@@ -170,9 +166,15 @@ class Folder:
             except BlockingIOError:
                 say("waiting", f"another command is writing to {self.path}")
                 fcntl.flock(file, fcntl.LOCK_EX)
-            for temporary in (*self.path.glob(".*.tmp"), *self.work.glob(".*.tmp")):
-                temporary.unlink()
-            yield
+            try:
+                self._remove_temporary_files()
+                yield
+            finally:
+                self._remove_temporary_files()
+
+    def _remove_temporary_files(self) -> None:
+        for temporary in (*self.path.glob(".*.tmp"), *self.work.glob(".*.tmp")):
+            temporary.unlink()
 
     def refuse_foreign_files(self) -> None:
         """Raise `ShardError` if the folder holds shards or index files that were not made by this command."""
@@ -244,17 +246,17 @@ def _list_images(settings: MakeShards) -> Listing:
             raise ShardError(f"{images} holds the images, but shards need a separate folder. Choose another folder.")
         if settings.labels == "auto":
             _refuse_several_sets(images, settings.shards)
-        listing = list_folder(images, labels=settings.labels, links=settings.links, besides=settings.shards)
+        listing = list_folder(images, labels=settings.labels, besides=settings.shards)
     elif images.is_file() and images.suffix.lower() in (".txt", ".csv", ".parquet"):
         columns = Columns(settings.path_column or "path", settings.label_column)
-        listing = list_file(images, root=settings.root, columns=columns, labels=settings.labels, links=settings.links)
+        listing = list_file(images, root=settings.root, columns=columns, labels=settings.labels)
     elif images.exists():
         raise ShardError(f"{images} is not a folder, a list (.txt) or a manifest (.csv, .parquet). Name one of these.")
     else:
         raise ShardError(f"{images} does not exist. Correct the path.")
     # a folder of images has been searched for maps already
-    if settings.maps is not None or images.is_file() or UNUSED_MAPS in listing.other_files:
-        find_maps(listing, settings.maps, settings.links)
+    if settings.maps is not None or images.is_file() or f".{MAP}" in listing.other_files:
+        find_maps(listing, settings.maps)
     if settings.classes:
         renumber(listing, _read_classes(settings.classes))
     return listing
@@ -343,7 +345,7 @@ def encoded_ratio(listing: Listing, recipe: Recipe, workers: int) -> float:
 
     def probe(entry: int) -> tuple[int, int]:
         try:
-            content = read(listing, entry, recipe.links)
+            content = read(listing, entry)
             return len(content), len(prepare(content, recipe).content)
         except LeftOut:
             return 0, 0

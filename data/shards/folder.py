@@ -104,7 +104,7 @@ def _list(folder: str) -> Listing:
                 f"{folder}: holds the folders {', '.join(path.name for path in sets)}, which look like separate sets "
                 f"of images, not like classes. Name one of them, for example {sets[0]}."
             )
-        return list_folder(Path(folder), labels="auto", links="all")
+        return list_folder(Path(folder), labels="auto")
     except OSError as error:
         raise unreadable(folder, error, "Correct the path or its permissions.") from error
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,23 +18,18 @@ from tessera.data.shards.errors import ShardError, is_exhausted
 from tessera.data.shards.tar import IMAGES, LARGEST_MEMBER, MAP
 from tessera.runtime.errors import printable
 
-Links = Literal["inside", "all"]
-
 TRAINING_SETS = {"train", "training"}
 HELD_OUT_SETS = {"val", "valid", "validation", "test", "testing"}
 NO_LABEL = -1
-EMPTY, MISSING, OUTSIDE, IRREGULAR, LARGE, UNREADABLE = range(0, -6, -1)
+EMPTY, MISSING, IRREGULAR, LARGE, UNREADABLE = range(0, -5, -1)
 REASONS = {
     EMPTY: "the file is empty",
     MISSING: "not found",
-    OUTSIDE: "a symbolic link out of the folder of images; --links all follows it",
     IRREGULAR: "not a regular file",
     LARGE: f"larger than {LARGEST_MEMBER} bytes",
     UNREADABLE: "cannot be read",
 }
 """Maps a code to the reason why a file is left out. The code is stored instead of the size of the file."""
-UNUSED_MAPS = f"unused maps (.{MAP})"
-"""Name under which `Listing.other_files` counts segmentation maps that belong to no image."""
 _MAP = b"." + MAP.encode()
 _EXTENSIONS = tuple(b"." + extension.encode() for extension in IMAGES)
 
@@ -149,17 +144,10 @@ class Listing:
         raise ShardError(f"{message}. File names of images end in {', '.join(IMAGES)}.{instead}")
 
 
-def file_facts(path: bytes, root: bytes, links: Links) -> tuple[int, int]:
-    """Return the size and modification time of a file. If the file is left out, the size is a key of `REASONS`.
-
-    With "inside", a symbolic link must lead to a file in the folder `root`.
-    """
+def file_facts(path: bytes) -> tuple[int, int]:
+    """Return the size and modification time of a file. If the file is left out, the size is a key of `REASONS`."""
     try:
-        status = os.lstat(path)
-        if stat.S_ISLNK(status.st_mode):
-            if links == "inside" and not inside(os.path.realpath(path), root):
-                return (OUTSIDE if os.path.exists(path) else MISSING), 0
-            status = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return MISSING, 0
     except OSError as error:
@@ -193,17 +181,16 @@ def separate_sets(folder: Path) -> list[Path]:
     return sets if {path.name.lower() for path in sets} & TRAINING_SETS and len(sets) > 1 else []
 
 
-def list_folder(folder: Path, *, labels: str, links: Links, besides: Path | None = None) -> Listing:
+def list_folder(folder: Path, *, labels: str, besides: Path | None = None) -> Listing:
     """List the images in a folder and its subfolders, sorted by name.
 
     The images of a folder come before the images of its subfolders. Files and folders whose names begin with a dot are
-    skipped.
+    skipped. Symbolic links are followed.
 
     Args:
         folder: folder of images.
         labels: "folders" makes the first folder of each path the class of the image, "none" gives no labels, and "auto"
             chooses "folders" if all images are exactly one folder deep and there are several folders, otherwise "none".
-        links: "inside" follows a symbolic link if it leads to a file in `folder`, and "all" follows all links.
         besides: subfolder that is skipped; None skips no subfolder.
 
     Raises:
@@ -211,7 +198,7 @@ def list_folder(folder: Path, *, labels: str, links: Links, besides: Path | None
     """
     root, other_files = os.path.realpath(os.fsencode(folder)), Counter[str]()
     skipped = None if besides is None else os.path.realpath(os.fsencode(besides))
-    listing = Listing.of(root, _walk(root, links, skipped, other_files), other_files)
+    listing = Listing.of(root, _walk(root, skipped, other_files), other_files)
     listing.refuse_empty(f"no images below {folder}")
     paths = [listing.path(int(entry)) for entry in listing.usable]
     depths = sorted({path.count(b"/") for path in paths})
@@ -241,7 +228,7 @@ def _value(name: str) -> int:
     return int(name) if name.isdecimal() and len(name) < 20 else 0
 
 
-def _walk(root: bytes, links: Links, besides: bytes | None, other_files: Counter[str]) -> Iterator[File]:
+def _walk(root: bytes, besides: bytes | None, other_files: Counter[str]) -> Iterator[File]:
     """Yield the images of a folder, labelled by the first folder of their paths. Count all other files."""
     # Folders that are still to be visited, each with (device, inode) of all its parent folders.
     folders: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]
@@ -265,25 +252,21 @@ def _walk(root: bytes, links: Links, besides: bytes | None, other_files: Counter
         for entry in found:
             name = entry.name.lower()
             if name.startswith(b"."):
-                other_files["hidden"] += 1
-            elif _is_folder(entry, links == "all"):
+                continue
+            if _is_folder(entry):
                 subfolders.append((prefix + entry.name + b"/", (*parents, identity)))
-            elif name.endswith(_MAP):
-                other_files[UNUSED_MAPS] += 1  # `inputs.find_maps` subtracts the maps of images
-            elif name.endswith(_EXTENSIONS):
-                yield File(prefix + entry.name, *file_facts(entry.path, root, links), label)
-            elif _is_folder(entry, True):
-                other_files["links to folders"] += 1
+            elif name.endswith(_EXTENSIONS) and not name.endswith(_MAP):
+                yield File(prefix + entry.name, *file_facts(entry.path), label)
             else:
-                extension = os.path.splitext(name)[1]
-                known = 1 < len(extension) < 8
+                extension = _MAP if name.endswith(_MAP) else os.path.splitext(name)[1]
+                known = 1 < len(extension) < 9
                 other_files[printable(os.fsdecode(extension)) if known else "without extension"] += 1
         folders += reversed(subfolders)
 
 
-def _is_folder(entry: os.DirEntry[bytes], follow: bool) -> bool:
+def _is_folder(entry: os.DirEntry[bytes]) -> bool:
     try:
-        return entry.is_dir(follow_symlinks=follow)
+        return entry.is_dir()
     except OSError as error:  # for example, a link to itself
         _refuse_exhausted(error)
         return False

@@ -14,9 +14,7 @@ from tessera.data.shards.errors import ShardError
 from tessera.data.shards.listing import (
     MISSING,
     NO_LABEL,
-    UNUSED_MAPS,
     File,
-    Links,
     Listing,
     Maps,
     file_facts,
@@ -50,7 +48,7 @@ class Columns:
         return self.path, self.label or ("label" if "label" in available else None)
 
 
-def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str, links: Links) -> Listing:
+def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str) -> Listing:
     """List the images that a list or manifest names.
 
     A list has one path per line, optionally followed by a tab and a label. All paths must lie in the root folder.
@@ -60,7 +58,6 @@ def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str, l
         root: root folder, to which the paths are relative; None for the folder of the list or manifest.
         columns: columns of a manifest that hold the paths and labels.
         labels: "auto" reads the labels, and "none" ignores them.
-        links: "inside" follows a symbolic link if it leads to a file in the root folder, and "all" follows all links.
 
     Raises:
         ShardError: the list or manifest cannot be read or names no images, a column is missing, a path lies outside the
@@ -71,14 +68,14 @@ def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str, l
             f"--labels folders is for a folder of images, but {path} is a list or manifest. Leave --labels out."
         )
     folder = os.path.realpath(os.fsencode(root or path.parent))
-    listing = Listing.of(folder, _files(path, folder, columns, links))
+    listing = Listing.of(folder, _files(path, folder, columns))
     listing.refuse_empty(f"{path} names no existing images below {os.fsdecode(folder)}")
     _refuse_repeated(listing, path)
     _set_labels(listing, path, labels, columns)
     return listing
 
 
-def _files(path: Path, folder: bytes, columns: Columns, links: Links) -> Iterator[File]:
+def _files(path: Path, folder: bytes, columns: Columns) -> Iterator[File]:
     for number, (name, label) in enumerate(_rows(path, columns), 1):
         full = os.path.normpath(os.path.join(folder, os.fsencode(name)))
         if not inside(full, folder) or b"\0" in full:
@@ -86,7 +83,7 @@ def _files(path: Path, folder: bytes, columns: Columns, links: Links) -> Iterato
                 f"{path}: entry {number}, {name!r}, is outside of the root folder {os.fsdecode(folder)}. "
                 "Use --root FOLDER to name a folder that contains all entries."
             )
-        yield File(os.path.relpath(full, folder), *file_facts(full, folder, links), label or None)
+        yield File(os.path.relpath(full, folder), *file_facts(full), label or None)
 
 
 def _set_labels(listing: Listing, path: Path, labels: str, columns: Columns) -> None:
@@ -181,14 +178,13 @@ def _parquet_rows(path: Path, columns: Columns) -> Iterator[Row]:
         raise ShardError(f"cannot read {path}: {error}. Correct the file.") from error
 
 
-def find_maps(listing: Listing, folder: Path | None, links: Links) -> None:
+def find_maps(listing: Listing, folder: Path | None) -> None:
     """Find the segmentation maps of all usable images, and store them in `listing.maps`.
 
     Args:
         listing: list of the images.
         folder: folder of maps, in which the map of the image a/x.jpg is a/x.png. None if the map is a/x.seg.png, in the
             folder of the image.
-        links: symbolic links that are followed, as for images.
 
     Raises:
         ShardError: `folder` is not a folder, lies in the folder of images, or holds no map of an image.
@@ -206,16 +202,15 @@ def find_maps(listing: Listing, folder: Path | None, links: Links) -> None:
     sizes, modified = np.full(len(listing), MISSING), np.zeros(len(listing), dtype=np.int64)
     maps = Maps(root, b"." + MAP.encode() if folder is None else b".png", sizes, modified)
     for entry in map(int, listing.usable):
-        sizes[entry], modified[entry] = file_facts(os.path.join(root, maps.path(listing.path(entry))), root, links)
+        sizes[entry], modified[entry] = file_facts(os.path.join(root, maps.path(listing.path(entry))))
     found = int((sizes != MISSING).sum())
     if found:
         listing.maps = maps
     elif folder is not None:
         example = printable(os.fsdecode(os.path.join(root, maps.path(listing.path(int(listing.usable[0]))))))
         raise ShardError(f"--maps {folder} holds no map of an image. The first map would be {example}.")
-    if folder is None and UNUSED_MAPS in listing.other_files:
-        listing.other_files[UNUSED_MAPS] -= found
-        listing.other_files += Counter()  # removes a count of 0
+    if folder is None:
+        listing.other_files.pop(f".{MAP}", None)
 
 
 def renumber(listing: Listing, classes: list[str]) -> None:

@@ -7,7 +7,6 @@ after all bytes are on the disk.
 import hashlib
 import json
 import os
-import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from tessera.data.headers import HeaderError, check_sides
 from tessera.data.maps import checked_map
 from tessera.data.shards.errors import ShardError, is_exhausted
 from tessera.data.shards.index import write_table
-from tessera.data.shards.listing import IRREGULAR, MISSING, NO_LABEL, OUTSIDE, REASONS, Links, Listing, inside
+from tessera.data.shards.listing import MISSING, NO_LABEL, REASONS, Listing
 from tessera.data.shards.tar import LABEL, MAP, scan_tar
 from tessera.data.statistics import histogram
 from tessera.runtime.files import atomic_write
@@ -48,7 +47,6 @@ class Recipe:
     quality: int = 90
     verify: bool = True
     max_pixels: int = 178_956_970
-    links: Links = "inside"
 
     @property
     def encodes(self) -> bool:
@@ -67,18 +65,17 @@ class Prepared(NamedTuple):
     """Encoded segmentation map; None if the image has no map."""
 
 
-def read(listing: Listing, entry: int, links: Links) -> bytes:
+def read(listing: Listing, entry: int) -> bytes:
     """Return the content of the file of an entry.
 
     Raises:
-        LeftOut: the file cannot be read, has changed since it was listed, is not a regular file, or is a link to a file
-            outside the folder of images although `links` is "inside".
+        LeftOut: the file cannot be read, or has changed since it was listed.
     """
-    place = int(listing.sizes[entry]), int(listing.modified[entry])
-    return _read(listing.root, listing.path(entry), *place, links)
+    path = os.path.join(listing.root, listing.path(entry))
+    return _read(path, int(listing.sizes[entry]), int(listing.modified[entry]))
 
 
-def read_map(listing: Listing, entry: int, links: Links) -> bytes | None:
+def read_map(listing: Listing, entry: int) -> bytes | None:
     """Return the content of the segmentation map of an entry, or None if the entry has no map.
 
     Raises:
@@ -91,26 +88,16 @@ def read_map(listing: Listing, entry: int, links: Links) -> bytes | None:
     try:
         if size in REASONS:
             raise LeftOut(REASONS[size])
-        return _read(maps.root, maps.path(listing.path(entry)), size, int(maps.modified[entry]), links)
+        return _read(os.path.join(maps.root, maps.path(listing.path(entry))), size, int(maps.modified[entry]))
     except LeftOut as error:
         raise LeftOut(f"its segmentation map: {error}") from error
 
 
-def _read(root: bytes, name: bytes, size: int, modified: int, links: Links) -> bytes:
-    """Return the content of the file `name` in the folder `root`, which had this size and time when it was listed."""
-    path = os.path.join(root, name)
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK, because opening a named pipe would block
+def _read(path: bytes, size: int, modified: int) -> bytes:
+    """Return the content of a file, which had this size and modification time when it was listed."""
     try:
-        if links == "inside":
-            path = os.path.realpath(path)
-            if not inside(path, root):
-                raise LeftOut(REASONS[OUTSIDE])
-            flags |= os.O_NOFOLLOW
-        with open(os.open(path, flags), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise LeftOut(REASONS[IRREGULAR])
-            content = file.read(size + 1)
+        with open(path, "rb") as file:
+            status, content = os.fstat(file.fileno()), file.read(size + 1)
     except OSError as error:
         if is_exhausted(error):  # the file may be good
             raise ShardError(
@@ -305,8 +292,8 @@ def _samples(
     counts = np.zeros((3, 256), dtype=np.int64)
     for entry in map(int, entries):
         try:
-            content = read(listing, entry, recipe.links)
-            image = prepare(content, recipe, read_map(listing, entry, recipe.links))
+            content = read(listing, entry)
+            image = prepare(content, recipe, read_map(listing, entry))
         except LeftOut as error:
             record.left_out.append((entry, str(error)))
             continue
