@@ -22,8 +22,6 @@ ResultT = TypeVar("ResultT")
 
 _work: Callable[[Any], Any]
 """Function that a worker process calls."""
-_busy = False
-"""True while a worker process calls the function."""
 
 
 class WorkerError(UserError, RuntimeError):
@@ -76,7 +74,7 @@ def spread(work: Callable[[TaskT], ResultT], tasks: Sequence[TaskT], *, workers:
 
     Raises:
         WorkerError: a worker process was killed.
-        Exception: `work` raised this exception. The other workers are stopped.
+        Exception: `work` raised this exception. The other workers are killed.
     """
     if not tasks:
         return
@@ -90,7 +88,7 @@ def spread(work: Callable[[TaskT], ResultT], tasks: Sequence[TaskT], *, workers:
             raise WorkerError("a worker process was killed. If memory ran out, use fewer --workers.") from None
         except BaseException:  # also Ctrl-C, and a caller that wants no further results
             for worker in multiprocessing.active_children():
-                worker.terminate()
+                worker.kill()
             pool.shutdown(cancel_futures=True)
             raise
 
@@ -99,26 +97,11 @@ def _start_worker(work: Callable[[Any], Any], parent: int) -> None:
     global _work
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, the parent stops the workers
-    signal.signal(signal.SIGTERM, _stop)
     signal_at_end_of_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     torch.set_num_threads(1)
 
 
-def _stop(*_: object) -> None:
-    """End the task of a worker by an exception, so that it removes its temporary files, and refuse further tasks."""
-    global _work
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _work = sys.exit
-    if _busy:  # between two tasks, an exception would break the queues of the pool
-        sys.exit()
-
-
 def _call(task: Any) -> Any:
-    global _busy
-    _busy = True
-    try:
-        return _work(task)
-    finally:
-        _busy = False
+    return _work(task)
