@@ -112,9 +112,9 @@ class MakeShards(Settings):
     quality: int | None = Field(default=None, ge=1, le=100)
     """quality of JPEG and WebP images that are encoded again; default: 90"""
     verify: bool = True
-    """decode every image, leave out damaged images, and compute pixel statistics"""
+    """decode every image, leave out damaged and too large images, and compute pixel statistics"""
     max_pixels: int = Field(default=178_956_970, ge=1)
-    """maximum number of pixels of an image; larger images are left out and are not decoded"""
+    """maximum number of pixels of an image, if images are decoded; larger images are left out"""
 
     @model_validator(mode="after")
     def _fit(self) -> Self:

@@ -71,7 +71,7 @@ def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str) -
     listing = Listing.of(folder, _files(path, folder, columns))
     listing.refuse_empty(f"{path} names no existing images below {os.fsdecode(folder)}")
     _refuse_repeated(listing, path)
-    _set_labels(listing, path, labels, columns)
+    _set_labels(listing, path, labels)
     return listing
 
 
@@ -86,15 +86,11 @@ def _files(path: Path, folder: bytes, columns: Columns) -> Iterator[File]:
         yield File(os.path.relpath(full, folder), *file_facts(full), label or None)
 
 
-def _set_labels(listing: Listing, path: Path, labels: str, columns: Columns) -> None:
+def _set_labels(listing: Listing, path: Path, labels: str) -> None:
     """Replace each label, which is an index into `listing.texts`, by the class number of this text."""
     if labels == "none" or not listing.texts:
         listing.labels = np.full(len(listing), NO_LABEL)
-        listing.note = "none"
-        if labels != "none":
-            listing.note = f"none in {path.name}"
-            if columns.label is None and path.suffix != ".txt":
-                listing.note += "; --label_column COLUMN takes them from another column"
+        listing.note = "none" if labels == "none" else f"none in {path.name}"
         return
     numbers = [_class_number(text) for text in listing.texts]
     known = [number for number in numbers if number is not None]
@@ -144,16 +140,14 @@ def _rows(path: Path, columns: Columns) -> Iterator[Row]:
 
 def _csv_rows(path: Path, columns: Columns) -> Iterator[Row]:
     with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
-        rows = csv.reader(file)
-        heading = next(rows, [])
-        name, label = columns.choose(heading, path)
-        for row in filter(None, rows):
-            if len(row) != len(heading):
+        rows = csv.DictReader(file, restval=None)
+        name, label = columns.choose(list(rows.fieldnames or []), path)
+        for row in rows:
+            if None in row or None in row.values():
                 raise ShardError(
-                    f"{path}: line {rows.line_num} has {len(row)} fields, but the heading has {len(heading)}. "
-                    "Correct the line."
+                    f"{path}: line {rows.line_num} and the heading have different numbers of fields. Correct the line."
                 )
-            yield row[heading.index(name)], None if label is None else row[heading.index(label)].strip()
+            yield row[name], None if label is None else row[label].strip()
 
 
 def _parquet_rows(path: Path, columns: Columns) -> Iterator[Row]:

@@ -155,7 +155,7 @@ def test_columns_by_name(three, tmp_path, capsys):
         ("path\n0.jpg\n/etc/passwd\n", [], "entry 2, '/etc/passwd', is outside"),
         ("path\n0.jpg\n1.jpg\n./0.jpg\n", [], "1 paths are repeated, the first is 0.jpg"),
         ("path,label\n0.jpg,-1\n", [], "below 0"),
-        ("path,label\n0.jpg\n", [], "line 2 has 1 fields, but the heading has 2"),
+        ("path,label\n0.jpg\n", [], "line 2 and the heading have different numbers of fields"),
         ("path\nno.jpg\n", [], "names no existing images"),
         ("path\n0.jpg\n", ["--labels=folders"], "--labels folders is for a folder"),
         ("", [], "no column 'path'"),
