@@ -198,7 +198,8 @@ def make(settings: MakeShards) -> None:
     listing = _list_images(settings)
     usable = listing.usable
     say("images", f"{len(usable):,} files, {decimal(int(listing.sizes[usable].sum()))}")
-    say("labels", f"{_describe_classes(listing.classes)}{listing.note}")
+    classes = f"{len(listing.classes):,} classes " if listing.classes else ""
+    say("labels", f"{classes}{listing.note}")
     if listing.maps is not None:
         say("maps", f"{int((listing.maps.sizes != MISSING).sum()):,} images have a segmentation map")
     try:
@@ -258,7 +259,7 @@ def _list_images(settings: MakeShards) -> Listing:
     if settings.maps is not None or images.is_file() or f".{MAP}" in listing.other_files:
         find_maps(listing, settings.maps)
     if settings.classes:
-        renumber(listing, _read_classes(settings.classes))
+        renumber(listing, list(parse_classes(settings.classes.read_bytes(), str(settings.classes))))
     return listing
 
 
@@ -274,21 +275,6 @@ def _refuse_several_sets(images: Path, shards: Path) -> None:
         "not like classes. Make shards of each set:\n  " + "\n  ".join(commands) + "\n"
         "To make shards of all images together, add --labels none, or --labels folders if these folders are classes."
     )
-
-
-def _read_classes(path: Path) -> list[str]:
-    """Read the class names from `classes.json`, in the order of the class numbers."""
-    try:
-        return list(parse_classes(path.read_bytes(), str(path)))
-    except (OSError, ShardError) as error:
-        raise ShardError(f"cannot read --classes {path}: {error} Name the classes.json of other shards.") from error
-
-
-def _describe_classes(names: list[str] | None) -> str:
-    """Return a summary of the class names such as `10 classes, airplane to truck, `; an empty string without names."""
-    if names is None:
-        return ""
-    return f"{len(names):,} classes, {names[0]} to {names[-1]}, " if len(names) > 1 else f"1 class, {names[0]}, "
 
 
 def _check_plan(settings: MakeShards, folder: Folder, listing: Listing) -> None:
@@ -421,7 +407,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     advice = "The same command continues with the missing shards."
-    return run_command(PROGRAM, command, refused=1, resume=advice)
+    return run_command(PROGRAM, command, advice)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import hashlib
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -210,18 +210,10 @@ def list_folder(folder: Path, *, labels: str, besides: Path | None = None) -> Li
         listing.note = "from the names of folders; --labels none leaves them out"
         return listing
     listing.labels = np.full(len(listing), NO_LABEL)
-    listing.note = "none" if labels == "none" else f"none: {_describe_depths(depths, folder)}"
+    listing.note = (
+        "none" if labels == "none" else "none; --labels folders makes the first folder of each path its class"
+    )
     return listing
-
-
-def _describe_depths(depths: Sequence[int], folder: Path) -> str:
-    """Return a text for the user that tells why folder names are not used as labels."""
-    if depths == [0]:
-        return f"images lie in {folder} itself"
-    if depths == [1]:
-        return "images lie in one folder"
-    between = f"{depths[0]} folders" if len(depths) == 1 else f"{depths[0]} to {depths[-1]} folders"
-    return f"images lie {between} deep; --labels folders makes the first folder of each its class"
 
 
 def _value(name: str) -> int:
@@ -230,43 +222,27 @@ def _value(name: str) -> int:
 
 def _walk(root: bytes, besides: bytes | None, other_files: Counter[str]) -> Iterator[File]:
     """Yield the images of a folder, labelled by the first folder of their paths. Count all other files."""
-    # Folders that are still to be visited, each with (device, inode) of all its parent folders.
-    folders: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]
-    while folders:
-        prefix, parents = folders.pop()
+
+    def refuse(error: OSError) -> None:
+        _refuse_exhausted(error)
+        other_files["folders that cannot be read"] += 1
+
+    parents = {root: {root}}  # for each folder still to be visited, the folder and all its parents without links
+    for here, folders, names in os.walk(root, followlinks=True, onerror=refuse):
+        above, found = parents.pop(here), sorted(name for name in folders if not name.startswith(b"."))
+        folders.clear()
+        for path in (os.path.join(here, name) for name in found):
+            folder = os.path.realpath(path)
+            if folder not in above and folder != besides:  # a link to a parent folder would never end
+                parents[path] = above | {folder}
+                folders.append(os.path.basename(path))
+        prefix = os.path.join(os.path.relpath(here, root), b"") if here != root else b""
         label = os.fsdecode(prefix.partition(b"/")[0]) if prefix else None
-        here = os.path.join(root, prefix)
-        try:
-            status = os.stat(here)
-            identity = (status.st_dev, status.st_ino)
-            # Skip `besides`, and links to parent folders, because following such a link would never end.
-            if identity in parents or os.path.realpath(here) == besides:
-                continue
-            with os.scandir(here) as entries:
-                found = sorted(entries, key=lambda entry: entry.name)
-        except OSError as error:
-            _refuse_exhausted(error)
-            yield File(prefix or b".", UNREADABLE, 0, label)
-            continue
-        subfolders = []
-        for entry in found:
-            name = entry.name.lower()
-            if name.startswith(b"."):
-                continue
-            if _is_folder(entry):
-                subfolders.append((prefix + entry.name + b"/", (*parents, identity)))
-            elif name.endswith(_EXTENSIONS) and not name.endswith(_MAP):
-                yield File(prefix + entry.name, *file_facts(entry.path), label)
+        for name in sorted(name for name in names if not name.startswith(b".")):
+            lower = name.lower()
+            if lower.endswith(_EXTENSIONS) and not lower.endswith(_MAP):
+                yield File(prefix + name, *file_facts(os.path.join(here, name)), label)
             else:
-                extension = _MAP if name.endswith(_MAP) else os.path.splitext(name)[1]
+                extension = _MAP if lower.endswith(_MAP) else os.path.splitext(lower)[1]
                 known = 1 < len(extension) < 9
                 other_files[printable(os.fsdecode(extension)) if known else "without extension"] += 1
-        folders += reversed(subfolders)
-
-
-def _is_folder(entry: os.DirEntry[bytes]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError as error:  # for example, a link to itself
-        _refuse_exhausted(error)
-        return False

@@ -11,11 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from tessera.data.shards.errors import ShardError
 from tessera.runtime.errors import UserError, printable
 from tessera.runtime.machine import signal_at_end_of_parent
 from tessera.runtime.progress import track
-from tessera.runtime.settings import SettingsError
 
 TaskT = TypeVar("TaskT")
 ResultT = TypeVar("ResultT")
@@ -33,27 +31,22 @@ def say(name: str, text: str) -> None:
     print(f"{name:<13} {printable(text)}", flush=True)
 
 
-def run_command(program: str, command: Callable[[], int], *, refused: int, resume: str = "") -> int:
+def run_command(program: str, command: Callable[[], int], resume: str = "") -> int:
     """Call a command and return its exit status. Errors are printed to stderr without a traceback.
 
     Args:
         program: name of the command in error messages.
         command: function that does the work and returns the exit status.
-        refused: exit status after a `ShardError`. It is 2 for wrong settings, and 1 for other errors.
         resume: advice that is printed if the user interrupts the command or a worker process is killed.
     """
     try:
         return command()
-    except SettingsError as error:
-        message, status = str(error), 2
-    except ShardError as error:
-        message, status = str(error), refused
     except WorkerError as error:
-        message, status = f"{error} {resume}", 1
-    except OSError as error:
-        message, status = str(error), 1
+        message, status = f"{error} {resume}", 2
+    except (UserError, OSError) as error:
+        message, status = str(error), 2
     except MemoryError:
-        message, status = "out of memory. Use fewer --workers, or a lower --max_pixels.", 1
+        message, status = "out of memory. Use fewer --workers, or a lower --max_pixels.", 2
     except KeyboardInterrupt:
         message, status = f"stopped. {resume}", 130
     print(f"{program}: {message}", file=sys.stderr)

@@ -47,7 +47,7 @@ def test_every_image_with_its_label_and_what_the_index_says(animals, tmp_path, c
     assert max(sizes) - min(sizes) <= 10240
     assert max(sizes) < 0.03e6 + 10240 + 2048
     text = capsys.readouterr().out
-    assert "3 classes, ant to cat" in text
+    assert "3 classes from the names of folders" in text
     assert f"--data {out}\n" in text
 
 
@@ -155,17 +155,17 @@ def test_shards_in_the_folder_of_images(animals, tmp_path, capsys):
     make(animals, out, SMALL)
     (out / "picture.jpg").unlink()
     assert content(out) == before
-    make(animals, animals, status=1)
+    make(animals, animals, status=2)
     assert "need a separate folder" in capsys.readouterr().err
 
 
 def test_other_settings_and_other_images_are_named(animals, tmp_path, capsys):
     make(animals, tmp_path / "out", SMALL)
     before = content(tmp_path / "out")
-    make(animals, tmp_path / "out", SMALL, "--seed=3", "--verify=false", status=1)
+    make(animals, tmp_path / "out", SMALL, "--seed=3", "--verify=false", status=2)
     assert "made with other seed, verify. Make these shards in another folder" in capsys.readouterr().err
     os.utime(animals / "ant" / "ant_00.jpg", ns=(0, 0))
-    make(animals, tmp_path / "out", SMALL, status=1)
+    make(animals, tmp_path / "out", SMALL, status=2)
     assert "made with other images (names, sizes, dates or labels)." in capsys.readouterr().err
     assert content(tmp_path / "out") == before
 
@@ -173,7 +173,7 @@ def test_other_settings_and_other_images_are_named(animals, tmp_path, capsys):
 def test_a_damaged_plan(animals, tmp_path, capsys):
     make(animals, tmp_path / "out", SMALL)
     (tmp_path / "out" / ".make_shards" / "plan.json").write_text("{")
-    make(animals, tmp_path / "out", SMALL, status=1)
+    make(animals, tmp_path / "out", SMALL, status=2)
     assert f"or remove {tmp_path / 'out'}" in capsys.readouterr().err
 
 
@@ -182,7 +182,7 @@ def test_out_of_memory(animals, tmp_path, monkeypatch, capsys):
         raise MemoryError
 
     monkeypatch.setattr(pack, "decode", short)
-    make(animals, tmp_path / "out", SMALL, status=1)
+    make(animals, tmp_path / "out", SMALL, status=2)
     assert "fewer --workers" in capsys.readouterr().err
 
 
@@ -191,7 +191,7 @@ def test_a_folder_with_other_shards(animals, tmp_path, name, capsys):
     out = tmp_path / "out"
     out.mkdir()
     (out / name).write_bytes(b"precious")
-    make(animals, out, SMALL, status=1)
+    make(animals, out, SMALL, status=2)
     assert f"holds other shards ({name})" in capsys.readouterr().err
     assert content(out) == {name: b"precious"}
 
@@ -220,7 +220,7 @@ def test_a_full_disk_while_writing(animals, tmp_path, monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pack, "write_table", full)
-    make(animals, tmp_path / "out", SMALL, status=1)
+    make(animals, tmp_path / "out", SMALL, status=2)
     assert "No space left on device" in capsys.readouterr().err
     assert not list((tmp_path / "out").glob("*.tar")) + list((tmp_path / "out").glob(".*.tmp"))
 
@@ -234,29 +234,29 @@ def test_a_shard_has_no_name_before_it_is_whole(animals, tmp_path, monkeypatch):
         return rename(path, target)
 
     monkeypatch.setattr(os, "replace", fails)
-    make(animals, tmp_path / "out", SMALL, status=1)
+    make(animals, tmp_path / "out", SMALL, status=2)
     assert not shards(tmp_path / "out")
 
 
 def test_a_worker_that_is_killed(animals, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(make_shards, "write_shard", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    make(animals, tmp_path / "out", SMALL, status=1)
+    make(animals, tmp_path / "out", SMALL, status=2)
     assert "use fewer --workers. The same command continues" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "message"),
+    ("words", "message"),
     [
-        (["--quality=80"], 2, "Set resize or format"),
-        (["--format=png", "--quality=80"], 2, "Set resize or format"),
-        (["--verify=false", "--resize=64"], 2, "Leave verify out"),
-        (["--resize=4"], 2, "greater than or equal to 8"),
-        (["--name=../x"], 2, "name"),
-        (["--label_column=x"], 1, "--label_column is for lists"),
-        (["--sed=1"], 2, "did you mean '--seed'?"),
+        (["--quality=80"], "Set resize or format"),
+        (["--format=png", "--quality=80"], "Set resize or format"),
+        (["--verify=false", "--resize=64"], "Leave verify out"),
+        (["--resize=4"], "greater than or equal to 8"),
+        (["--name=../x"], "name"),
+        (["--label_column=x"], "--label_column is for lists"),
+        (["--sed=1"], "did you mean '--seed'?"),
     ],
 )
-def test_settings_that_are_refused(animals, tmp_path, words, status, message, capsys):
-    make(animals, tmp_path / "out", *words, status=status)
+def test_settings_that_are_refused(animals, tmp_path, words, message, capsys):
+    make(animals, tmp_path / "out", *words, status=2)
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

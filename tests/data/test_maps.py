@@ -221,7 +221,7 @@ def test_make_shards_packs_maps_beside_images(scenes, tmp_path, capsys):
     assert "6 with a segmentation map" in text
     make(scenes, tmp_path / "out")  # the plan still holds
     (scenes / "im0.seg.png").write_bytes(png(noise(99, 30, 40, below=5)))
-    make(scenes, tmp_path / "out", status=1)
+    make(scenes, tmp_path / "out", status=2)
     assert "made with other images" in capsys.readouterr().err
 
 
@@ -241,7 +241,7 @@ def test_make_shards_takes_a_parallel_folder_of_maps(photos, tmp_path, capsys):
     cases = {"nowhere": "is not a folder", "images/a": "lies in the folder", "out": "holds no map of an image"}
     for name, message in cases.items():
         folder = tmp_path / name
-        assert main([str(images), str(tmp_path / "new"), f"--maps={folder}"]) == 1
+        assert main([str(images), str(tmp_path / "new"), f"--maps={folder}"]) == 2
         assert message in capsys.readouterr().err
 
 
