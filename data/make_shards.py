@@ -43,13 +43,12 @@ from tessera.data.shards.listing import (
     REASONS,
     Listing,
     list_folder,
-    separate_sets,
 )
 from tessera.data.shards.open import ENDINGS
 from tessera.data.shards.tar import IMAGES, MAP
 from tessera.data.statistics import moments
 from tessera.data.tools.command import run_command, say, spread
-from tessera.data.tools.inputs import Columns, find_maps, list_file, renumber
+from tessera.data.tools.inputs import find_maps, list_file, renumber
 from tessera.data.tools.pack import (
     Format,
     LeftOut,
@@ -99,10 +98,6 @@ class MakeShards(Settings):
     maps: Path | None = None
     """folder of segmentation maps, such as ADE20K's annotations/training: the map of the image a/x.jpg is a/x.png;
     default: the map is x.seg.png, in the folder of the image"""
-    path_column: str | None = None
-    """column of the manifest that holds the paths; default: `path`"""
-    label_column: str | None = None
-    """column of the manifest that holds the labels; default: `label` if this column exists"""
     root: Path | None = None
     """folder to which the paths in a list or manifest are relative; default: the folder of the list or manifest"""
     format: Format = "keep"
@@ -207,7 +202,8 @@ def make(settings: MakeShards) -> None:
             _write(settings, folder, listing)
     except OSError as error:
         raise ShardError(
-            f"cannot write to {settings.shards}: {error.strerror or error}. Choose another folder."
+            f"cannot write to {settings.shards}: {error.strerror or error}. Free some disk space, correct the "
+            "permissions, or choose another folder."
         ) from error
 
 
@@ -239,18 +235,13 @@ def _write(settings: MakeShards, folder: Folder, listing: Listing) -> None:
 def _list_images(settings: MakeShards) -> Listing:
     images = settings.images
     if images.is_dir():
-        if given := [name for name in ("path_column", "label_column", "root") if getattr(settings, name) is not None]:
-            raise ShardError(
-                f"--{given[0]} is for lists and manifests, but {images} is a folder. Leave the option out."
-            )
+        if settings.root is not None:
+            raise ShardError(f"--root is for lists and manifests, but {images} is a folder. Leave the option out.")
         if images.resolve() == settings.shards.resolve():
             raise ShardError(f"{images} holds the images, but shards need a separate folder. Choose another folder.")
-        if settings.labels == "auto":
-            _refuse_several_sets(images, settings.shards)
         listing = list_folder(images, labels=settings.labels, besides=settings.shards)
     elif images.is_file() and images.suffix.lower() in (".txt", ".csv", ".parquet"):
-        columns = Columns(settings.path_column or "path", settings.label_column)
-        listing = list_file(images, root=settings.root, columns=columns, labels=settings.labels)
+        listing = list_file(images, root=settings.root, labels=settings.labels)
     elif images.exists():
         raise ShardError(f"{images} is not a folder, a list (.txt) or a manifest (.csv, .parquet). Name one of these.")
     else:
@@ -261,20 +252,6 @@ def _list_images(settings: MakeShards) -> Listing:
     if settings.classes:
         renumber(listing, list(parse_classes(settings.classes.read_bytes(), str(settings.classes))))
     return listing
-
-
-def _refuse_several_sets(images: Path, shards: Path) -> None:
-    """Raise `ShardError` if a folder has a subfolder for training images and a subfolder for held-out images."""
-    if not (sets := separate_sets(images)):
-        return
-    commands = [
-        shlex.join([*PROGRAM.split(), str(path), str(shards / path.name), "--name", path.name]) for path in sets
-    ]
-    raise ShardError(
-        f"{images} holds the folders {', '.join(path.name for path in sets)}, which look like separate sets of images, "
-        "not like classes. Make shards of each set:\n  " + "\n  ".join(commands) + "\n"
-        "To make shards of all images together, add --labels none, or --labels folders if these folders are classes."
-    )
 
 
 def _check_plan(settings: MakeShards, folder: Folder, listing: Listing) -> None:

@@ -19,7 +19,7 @@ from tessera.data.shards.tar import IMAGES, LARGEST_MEMBER, MAP
 from tessera.runtime.errors import printable
 
 TRAINING_SETS = {"train", "training"}
-HELD_OUT_SETS = {"val", "valid", "validation", "test", "testing"}
+SETS = {*TRAINING_SETS, "val", "valid", "validation", "test", "testing"}
 NO_LABEL = -1
 EMPTY, MISSING, IRREGULAR, LARGE, UNREADABLE = range(0, -5, -1)
 REASONS = {
@@ -169,16 +169,16 @@ def inside(path: bytes, folder: bytes) -> bool:
     return path.startswith(folder.rstrip(b"/") + b"/")
 
 
-def separate_sets(folder: Path) -> list[Path]:
-    """Return the subfolders that look like separate sets of images, training sets first.
-
-    The list is empty if the folder lacks a subfolder for training images or one for held-out images.
-    """
-    sets = sorted(
-        (path for path in folder.iterdir() if path.name.lower() in (*TRAINING_SETS, *HELD_OUT_SETS) and path.is_dir()),
-        key=lambda path: (path.name.lower() not in TRAINING_SETS, path.name),
-    )
-    return sets if {path.name.lower() for path in sets} & TRAINING_SETS and len(sets) > 1 else []
+def _refuse_separate_sets(folder: Path) -> None:
+    """Raise `ShardError` if a folder has a subfolder for training images and another one for held-out images."""
+    names = sorted(path.name for path in folder.iterdir() if path.name.lower() in SETS and path.is_dir())
+    training = [name for name in names if name.lower() in TRAINING_SETS]
+    if training and len(names) > 1:
+        raise ShardError(
+            f"{folder} holds the folders {', '.join(names)}, which look like separate sets of images, not like "
+            f"classes. Name one of them, for example {folder / training[0]}. `tessera make_shards` takes all images "
+            "together with --labels none, or with --labels folders if these folders are classes."
+        )
 
 
 def list_folder(folder: Path, *, labels: str, besides: Path | None = None) -> Listing:
@@ -191,11 +191,15 @@ def list_folder(folder: Path, *, labels: str, besides: Path | None = None) -> Li
         folder: folder of images.
         labels: "folders" makes the first folder of each path the class of the image, "none" gives no labels, and "auto"
             chooses "folders" if all images are exactly one folder deep and there are several folders, otherwise "none".
+            "auto" refuses a folder with subfolders such as train and val.
         besides: subfolder that is skipped; None skips no subfolder.
 
     Raises:
-        ShardError: there are no images, or `labels` is "folders" and an image is not in a class folder.
+        ShardError: there are no images, or `labels` is "folders" and an image is not in a class folder, or `labels` is
+            "auto" and subfolders look like separate sets.
     """
+    if labels == "auto":
+        _refuse_separate_sets(folder)
     root, other_files = os.path.realpath(os.fsencode(folder)), Counter[str]()
     skipped = None if besides is None else os.path.realpath(os.fsencode(besides))
     listing = Listing.of(root, _walk(root, skipped, other_files), other_files)

@@ -133,8 +133,6 @@ def describe(url: str, config: SourceConfig) -> tuple[int, str]:
     Raises:
         ShardError: the file does not exist, or all attempts failed.
     """
-    if url.startswith(PIPE):
-        return 0, ""
 
     def once() -> tuple[int, str]:
         system, path = _system(url, config)

@@ -3,9 +3,7 @@ maps, and the class numbers of other shards."""
 
 import csv
 import os
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,36 +25,14 @@ Row = tuple[str, str | None]
 """Path of an image, and its label (None if the image has no label)."""
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Names of the manifest columns that hold the paths and the labels."""
-
-    path: str = "path"
-    label: str | None = None
-    """Column of the labels. None means the column `label` if the manifest has one, and no labels otherwise."""
-
-    def choose(self, available: list[str], file: Path) -> tuple[str, str | None]:
-        """Return the names of the columns to read.
-
-        Raises:
-            ShardError: one of the columns does not exist.
-        """
-        for name, flag in ((self.path, "--path_column"), (self.label, "--label_column")):
-            if name is not None and name not in available:
-                columns = ", ".join(map(repr, available))
-                raise ShardError(f"{file} has no column {name!r}. Set {flag} to one of {columns}.")
-        return self.path, self.label or ("label" if "label" in available else None)
-
-
-def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str) -> Listing:
+def list_file(path: Path, *, root: Path | None, labels: str) -> Listing:
     """List the images that a list or manifest names.
 
     A list has one path per line, optionally followed by a tab and a label. All paths must lie in the root folder.
 
     Args:
-        path: a list, or a CSV or Parquet manifest.
+        path: a list, or a CSV or Parquet manifest with a column `path` and optionally a column `label`.
         root: root folder, to which the paths are relative; None for the folder of the list or manifest.
-        columns: columns of a manifest that hold the paths and labels.
         labels: "auto" reads the labels, and "none" ignores them.
 
     Raises:
@@ -68,21 +44,24 @@ def list_file(path: Path, *, root: Path | None, columns: Columns, labels: str) -
             f"--labels folders is for a folder of images, but {path} is a list or manifest. Leave --labels out."
         )
     folder = os.path.realpath(os.fsencode(root or path.parent))
-    listing = Listing.of(folder, _files(path, folder, columns))
+    listing = Listing.of(folder, _files(path, folder))
     listing.refuse_empty(f"{path} names no existing images below {os.fsdecode(folder)}")
-    _refuse_repeated(listing, path)
     _set_labels(listing, path, labels)
     return listing
 
 
-def _files(path: Path, folder: bytes, columns: Columns) -> Iterator[File]:
-    for number, (name, label) in enumerate(_rows(path, columns), 1):
+def _files(path: Path, folder: bytes) -> Iterator[File]:
+    seen = set()
+    for number, (name, label) in enumerate(_rows(path), 1):
         full = os.path.normpath(os.path.join(folder, os.fsencode(name)))
         if not inside(full, folder) or b"\0" in full:
             raise ShardError(
                 f"{path}: entry {number}, {name!r}, is outside of the root folder {os.fsdecode(folder)}. "
                 "Use --root FOLDER to name a folder that contains all entries."
             )
+        if full in seen:
+            raise ShardError(f"{path}: entry {number}, {name!r}, is repeated. Name each image once.")
+        seen.add(full)
         yield File(os.path.relpath(full, folder), *file_facts(full), label or None)
 
 
@@ -108,26 +87,19 @@ def _set_labels(listing: Listing, path: Path, labels: str) -> None:
     listing.note = f"numbers in {path.name}"
 
 
-def _refuse_repeated(listing: Listing, path: Path) -> None:
-    counts = Counter(map(listing.path, range(len(listing))))
-    if repeated := [name for name, count in counts.items() if count > 1]:
-        first = printable(os.fsdecode(repeated[0]))
-        raise ShardError(f"{path}: {len(repeated):,} paths are repeated, the first is {first}. Name each image once.")
-
-
 def _class_number(text: str) -> int | None:
     """Return the integer in a text; None for other texts. `3.0` counts as 3, because pandas may write `3.0` for 3."""
     text = text.removesuffix(".0")
     return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else None
 
 
-def _rows(path: Path, columns: Columns) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[Row]:
     """Yield the path and the label of each entry of a list or manifest."""
     try:
         if path.suffix.lower() == ".csv":
-            yield from _csv_rows(path, columns)
+            yield from _csv_rows(path)
         elif path.suffix.lower() == ".parquet":
-            yield from _parquet_rows(path, columns)
+            yield from _parquet_rows(path)
         else:
             with path.open(encoding="utf-8", errors="surrogateescape") as lines:
                 for line in lines:
@@ -138,38 +110,37 @@ def _rows(path: Path, columns: Columns) -> Iterator[Row]:
         raise ShardError(f"cannot read {path}: {error}. Correct the file.") from error
 
 
-def _csv_rows(path: Path, columns: Columns) -> Iterator[Row]:
+def _csv_rows(path: Path) -> Iterator[Row]:
     with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
         rows = csv.DictReader(file, restval=None)
-        name, label = columns.choose(list(rows.fieldnames or []), path)
+        _refuse_columns(path, rows.fieldnames or ())
         for row in rows:
             if None in row or None in row.values():
                 raise ShardError(
                     f"{path}: line {rows.line_num} and the heading have different numbers of fields. Correct the line."
                 )
-            yield row[name], None if label is None else row[label].strip()
+            yield row["path"], row.get("label", "").strip()
 
 
-def _parquet_rows(path: Path, columns: Columns) -> Iterator[Row]:
+def _parquet_rows(path: Path) -> Iterator[Row]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
         raise ShardError(f'{path}: Parquet needs pyarrow. Install it: pip install "tessera-ssl[parquet]"') from None
     try:
         with parquet.ParquetFile(path) as file:
-            names = columns.choose(file.schema_arrow.names, path)
-            for batch in file.iter_batches(columns=[name for name in names if name is not None]):
-                paths = batch.column(names[0]).to_pylist()
-                labels = [None] * len(paths) if names[1] is None else batch.column(names[1]).to_pylist()
-                for name, label in zip(paths, labels, strict=True):
-                    if not isinstance(name, str):
-                        raise ShardError(
-                            f"{path}: column {names[0]!r} holds {name!r}, not a path. "
-                            "Set --path_column to the column of the paths."
-                        )
-                    yield name, None if label is None else str(label)
+            _refuse_columns(path, file.schema_arrow.names)
+            for batch in file.iter_batches(columns=["path", "label"]):
+                for row in batch.to_pylist():
+                    label = row.get("label")
+                    yield str(row["path"]), None if label is None else str(label)
     except ArrowException as error:
         raise ShardError(f"cannot read {path}: {error}. Correct the file.") from error
+
+
+def _refuse_columns(path: Path, names: Sequence[str]) -> None:
+    if "path" not in names:
+        raise ShardError(f"{path} has no column 'path', but {', '.join(map(repr, names))}. Rename the column of paths.")
 
 
 def find_maps(listing: Listing, folder: Path | None) -> None:

@@ -244,7 +244,7 @@ def write_shard(target: Path, entries: np.ndarray, listing: Listing, shared: set
     If none of the files is a good image, no tar is written.
 
     Raises:
-        ShardError: the tar cannot be written, for example because the disk is full.
+        OSError: the tar cannot be written, for example because the disk is full.
     """
     record = Record()
     try:
@@ -258,11 +258,6 @@ def write_shard(target: Path, entries: np.ndarray, listing: Listing, shared: set
             write_table(target, scan_tar(str(temporary), str(target)))  # read the tar in the same way as a run
     except LeftOut:
         return record
-    except OSError as error:
-        reason = error.strerror or error
-        raise ShardError(
-            f"cannot write {target}: {reason}. Free some disk space, or correct the permissions."
-        ) from error
     return record
 
 

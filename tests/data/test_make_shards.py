@@ -252,7 +252,7 @@ def test_a_worker_that_is_killed(animals, tmp_path, monkeypatch, capsys):
         (["--verify=false", "--resize=64"], "Leave verify out"),
         (["--resize=4"], "greater than or equal to 8"),
         (["--name=../x"], "name"),
-        (["--label_column=x"], "--label_column is for lists"),
+        (["--root=x"], "--root is for lists"),
         (["--sed=1"], "did you mean '--seed'?"),
     ],
 )
