@@ -50,7 +50,6 @@ from tessera.data.statistics import moments
 from tessera.data.tools.command import run_command, say, spread
 from tessera.data.tools.inputs import find_maps, list_file, renumber
 from tessera.data.tools.pack import (
-    Format,
     LeftOut,
     Recipe,
     Record,
@@ -61,7 +60,7 @@ from tessera.data.tools.pack import (
 )
 from tessera.runtime import streams
 from tessera.runtime.files import atomic_write
-from tessera.runtime.settings import Positional, Settings, flags, validate
+from tessera.runtime.settings import Positional, flags, validate
 
 PROGRAM = "tessera make_shards"
 MEGABYTE = 10**6
@@ -72,7 +71,7 @@ PROBED = 64  # number of images that are encoded to estimate the encoded size of
 MOST_SHOWN = 3  # maximum number of reasons, and of kinds of other files, that are printed
 
 
-class MakeShards(Settings):
+class MakeShards(Recipe):
     """Make shards from images. After an interruption, the same command continues with the missing shards."""
 
     images: Positional[Path]
@@ -100,30 +99,14 @@ class MakeShards(Settings):
     default: the map is x.seg.png, in the folder of the image"""
     root: Path | None = None
     """folder to which the paths in a list or manifest are relative; default: the folder of the list or manifest"""
-    format: Format = "keep"
-    """format in which images are stored; images of other formats are converted; keep: keep the format of each image"""
-    resize: int | None = Field(default=None, ge=8)
-    """maximum length of the shorter side in pixels; larger images are made smaller and are encoded again"""
-    quality: int | None = Field(default=None, ge=1, le=100)
-    """quality of JPEG and WebP images that are encoded again; default: 90"""
-    verify: bool = True
-    """decode every image, leave out damaged and too large images, and compute pixel statistics"""
-    max_pixels: int = Field(default=178_956_970, ge=1)
-    """maximum number of pixels of an image, if images are decoded; larger images are left out"""
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
-        encodes = self.format != "keep" or self.resize is not None
-        if self.quality is not None and (not encodes or self.format == "png"):
+        if self.quality is not None and (not self.encodes or self.format == "png"):
             raise ValueError("quality is only for encoding to JPEG or WebP. Set resize or format, or leave quality out")
-        if encodes and not self.verify:
+        if self.encodes and not self.verify:
             raise ValueError("resize and format decode every image, so verify cannot be false. Leave verify out")
         return self
-
-    @property
-    def recipe(self) -> Recipe:
-        """Settings for checking and encoding each image."""
-        return Recipe(self.format, self.resize, self.quality or 90, self.verify, self.max_pixels)
 
 
 class Folder:
@@ -193,8 +176,8 @@ def make(settings: MakeShards) -> None:
     listing = _list_images(settings)
     usable = listing.usable
     say("images", f"{len(usable):,} files, {decimal(int(listing.sizes[usable].sum()))}")
-    classes = f"{len(listing.classes):,} classes " if listing.classes else ""
-    say("labels", f"{classes}{listing.note}")
+    classes = f", {len(listing.classes):,} classes" if listing.classes else ""
+    say("labels", f"{int((listing.labels[usable] != NO_LABEL).sum()):,} images{classes}")
     if listing.maps is not None:
         say("maps", f"{int((listing.maps.sizes != MISSING).sum()):,} images have a segmentation map")
     try:
@@ -212,16 +195,16 @@ def _write(settings: MakeShards, folder: Folder, listing: Listing) -> None:
     order = listing.usable
     if settings.shuffle:
         order = np.random.Generator(np.random.PCG64(settings.seed)).permutation(order)
-    ratio = encoded_ratio(listing, settings.recipe, settings.workers)
+    ratio = encoded_ratio(listing, settings, settings.workers)
     shards = split(listing, order, settings.shard_size_mb * MEGABYTE, ratio)
     records = {number: found for number in range(len(shards)) if (found := folder.finished(number))}
     missing = [number for number in range(len(shards)) if number not in records]
     existing = f"; {len(records):,} exist already" if records else ""
     say("shards", f"{len(shards):,}{existing}")
-    shared, recipe = shared_keys(listing), settings.recipe
+    shared = shared_keys(listing)
 
     def write(number: int) -> tuple[int, Record]:
-        record = write_shard(folder.shard(number), shards[number], listing, shared, recipe)
+        record = write_shard(folder.shard(number), shards[number], listing, shared, settings)
         record.write(folder.record(number))
         return number, record
 
@@ -261,7 +244,7 @@ def _check_plan(settings: MakeShards, folder: Folder, listing: Listing) -> None:
         ShardError: the folder holds shards that were made with other settings or from other images.
     """
     plan = settings.model_dump(mode="json", exclude={"images", "shards", "workers", "root", "classes", "maps"})
-    plan["the version of Pillow"] = PIL.__version__ if settings.recipe.encodes else None
+    plan["the version of Pillow"] = PIL.__version__ if settings.encodes else None
     plan["images (names, sizes, dates or labels)"] = listing.fingerprint()
     if not folder.plan.exists():
         with atomic_write(folder.plan, sync=True) as path:

@@ -86,8 +86,6 @@ class Listing:
     """Number of files that are not images, for each file name extension."""
     classes: list[str] | None = None
     """Names of the classes; None if labels have no names."""
-    note: str = ""
-    """Text that tells the user where the labels come from."""
     maps: Maps | None = None
     """Segmentation maps of the files; None if no file has a map."""
 
@@ -211,12 +209,8 @@ def list_folder(folder: Path, *, labels: str, besides: Path | None = None) -> Li
         raise ShardError(f"{folder}/{loose} is not in a class folder. Move it to a class folder, or use --labels none.")
     if labels == "folders" or (labels == "auto" and depths == [1] and len(listing.texts) > 1):
         listing.number_classes(sorted(listing.texts, key=lambda name: (not name.isdecimal(), _value(name), name)))
-        listing.note = "from the names of folders; --labels none leaves them out"
         return listing
     listing.labels = np.full(len(listing), NO_LABEL)
-    listing.note = (
-        "none" if labels == "none" else "none; --labels folders makes the first folder of each path its class"
-    )
     return listing
 
 

@@ -69,13 +69,11 @@ def _set_labels(listing: Listing, path: Path, labels: str) -> None:
     """Replace each label, which is an index into `listing.texts`, by the class number of this text."""
     if labels == "none" or not listing.texts:
         listing.labels = np.full(len(listing), NO_LABEL)
-        listing.note = "none" if labels == "none" else f"none in {path.name}"
         return
     numbers = [_class_number(text) for text in listing.texts]
     known = [number for number in numbers if number is not None]
     if len(known) < len(numbers):
         listing.number_classes(sorted(listing.texts))
-        listing.note = f"names in {path.name}"
         return
     if min(known) < 0:
         raise ShardError(f"{path}: a label is below 0. If an image has no label, leave the field empty.")
@@ -84,7 +82,6 @@ def _set_labels(listing: Listing, path: Path, labels: str) -> None:
             f"{path}: the label {max(known)} is more than {LARGEST_LABEL}. Number the classes from 0, without gaps."
         )
     listing.labels = np.array([*known, NO_LABEL], dtype=np.int64)[listing.labels]
-    listing.note = f"numbers in {path.name}"
 
 
 def _class_number(text: str) -> int | None:

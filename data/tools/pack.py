@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
+from pydantic import Field
 from webdataset.writer import TarWriter
 
 from tessera.data.decode import ImageError, decode
@@ -27,6 +28,7 @@ from tessera.data.shards.listing import MISSING, NO_LABEL, REASONS, Listing
 from tessera.data.shards.tar import LABEL, MAP, scan_tar
 from tessera.data.statistics import histogram
 from tessera.runtime.files import atomic_write
+from tessera.runtime.settings import Settings
 
 Format = Literal["keep", "jpeg", "png", "webp"]
 
@@ -37,16 +39,19 @@ class LeftOut(Exception):  # noqa: N818
     """Raised if a file cannot become a sample. The message is the reason why the file is left out."""
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(Settings):
     """Settings for checking and encoding each image."""
 
     format: Format = "keep"
-    resize: int | None = None
-    """Maximum length of the shorter side in pixels; larger images are made smaller. None keeps all sizes."""
-    quality: int = 90
+    """format in which images are stored; images of other formats are converted; keep: keep the format of each image"""
+    resize: int | None = Field(default=None, ge=8)
+    """maximum length of the shorter side in pixels; larger images are made smaller and are encoded again"""
+    quality: int | None = Field(default=None, ge=1, le=100)
+    """quality of JPEG and WebP images that are encoded again; default: 90"""
     verify: bool = True
-    max_pixels: int = 178_956_970
+    """decode every image, leave out damaged and too large images, and compute pixel statistics"""
+    max_pixels: int = Field(default=178_956_970, ge=1)
+    """maximum number of pixels of an image, if images are decoded; larger images are left out"""
 
     @property
     def encodes(self) -> bool:
@@ -140,7 +145,7 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
         picture = picture.resize(size, Image.Resampling.BICUBIC)
     file = BytesIO()
     try:
-        picture.save(file, wanted, **({} if wanted == "png" else {"quality": recipe.quality}))
+        picture.save(file, wanted, **({} if wanted == "png" else {"quality": recipe.quality or 90}))
     except (OSError, ValueError) as error:  # for example, because the image is too wide for the format
         raise LeftOut(f"the image cannot be written as {wanted}: {error}") from error
     counts = np.array(picture.histogram(), dtype=np.int64).reshape(3, 256)

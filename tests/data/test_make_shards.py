@@ -47,7 +47,7 @@ def test_every_image_with_its_label_and_what_the_index_says(animals, tmp_path, c
     assert max(sizes) - min(sizes) <= 10240
     assert max(sizes) < 0.03e6 + 10240 + 2048
     text = capsys.readouterr().out
-    assert "3 classes from the names of folders" in text
+    assert "60 images, 3 classes" in text
     assert f"--data {out}\n" in text
 
 

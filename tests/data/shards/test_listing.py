@@ -32,7 +32,7 @@ def test_labels_of_folders(photos, tmp_path, files, labels, expected, capsys):
     make(folder, tmp_path / "out", "--labels", labels, "--shuffle=false", "--name=x")
     found = {key + ".jpg": label for key, _, label in samples(tmp_path / "out")}
     assert [found[name] for name in files] == expected
-    assert ("labels        none" in capsys.readouterr().out) == (expected[0] is None)
+    assert ("labels        0 images" in capsys.readouterr().out) == (expected[0] is None)
     assert (tmp_path / "out" / "classes.json").exists() == (expected[0] is not None)
 
 
