@@ -162,11 +162,6 @@ def _refuse_exhausted(error: OSError) -> None:
         raise ShardError(f"the images cannot be listed: {error.strerror}. Raise the limit (`ulimit -n`).") from error
 
 
-def inside(path: bytes, folder: bytes) -> bool:
-    """Return True if a path lies in a folder. Both arguments are absolute, and symbolic links are not resolved."""
-    return path.startswith(folder.rstrip(b"/") + b"/")
-
-
 def _refuse_separate_sets(folder: Path) -> None:
     """Raise `ShardError` if a folder has a subfolder for training images and another one for held-out images."""
     names = sorted(path.name for path in folder.iterdir() if path.name.lower() in SETS and path.is_dir())

@@ -16,7 +16,6 @@ from tessera.data.shards.listing import (
     Listing,
     Maps,
     file_facts,
-    inside,
 )
 from tessera.data.shards.tar import LARGEST_LABEL, MAP
 from tessera.runtime.errors import printable
@@ -54,7 +53,7 @@ def _files(path: Path, folder: bytes) -> Iterator[File]:
     seen = set()
     for number, (name, label) in enumerate(_rows(path), 1):
         full = os.path.normpath(os.path.join(folder, os.fsencode(name)))
-        if not inside(full, folder) or b"\0" in full:
+        if os.path.commonpath([full, folder]) != folder or b"\0" in full:
             raise ShardError(
                 f"{path}: entry {number}, {name!r}, is outside of the root folder {os.fsdecode(folder)}. "
                 "Use --root FOLDER to name a folder that contains all entries."
@@ -149,18 +148,13 @@ def find_maps(listing: Listing, folder: Path | None) -> None:
             folder of the image.
 
     Raises:
-        ShardError: `folder` is not a folder, lies in the folder of images, or holds no map of an image.
+        ShardError: `folder` is not a folder, or holds no map of an image.
     """
     root = listing.root
     if folder is not None:
         root = os.path.realpath(os.fsencode(folder))
         if not os.path.isdir(root):
             raise ShardError(f"--maps {folder} is not a folder. Name the folder that holds the segmentation maps.")
-        if root == listing.root or inside(root, listing.root):
-            raise ShardError(
-                f"--maps {folder} lies in the folder of images, where its files count as images. Move it to another "
-                f"folder, or name the maps KEY.{MAP}, put them beside the images, and leave --maps out."
-            )
     sizes, modified = np.full(len(listing), MISSING), np.zeros(len(listing), dtype=np.int64)
     maps = Maps(root, b"." + MAP.encode() if folder is None else b".png", sizes, modified)
     for entry in map(int, listing.usable):
