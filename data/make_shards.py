@@ -38,7 +38,6 @@ from rich.filesize import decimal
 from tessera.data.shards.errors import ShardError
 from tessera.data.shards.index import CLASSES, FolderIndex, ShardEntry, parse_classes, write_folder
 from tessera.data.shards.listing import (
-    MISSING,
     NO_LABEL,
     REASONS,
     Listing,
@@ -128,7 +127,7 @@ class Folder:
     def finished(self, number: int) -> Record | None:
         """Return the record of a shard if the shard is finished, otherwise None."""
         try:
-            record = Record.read(self.record(number))
+            record = Record(**json.loads(self.record(number).read_text()))
             size = self.shard(number).stat().st_size if record.nsamples else 0
             return record if not record.nsamples or size == record.filesize else None
         except (OSError, ValueError, TypeError):
@@ -178,8 +177,6 @@ def make(settings: MakeShards) -> None:
     say("images", f"{len(usable):,} files, {decimal(int(listing.sizes[usable].sum()))}")
     classes = f", {len(listing.classes):,} classes" if listing.classes else ""
     say("labels", f"{int((listing.labels[usable] != NO_LABEL).sum()):,} images{classes}")
-    if listing.maps is not None:
-        say("maps", f"{int((listing.maps.sizes != MISSING).sum()):,} images have a segmentation map")
     try:
         with folder.locked():
             _write(settings, folder, listing)
@@ -220,8 +217,6 @@ def _list_images(settings: MakeShards) -> Listing:
     if images.is_dir():
         if settings.root is not None:
             raise ShardError(f"--root is for lists and manifests, but {images} is a folder. Leave the option out.")
-        if images.resolve() == settings.shards.resolve():
-            raise ShardError(f"{images} holds the images, but shards need a separate folder. Choose another folder.")
         listing = list_folder(images, labels=settings.labels, besides=settings.shards)
     elif images.is_file() and images.suffix.lower() in (".txt", ".csv", ".parquet"):
         listing = list_file(images, root=settings.root, labels=settings.labels)

@@ -218,11 +218,6 @@ class Record:
     pixels: list[list[int]] | None = None
     """Histogram of the 256 pixel values of each channel; None if the images were not decoded."""
 
-    @classmethod
-    def read(cls, path: Path) -> "Record":
-        """Read a record from a file."""
-        return cls(**json.loads(path.read_text()))
-
     def write(self, path: Path) -> None:
         """Write the record to a file."""
         with atomic_write(path, sync=True) as temporary:

@@ -212,7 +212,7 @@ def scenes(photos):
 def test_make_shards_packs_maps_beside_images(scenes, tmp_path, capsys):
     make(scenes, tmp_path / "out")
     text = capsys.readouterr().out
-    assert "6 images have a segmentation map" in text
+    assert "6 with a segmentation map" in text
     found = read_back(tmp_path / "out")
     assert sorted(found) == [f"im{n}" for n in range(7)]
     assert found.pop("im6") == ((40, 30), None)
