@@ -166,7 +166,7 @@ def test_other_settings_and_other_images_are_named(animals, tmp_path, capsys):
     make(animals, tmp_path / "out", SMALL)
     before = content(tmp_path / "out")
     make(animals, tmp_path / "out", SMALL, "--seed=3", "--verify=false", status=2)
-    assert "made with other seed, verify. Make these shards in another folder" in capsys.readouterr().err
+    assert "made with other verify, seed. Make these shards in another folder" in capsys.readouterr().err
     os.utime(animals / "ant" / "ant_00.jpg", ns=(0, 0))
     make(animals, tmp_path / "out", SMALL, status=2)
     assert "made with other images (names, sizes, dates or labels)." in capsys.readouterr().err
