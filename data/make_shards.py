@@ -20,7 +20,6 @@ import csv
 import fcntl
 import json
 import os
-import re
 import shlex
 import sys
 from collections import Counter
@@ -37,26 +36,13 @@ from rich.filesize import decimal
 
 from tessera.data.shards.errors import ShardError
 from tessera.data.shards.index import CLASSES, FolderIndex, ShardEntry, parse_classes, write_folder
-from tessera.data.shards.listing import (
-    NO_LABEL,
-    REASONS,
-    Listing,
-    list_folder,
-)
+from tessera.data.shards.listing import NO_LABEL, REASONS, Listing, list_folder
 from tessera.data.shards.open import ENDINGS
 from tessera.data.shards.tar import IMAGES, MAP
 from tessera.data.statistics import moments
 from tessera.data.tools.command import run_command, say, spread
 from tessera.data.tools.inputs import find_maps, list_file, renumber
-from tessera.data.tools.pack import (
-    LeftOut,
-    Recipe,
-    Record,
-    prepare,
-    read,
-    shared_keys,
-    write_shard,
-)
+from tessera.data.tools.pack import LeftOut, Recipe, Record, prepare, read, shared_keys, write_shard
 from tessera.runtime import streams
 from tessera.runtime.files import atomic_write
 from tessera.runtime.settings import Positional, flags, validate
@@ -154,11 +140,9 @@ class Folder:
             temporary.unlink()
 
     def refuse_foreign_files(self) -> None:
-        """Raise `ShardError` if the folder holds shards or index files that were not made by this command."""
-        own = re.compile(rf"{self.name}-\d{{6}}\.tar|index\.json" if self.plan.exists() else "(?!)")
-        names = (path.name for path in self.path.glob("*"))
-        found = sorted(n for n in names if n.endswith((*ENDINGS, "index.json")) and not own.fullmatch(n))
-        if found:
+        """Raise `ShardError` if the folder holds shards or an index that were not made by this command."""
+        found = sorted(path.name for path in self.path.glob("*") if path.name.endswith((*ENDINGS, "index.json")))
+        if found and not self.plan.exists():
             raise ShardError(f"{self.path} holds other shards ({found[0]}). Choose an empty folder.")
 
 
@@ -245,10 +229,7 @@ def _check_plan(settings: MakeShards, folder: Folder, listing: Listing) -> None:
         with atomic_write(folder.plan, sync=True) as path:
             path.write_text(json.dumps(plan, indent=1))
         return
-    try:
-        stored = dict(json.loads(folder.plan.read_text()))
-    except (ValueError, TypeError):
-        stored = {}
+    stored = json.loads(folder.plan.read_text())
     if changed := [name for name, value in plan.items() if stored.get(name, "") != value]:
         raise ShardError(
             f"{folder.path} holds shards that were made with other {', '.join(changed)}. "

@@ -237,5 +237,4 @@ def _walk(root: bytes, besides: bytes | None, other_files: Counter[str]) -> Iter
                 yield File(prefix + name, *file_facts(os.path.join(here, name)), label)
             else:
                 extension = _MAP if lower.endswith(_MAP) else os.path.splitext(lower)[1]
-                known = 1 < len(extension) < 9
-                other_files[printable(os.fsdecode(extension)) if known else "without extension"] += 1
+                other_files[printable(os.fsdecode(extension)) or "without extension"] += 1

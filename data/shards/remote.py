@@ -25,14 +25,7 @@ import fsspec.config
 from fsspec.core import url_to_fs
 
 from tessera.data.shards.cache import Sink
-from tessera.data.shards.errors import (
-    MAKE_SHARD_AGAIN,
-    RESTORE_SHARD,
-    ShardError,
-    causes,
-    is_exhausted,
-    unreadable,
-)
+from tessera.data.shards.errors import MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError, causes, is_exhausted, unreadable
 from tessera.data.shards.source import SourceConfig
 from tessera.runtime.errors import printable
 from tessera.runtime.preemption import WaitInterruptedError, check_wait

@@ -9,14 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tessera.data.shards.errors import ShardError
-from tessera.data.shards.listing import (
-    MISSING,
-    NO_LABEL,
-    File,
-    Listing,
-    Maps,
-    file_facts,
-)
+from tessera.data.shards.listing import MISSING, NO_LABEL, File, Listing, Maps, file_facts
 from tessera.data.shards.tar import LARGEST_LABEL, MAP
 from tessera.runtime.errors import printable
 

@@ -186,8 +186,6 @@ def _format(content: bytes) -> str:
 def key(path: bytes) -> str:
     """Return the sample key of a path: no extension, and `_` instead of each dot, backslash and unprintable byte."""
     text = os.path.splitext(path)[0].decode(errors="replace")
-    if text.isprintable() and not any(c in text for c in ".\\\ufffd"):  # most names need no replacement
-        return text
     return "".join(c if c.isprintable() and c not in ".\\\ufffd" else "_" for c in text)
 
 

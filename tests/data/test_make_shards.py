@@ -173,13 +173,6 @@ def test_other_settings_and_other_images_are_named(animals, tmp_path, capsys):
     assert content(tmp_path / "out") == before
 
 
-def test_a_damaged_plan(animals, tmp_path, capsys):
-    make(animals, tmp_path / "out", SMALL)
-    (tmp_path / "out" / ".make_shards" / "plan.json").write_text("{")
-    make(animals, tmp_path / "out", SMALL, status=2)
-    assert f"or remove {tmp_path / 'out'}" in capsys.readouterr().err
-
-
 def test_out_of_memory(animals, tmp_path, monkeypatch, capsys):
     def short(*_, **__):
         raise MemoryError
