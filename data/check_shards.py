@@ -10,25 +10,24 @@ wrong.
 
 import hashlib
 import json
-import logging
 import os
 import shlex
 import sys
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from io import BufferedReader, BytesIO
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from PIL import Image
-from pydantic import Field, model_validator
+from pydantic import Field
 from rich.filesize import decimal
 
 from tessera.data.decode import FORMATS, ImageError, decode
 from tessera.data.maps import IGNORED, checked_map
-from tessera.data.shards.errors import MAKE_INDEX_AGAIN, REPLACE_INDEX, RESTORE_SHARD, ShardError
+from tessera.data.shards.errors import MAKE_INDEX_AGAIN, REPLACE_INDEX, RESTORE_SHARD, SampleError, ShardError
 from tessera.data.shards.index import (
     CLASSES,
     FOLDER_INDEX,
@@ -44,7 +43,7 @@ from tessera.data.shards.open import expand, load_folder_index, shard_at
 from tessera.data.shards.remote import PIPE, is_remote
 from tessera.data.shards.source import DEFAULT, SourceConfig
 from tessera.data.shards.tar import LARGEST_LABEL, Index, scan_tar
-from tessera.data.shards.tars import LONGEST_LABEL, Tar, folder_of, name_of, read_classes
+from tessera.data.shards.tars import Tar, folder_of, name_of, read_classes
 from tessera.data.statistics import histogram, moments
 from tessera.data.tiff import is_tiff
 from tessera.data.tools.command import run_command, say, spread
@@ -55,20 +54,13 @@ from tessera.runtime.settings import Positional, Settings, flags, validate
 
 PROGRAM = "tessera check_shards"
 MOST_SHOWN = 10  # maximum number of printed problems of each kind
-NAMED_IMAGES = 100
-"""Maximum number of bad images, labels or maps that are listed by name. Further ones are only counted."""
-
-CHANNELS = {
-    "1": "gray",
-    "L": "gray",
-    "LA": "gray with alpha",
-    "P": "palette",
-    "PA": "palette with alpha",
-    "RGB": "RGB",
-    "RGBA": "RGB with alpha",
-    "CMYK": "CMYK",
+PROBLEMS = {
+    "refused": "reasons for a run to stop",
+    "corrupt": "corrupt images, which a run leaves out",
+    "bad_labels": "labels that stop an evaluation",
+    "bad_maps": "segmentation maps that stop an evaluation",
 }
-"""Maps an image mode of Pillow to a description of its channels for the report."""
+"""Maps each list of problems in `Facts` to its title."""
 
 
 class CheckShards(Settings):
@@ -80,8 +72,6 @@ class CheckShards(Settings):
     """number of worker processes"""
     decode: bool = True
     """true: decode the images; false: read only the tar headers and the labels"""
-    sample: int | None = Field(default=None, ge=1)
-    """approximate number of images to decode, evenly spread over all shards; default: all images"""
     max_pixels: int = Field(default=178_956_970, ge=1)
     """maximum number of pixels of an image; larger images count as corrupt"""
     channels: int = Field(default=3, ge=1)
@@ -92,17 +82,11 @@ class CheckShards(Settings):
     """JSON file to which the complete report is written"""
     source: SourceConfig = DEFAULT
 
-    @model_validator(mode="after")
-    def _fit(self) -> Self:
-        if self.sample is not None and not self.decode:
-            raise ValueError("sample sets the number of images to decode, but decode is false. Remove one setting")
-        return self
-
 
 @dataclass
 class Facts:
     """Results of the check of one or several shards. All sums are sums of integers, so that the result does not depend
-    on the order of shards. The names of samples have the form `SHARD.tar/KEY: reason`."""
+    on the order of shards."""
 
     path: str = ""
     images: int = 0
@@ -113,21 +97,14 @@ class Facts:
     """Number of samples with a segmentation map."""
     decoded: int = 0
     """Number of images that were decoded or found to be corrupt."""
-    corrupt: int = 0
-    corrupt_images: list[str] = field(default_factory=list)
-    """First corrupt images."""
-    bad_labels: int = 0
-    bad_label_names: list[str] = field(default_factory=list)
-    """Samples of the first bad labels."""
-    bad_maps: int = 0
-    bad_map_names: list[str] = field(default_factory=list)
-    """Samples of the first bad segmentation maps."""
     refused: list[str] = field(default_factory=list)
     """Reasons why a run does not accept a shard."""
-    notes: list[str] = field(default_factory=list)
-    """Warnings that a run would log."""
+    corrupt: list[str] = field(default_factory=list)
+    """Corrupt images, as `SHARD.tar/KEY: reason`."""
+    bad_labels: list[str] = field(default_factory=list)
+    bad_maps: list[str] = field(default_factory=list)
+    """Bad segmentation maps, as `SHARD.tar/KEY: reason`."""
     formats: Counter[str] = field(default_factory=Counter)
-    channels: Counter[str] = field(default_factory=Counter)
     longer_side: Counter[int] = field(default_factory=Counter)
     """Histogram of image sizes. Maps an upper bound of the longer side, a power of two, to the number of images."""
     classes: Counter[int] = field(default_factory=Counter)
@@ -156,6 +133,19 @@ class Facts:
             sha256=self.sha256,
         )
 
+    def report(self) -> dict[str, Any]:
+        """Return the results as a dict that can be written as JSON."""
+        facts = {name: value for name, value in vars(self).items() if name not in ("path", "sha256")}
+        for name in ("longer_side", "classes", "map_values"):
+            facts[name] = {str(key): count for key, count in sorted(facts[name].items())}
+        found = moments(self.pixels)
+        return {
+            **facts,
+            "formats": dict(self.formats.most_common()),
+            "pixels": {"mean": found[0], "std": found[1]} if found else None,
+            "good": not any(facts[kind] for kind in PROBLEMS),
+        }
+
 
 def check(settings: CheckShards) -> dict[str, Any]:
     """Check shards and return the report.
@@ -175,10 +165,9 @@ def check(settings: CheckShards) -> dict[str, Any]:
             f"{urls[0]}: an index cannot be written beside a remote shard. "
             "Write the index beside a local copy of the shards, and upload the index."
         )
-    most = 0 if not settings.decode else -(-settings.sample // len(paths)) if settings.sample else None
 
     def work(path: str) -> Facts:
-        return check_shard(path, settings, most)
+        return check_shard(path, settings)
 
     found = {facts.path: facts for facts in spread(work, paths, workers=settings.workers, title="checking shards")}
     total = Facts()
@@ -187,62 +176,37 @@ def check(settings: CheckShards) -> dict[str, Any]:
         total.add(found[path])
         folders.setdefault(folder_of(path) or ".", []).append(found[path])
     folders.pop(PIPE, None)
-    agree, names = [], []
     for folder, shards in folders.items():
         if settings.write_index and not total.refused:
             _write_index(Path(folder), shards)
-        agree.append(_compare_index(folder, shards, settings.source, total.refused))
-        names.append(_check_classes(folder, shards, settings.source, total.refused))
-    if len(set(names)) > 1:
-        total.notes.append(
-            f"the folders have different class names in {CLASSES}; an evaluation does not accept their labels together"
-        )
-    return _report(total, len(paths), agree, names[0] if len(set(names)) == 1 else None)
+        for compare in (_compare_index, _compare_classes):
+            try:
+                total.refused += compare(folder, shards, settings.source)
+            except ShardError as error:
+                total.refused.append(str(error))
+    return {"shards": len(paths), **total.report()}
 
 
-def check_shard(path: str, settings: CheckShards, most: int | None = None) -> Facts:
-    """Check the tar at a path or URL. Problems do not raise an error, but are listed in the returned `Facts`.
-
-    `most` is the maximum number of images to decode, evenly spread; None decodes all images.
-    """
+def check_shard(path: str, settings: CheckShards) -> Facts:
+    """Check the tar at a path or URL. Problems do not raise an error, but are listed in the returned `Facts`."""
     facts = Facts(path)
-    with _Warnings(facts.notes):
-        try:
-            shard = shard_at(path, settings.source)
-            assert isinstance(shard, Tar)
-            with os.fdopen(shard.open(), "rb") as tar:
-                index = scan_tar(os.dup(tar.fileno()), path)
-                _check_samples(facts, shard.name, index, tar.fileno(), settings, most)
-                facts.bytes = shard.size
-                if most is None or settings.write_index:
-                    facts.sha256 = _checksum(shard, index, tar)
-            if os.path.exists(path):
-                _check_table(facts, index, settings.write_index)
-        except ShardError as error:
-            text = str(error)
-            facts.refused.append(text if path in text else f"{path}: {text}")
-        except OSError as error:
-            facts.refused.append(f"{path}: {error.strerror or error}. {RESTORE_SHARD}")
+    try:
+        shard = shard_at(path, settings.source)
+        assert isinstance(shard, Tar)
+        with os.fdopen(shard.open(), "rb") as tar:
+            index = scan_tar(os.dup(tar.fileno()), path)
+            _check_samples(facts, shard, index, settings)
+            facts.bytes = shard.size
+            if settings.decode or settings.write_index:
+                facts.sha256 = _checksum(shard, index, tar)
+        if os.path.exists(path):
+            _check_table(facts, index, settings.write_index)
+    except ShardError as error:
+        text = str(error)
+        facts.refused.append(text if path in text else f"{path}: {text}")
+    except OSError as error:
+        facts.refused.append(f"{path}: {error.strerror or error}. {RESTORE_SHARD}")
     return facts
-
-
-class _Warnings(logging.Handler):
-    """Context manager that collects the warnings of the package `data`. The warnings are not printed."""
-
-    def __init__(self, found: list[str]):
-        super().__init__(logging.WARNING)
-        self.found, self.log = found, logging.getLogger("tessera.data")
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
-
-    def __enter__(self) -> None:
-        self.log.addHandler(self)
-        self.log.propagate = False
-
-    def __exit__(self, *_: object) -> None:
-        self.log.removeHandler(self)
-        self.log.propagate = True
 
 
 def _checksum(shard: Tar, index: Index, tar: BufferedReader) -> str | None:
@@ -256,47 +220,35 @@ def _checksum(shard: Tar, index: Index, tar: BufferedReader) -> str | None:
     return hashlib.file_digest(tar, "sha256").hexdigest()
 
 
-def _check_samples(facts: Facts, shard: str, index: Index, tar: int, settings: CheckShards, most: int | None) -> None:
-    """Check the label of each sample, and decode at most `most` images with their maps."""
+def _check_samples(facts: Facts, shard: Tar, index: Index, settings: CheckShards) -> None:
+    """Check the label of each sample, and decode the images with their maps."""
     facts.images, facts.labelled = int(index.summary[0]), int(index.summary[1])
     facts.mapped = int((index.maps[:, 0] >= 0).sum())
-    decoded = facts.images if most is None else min(most, facts.images)
-    chosen = set(np.linspace(0, facts.images - 1, decoded).astype(int).tolist())
-
-    def read(place: np.ndarray, most: int | None = None) -> bytes:
-        offset, size = map(int, place)
-        return os.pread(tar, size if most is None else min(size, most), offset)
-
     for sample in range(facts.images):
-        name = f"{shard}/{index.key(sample)}"
+        name = f"{shard.name}/{index.key(sample)}"
         if index.labels[sample, 0] >= 0:
-            _check_label(facts, read(index.labels[sample], LONGEST_LABEL), name)
-        if sample not in chosen:
+            try:
+                label = shard.label(index, sample)
+                facts.classes[label] += 1
+                if label > LARGEST_LABEL:
+                    facts.bad_labels.append(f"the label of {name} is {label}, more than {LARGEST_LABEL}")
+            except SampleError as error:
+                facts.bad_labels.append(str(error))
+        if not settings.decode:
+            continue
+        facts.decoded += 1
+        try:
+            size = _check_image(facts, shard.image(index, sample), settings)
+        except ImageError as error:
+            facts.corrupt.append(f"{name}: {error}")
+            continue
+        if index.map_place(sample)[0] < 0:
             continue
         try:
-            sides = _check_image(facts, read(index.images[sample]), settings)
+            values, counts = np.unique(checked_map(shard.target(index, sample), size), return_counts=True)
+            facts.map_values.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
         except ImageError as error:
-            facts.corrupt += 1
-            _list(facts.corrupt_images, f"{name}: {error}")
-            continue
-        if index.map_place(sample)[0] >= 0:
-            _check_map(facts, read(index.maps[sample]), sides, name)
-
-
-def _list(names: list[str], text: str) -> None:
-    if len(names) < NAMED_IMAGES:
-        names.append(text)
-
-
-def _check_label(facts: Facts, text: bytes, name: str) -> None:
-    try:
-        label = int(text)
-        if label > LARGEST_LABEL:
-            raise ValueError(f"{label} is more than {LARGEST_LABEL}")
-        facts.classes[int(np.int64(label))] += 1
-    except (ValueError, OverflowError):
-        facts.bad_labels += 1
-        _list(facts.bad_label_names, f"{name}: {text!r} is not a class number of at most {LARGEST_LABEL}")
+            facts.bad_maps.append(f"{name}: {error}")
 
 
 def _check_image(facts: Facts, encoded: bytes, settings: CheckShards) -> tuple[int, int]:
@@ -305,34 +257,12 @@ def _check_image(facts: Facts, encoded: bytes, settings: CheckShards) -> tuple[i
     Raises:
         ImageError: the image is corrupt.
     """
-    facts.decoded += 1
     pixels = decode(encoded, max_pixels=settings.max_pixels, channels=settings.channels)  # (C, H, W)
     height, width = map(int, pixels.shape[1:])
-    kind, channels = ("TIFF", f"{len(pixels)} channels") if is_tiff(encoded) else _describe(encoded)
-    facts.formats[kind] += 1
-    facts.channels[channels] += 1
+    facts.formats["TIFF" if is_tiff(encoded) else str(Image.open(BytesIO(encoded), formats=FORMATS).format)] += 1
     facts.longer_side[1 << (max(height, width) - 1).bit_length()] += 1
     facts.pixels = facts.pixels + histogram(pixels)
     return height, width
-
-
-def _describe(encoded: bytes) -> tuple[str, str]:
-    """Read the format and the channels of a good image from its header."""
-    with Image.open(BytesIO(encoded), formats=FORMATS) as image:
-        channels = "16-bit gray" if image.mode.startswith("I") else CHANNELS.get(image.mode, image.mode)
-        if "transparency" in image.info and "alpha" not in channels:
-            channels += " with alpha"
-        return str(image.format), channels
-
-
-def _check_map(facts: Facts, encoded: bytes, size: tuple[int, int], name: str) -> None:
-    """Decode the segmentation map of an image of `size` (H, W), and count its values."""
-    try:
-        values, counts = np.unique(checked_map(encoded, size), return_counts=True)
-        facts.map_values.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-    except ImageError as error:
-        facts.bad_maps += 1
-        _list(facts.bad_map_names, f"{name}: {error}")
 
 
 def _check_table(facts: Facts, index: Index, write: bool) -> None:
@@ -349,94 +279,54 @@ def _check_table(facts: Facts, index: Index, write: bool) -> None:
 
 
 def _write_index(folder: Path, shards: list[Facts]) -> None:
-    """Write the `index.json` of a folder. Keep the old entries of shards that exist but were not checked."""
-    entries = {}
-    with suppress(ShardError):  # an old index that cannot be read is replaced
-        old = load_folder_index(f"{folder}/{FOLDER_INDEX}", DEFAULT)
-        entries = {entry.url: entry for entry in old.shardlist if (folder / entry.url).exists()} if old else {}
-    checked = {name_of(facts.path): facts.entry() for facts in shards}
-    # Pixel statistics need the images of all shards, so write statistics only if all shards of the index were checked.
-    all_checked = not entries.keys() - checked.keys()
-    found = moments(sum((facts.pixels for facts in shards), np.zeros((1, 256), np.int64))) if all_checked else None
-    index = FolderIndex(
-        name=folder.resolve().name,
-        shardlist=[entry for _, entry in sorted({**entries, **checked}.items())],
-        mean=tuple(found[0]) if found else None,
-        std=tuple(found[1]) if found else None,
-    )
-    write_folder(folder, index)
+    """Write the `index.json` of a folder, which lists the checked shards."""
+    found = moments(sum((facts.pixels for facts in shards), np.zeros((1, 256), np.int64)))
+    mean, std = (tuple(found[0]), tuple(found[1])) if found else (None, None)
+    entries = sorted((facts.entry() for facts in shards), key=lambda entry: entry.url)
+    write_folder(folder, FolderIndex(name=folder.resolve().name, shardlist=entries, mean=mean, std=std))
 
 
-def _compare_index(folder: str, shards: list[Facts], source: SourceConfig, refused: list[str]) -> bool | None:
-    """Return True if the `index.json` of a folder agrees with its shards, and None if there is no `index.json`.
+def _compare_index(folder: str, shards: list[Facts], source: SourceConfig) -> list[str]:
+    """Return the differences between the `index.json` of a folder, if it exists, and the shards.
 
-    Otherwise, return False and append the differences to `refused`.
+    Raises:
+        ShardError: the `index.json` cannot be used.
     """
     path = f"{folder}/{FOLDER_INDEX}"
-    try:
-        index = load_folder_index(path, source)
-    except ShardError as error:
-        refused.append(str(error))
-        return False
+    index = load_folder_index(path, source)
     if index is None:
-        return None
+        return []
     listed = {entry.url: entry for entry in index.shardlist}
-    before = len(refused)
+    differences = []
     for entry in (facts.entry() for facts in shards if facts.images):
         if entry.url not in listed:
-            refused.append(f"{path}: does not list the shard {entry.url}. {REPLACE_INDEX}")
+            differences.append(f"{path}: does not list the shard {entry.url}. {REPLACE_INDEX}")
             continue
         for name, value in entry.model_dump().items():
             expected = getattr(listed[entry.url], name)
             if None not in (expected, value) and expected != value:
-                refused.append(
+                differences.append(
                     f"{path}: {name} of {entry.url} is {value}, not {expected}. Copy or make the shard again. "
                     f"If the index is wrong: {MAKE_INDEX_AGAIN}"
                 )
     missing = sorted(url for url in listed if os.path.isdir(folder) and not os.path.exists(f"{folder}/{url}"))
-    refused += [f"{path}: lists the shard {url}, which does not exist. {REPLACE_INDEX}" for url in missing]
-    return len(refused) == before
+    return differences + [f"{path}: lists the shard {url}, which does not exist. {REPLACE_INDEX}" for url in missing]
 
 
-def _check_classes(
-    folder: str, shards: list[Facts], source: SourceConfig, refused: list[str]
-) -> tuple[str, ...] | None:
-    """Return the class names of a folder, or None if there is no usable `classes.json`.
+def _compare_classes(folder: str, shards: list[Facts], source: SourceConfig) -> list[str]:
+    """Return a message if the `classes.json` of a folder does not name the classes of all labels.
 
-    If the `classes.json` cannot be used, or does not name the classes of all labels, append the reason to `refused`.
+    Raises:
+        ShardError: the `classes.json` cannot be used.
     """
-    try:
-        names = read_classes(folder, source)
-    except ShardError as error:
-        refused.append(str(error))
-        return None
+    names = read_classes(folder, source)
     largest = max((label for facts in shards for label in facts.classes), default=-1)
-    if names is not None and largest >= len(names):
-        refused.append(
-            f"{folder}/{CLASSES}: names {len(names)} classes, from 0 to {len(names) - 1}, but the largest label is "
-            f"{largest}. Add the missing names at the end of the file, or remove the file."
-        )
-    return names
-
-
-def _report(total: Facts, shards: int, agree: list[bool | None], names: tuple[str, ...] | None) -> dict[str, Any]:
-    """Return the report as a dict that can be written as JSON. `names` are the class names, or None without names."""
-    pixels, names = moments(total.pixels), names or ()
-    facts = {name: value for name, value in vars(total).items() if name not in ("path", "sha256")}
-    for name in ("corrupt_images", "bad_label_names", "bad_map_names"):
-        facts[name] = facts[name][:NAMED_IMAGES]
-    for name in ("longer_side", "classes", "map_values"):
-        facts[name] = {str(key): count for key, count in sorted(facts[name].items())}
-    return {
-        "shards": shards,
-        **facts,
-        "formats": dict(total.formats.most_common()),
-        "channels": dict(total.channels.most_common()),
-        "pixels": {"mean": pixels[0], "std": pixels[1]} if pixels else None,
-        "class_names": {str(label): names[label] for label in sorted(total.classes) if 0 <= label < len(names)},
-        "index_agrees": None if None in agree or not agree else all(agree),
-        "good": not (total.refused or total.corrupt or total.bad_labels or total.bad_maps),
-    }
+    if names is None or largest < len(names):
+        return []
+    return [
+        f"{folder}/{CLASSES}: names {len(names)} classes, from 0 to {len(names) - 1}, but the largest label is "
+        f"{largest}. Add the missing names at the end of the file, or remove the file."
+    ]
 
 
 def _show(report: dict[str, Any]) -> None:
@@ -444,64 +334,32 @@ def _show(report: dict[str, Any]) -> None:
     say("shards", f"{report['shards']:,}, {decimal(report['bytes'])}, {report['images']:,} images")
     if report["formats"]:
         say("formats", ", ".join(f"{count:,} {kind}" for kind, count in report["formats"].items()))
-        say("channels", ", ".join(f"{count:,} {kind}" for kind, count in report["channels"].items()))
         sides = ", ".join(f"{count:,} up to {side}" for side, count in report["longer_side"].items())
         say("longer side", f"{sides} pixels")
         for name in ("mean", "std"):
             values = ", ".join(f"{value:.4f}" for value in report["pixels"][name])
             say(name, f"{values}  (each channel, in [0, 1], over all pixels)")
-    say("labels", _describe_labels(report))
+    say("labels", f"{report['labelled']:,} images, {_describe_classes(report['classes'])}")
     if report["mapped"]:
-        say("maps", _describe_maps(report))
-    agrees = {None: "no index.json", True: "index.json agrees", False: "index.json differs"}
-    say("index", agrees[report["index_agrees"]])
-    for note in report["notes"][:MOST_SHOWN]:
-        say("note", note)
-    if report["decoded"] < report["images"]:
-        say("decoded", f"{report['decoded']:,} of {report['images']:,} images; the others were not checked")
+        values = {int(value): count for value, count in report["map_values"].items()}
+        ignored, pixels = values.pop(IGNORED, 0), sum(report["map_values"].values())
+        say("maps", f"{report['mapped']:,} images, {_describe_classes(values)}")
+        say("", f"{100 * ignored / max(pixels, 1):.1f} % of the pixels are ignored ({IGNORED})")
     print()
     if report["good"]:
-        accepted = "everything that was checked" if report["decoded"] < report["images"] else "all of it"
-        print(f"a run accepts {accepted}")
-    _show_problems("reasons for a run to stop", report["refused"], len(report["refused"]))
-    _show_problems("corrupt images, which a run leaves out", report["corrupt_images"], report["corrupt"])
-    _show_problems("labels that stop an evaluation", report["bad_label_names"], report["bad_labels"])
-    _show_problems("segmentation maps that stop an evaluation", report["bad_map_names"], report["bad_maps"])
+        print("a run accepts all of it" if report["decoded"] else "a run accepts the headers and labels")
+    for kind, title in PROBLEMS.items():
+        if lines := report[kind]:
+            print(f"{len(lines):,} {title}:")
+            print("\n".join(f"  {printable(line)}" for line in lines[:MOST_SHOWN]))
+            if len(lines) > MOST_SHOWN:
+                print(f"  and {len(lines) - MOST_SHOWN:,} more (--output FILE names all of them)")
 
 
-def _show_problems(title: str, lines: list[str], count: int) -> None:
-    if count:
-        print(f"{count:,} {title}:")
-        print("\n".join(f"  {printable(line)}" for line in lines[:MOST_SHOWN]))
-        if count > MOST_SHOWN:
-            print(f"  and {count - MOST_SHOWN:,} more (--output FILE names up to {NAMED_IMAGES})")
-
-
-def _describe_labels(report: dict[str, Any]) -> str:
-    """Return one line with the number of classes, the most frequent class and the least frequent class."""
-    counts, names = report["classes"], report["class_names"]
-    if not counts:
-        return "none"
-    order = sorted(counts, key=lambda label: (-counts[label], int(label)))
-    title = {label: f"{label} ({names[label]})" if label in names else label for label in order}
-    most, least = order[0], order[-1]
-    text = f"{len(counts):,} classes from {min(map(int, counts))} to {max(map(int, counts))}"
-    text += f"; most {counts[most]:,} of {title[most]}, least {counts[least]:,} of {title[least]}"
-    if without := report["images"] - report["labelled"]:
-        text += f"; {without:,} images have no label, but evaluation needs a label for each image"
-    return text
-
-
-def _describe_maps(report: dict[str, Any]) -> str:
-    """Return one line with the number of segmentation maps, their classes and their ignored pixels."""
-    text = f"{report['mapped']:,} of {report['images']:,} images have a segmentation map"
-    values = {int(value): count for value, count in report["map_values"].items()}
-    ignored, pixels = values.pop(IGNORED, 0), sum(report["map_values"].values())
-    if values:
-        text += f"; {len(values):,} classes from {min(values)} to {max(values)}"
-    if pixels:
-        text += f"; {100 * ignored / pixels:.1f} % of the pixels are ignored ({IGNORED})"
-    return text
+def _describe_classes(counts: Iterable[int | str]) -> str:
+    """Return the number of classes and the range of their numbers."""
+    numbers = sorted(map(int, counts))
+    return f"{len(numbers):,} classes from {numbers[0]} to {numbers[-1]}" if numbers else "0 classes"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -517,7 +375,7 @@ def main(argv: list[str] | None = None) -> int:
         _show(report)
         return 0 if report["good"] else 1
 
-    return run_command(PROGRAM, command, refused=2)
+    return run_command(PROGRAM, command)
 
 
 if __name__ == "__main__":

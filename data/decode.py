@@ -16,7 +16,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from tessera.data.headers import HeaderError, check_png, check_sides, holds_all_pixels, is_jpeg, is_png, read_jpeg
-from tessera.data.tiff import TiffError, check_range, eight_bits, is_tiff, read_tiff
+from tessera.data.tiff import check_range, eight_bits, is_tiff, read_tiff
 from tessera.runtime.errors import printable
 
 FORMATS = ("JPEG", "PNG", "WEBP")
@@ -281,7 +281,7 @@ def _tiff_pixels(encoded: bytes, channels: int, max_pixels: int) -> Tensor:
     """Decode a TIFF. Return upright pixels (C, H, W) uint8."""
     try:
         tiff = read_tiff(encoded, most_bands=max(channels, *_CHANNELS), max_pixels=max_pixels)
-    except TiffError as error:
+    except HeaderError as error:
         raise ImageError(str(error)) from error
     pixels, bands = tiff.pixels, tiff.pixels.shape[2]
     if bands != channels:

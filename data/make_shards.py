@@ -12,80 +12,51 @@ and so on to this folder, a table beside each shard, and these files:
     classes.json     names of the classes, if labels have names; evaluations match classes by these names
 
 The distribution of images over shards depends only on the listing and the settings. It is planned before any shard is
-written. After an interruption, the same command makes the missing shards, from the plan and the records in the folder
-SHARDS/.make_shards.
+written. After an interruption, the same command makes the missing shards. The folder SHARDS/.make_shards holds the
+settings, and a record of each finished shard.
 """
 
 import csv
 import fcntl
 import json
 import os
-import re
 import shlex
-import shutil
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tarfile import BLOCKSIZE
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 import PIL
 from pydantic import Field, model_validator
 from rich.filesize import decimal
 
-from tessera.data.shards.cache import SPARE_BYTES
 from tessera.data.shards.errors import ShardError
 from tessera.data.shards.index import CLASSES, FolderIndex, ShardEntry, parse_classes, write_folder
-from tessera.data.shards.listing import (
-    MISSING,
-    NO_LABEL,
-    REASONS,
-    UNUSED_MAPS,
-    Links,
-    Listing,
-    list_folder,
-    separate_sets,
-)
+from tessera.data.shards.listing import NO_LABEL, REASONS, Listing, list_folder
 from tessera.data.shards.open import ENDINGS
-from tessera.data.shards.tar import IMAGES
+from tessera.data.shards.tar import IMAGES, MAP
 from tessera.data.statistics import moments
 from tessera.data.tools.command import run_command, say, spread
-from tessera.data.tools.inputs import Columns, find_maps, list_file, renumber
-from tessera.data.tools.pack import (
-    DIGEST,
-    Format,
-    LeftOut,
-    Recipe,
-    Record,
-    digest,
-    prepare,
-    read,
-    shared_keys,
-    write_shard,
-)
+from tessera.data.tools.inputs import find_maps, list_file, renumber
+from tessera.data.tools.pack import LeftOut, Recipe, Record, prepare, read, shared_keys, write_shard
 from tessera.runtime import streams
 from tessera.runtime.files import atomic_write
-from tessera.runtime.settings import Positional, Settings, flags, validate
+from tessera.runtime.settings import Positional, flags, validate
 
 PROGRAM = "tessera make_shards"
 MEGABYTE = 10**6
-HELD_OUT = ("val", "valid", "validation", "test", "held-out")  # names of folders of images that score a run
 LEFT_OUT = "left_out.csv"
-DUPLICATE = "the same content as"  # beginning of the reason why a duplicate is left out
 WORK = ".make_shards"
-"""Name of the subfolder that holds the plan and the records."""
-LOCK_ATTEMPTS = 25  # number of further attempts to get the lock, each after a pause of 0.2 s
+"""Name of the subfolder that holds the settings and the records."""
 PROBED = 64  # number of images that are encoded to estimate the encoded size of all images
-IMAGES_PER_TASK = 256
 MOST_SHOWN = 3  # maximum number of reasons, and of kinds of other files, that are printed
 
 
-class MakeShards(Settings):
+class MakeShards(Recipe):
     """Make shards from images. After an interruption, the same command continues with the missing shards."""
 
     images: Positional[Path]
@@ -111,40 +82,16 @@ class MakeShards(Settings):
     maps: Path | None = None
     """folder of segmentation maps, such as ADE20K's annotations/training: the map of the image a/x.jpg is a/x.png;
     default: the map is x.seg.png, in the folder of the image"""
-    path_column: str | None = None
-    """column of the manifest that holds the paths; default: `path`"""
-    label_column: str | None = None
-    """column of the manifest that holds the labels; default: `label` if this column exists"""
     root: Path | None = None
     """folder to which the paths in a list or manifest are relative; default: the folder of the list or manifest"""
-    links: Links = "inside"
-    """symbolic links that are followed; inside: only links to files in the folder of images; all: all links"""
-    format: Format = "keep"
-    """format in which images are stored; images of other formats are converted; keep: keep the format of each image"""
-    resize: int | None = Field(default=None, ge=8)
-    """maximum length of the shorter side in pixels; larger images are made smaller and are encoded again"""
-    quality: int | None = Field(default=None, ge=1, le=100)
-    """quality of JPEG and WebP images that are encoded again; default: 90"""
-    verify: bool = True
-    """decode every image, leave out damaged images, and compute pixel statistics"""
-    max_pixels: int = Field(default=178_956_970, ge=1)
-    """maximum number of pixels of an image; larger images are left out and are not decoded"""
-    duplicates: Literal["report", "drop"] = "report"
-    """files of equal content; report: keep and count them; drop: keep only the first file (takes more time)"""
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
-        encodes = self.format != "keep" or self.resize is not None
-        if self.quality is not None and (not encodes or self.format == "png"):
+        if self.quality is not None and (not self.encodes or self.format == "png"):
             raise ValueError("quality is only for encoding to JPEG or WebP. Set resize or format, or leave quality out")
-        if encodes and not self.verify:
+        if self.encodes and not self.verify:
             raise ValueError("resize and format decode every image, so verify cannot be false. Leave verify out")
         return self
-
-    @property
-    def recipe(self) -> Recipe:
-        """Settings for checking and encoding each image."""
-        return Recipe(self.format, self.resize, self.quality or 90, self.verify, self.max_pixels, self.links)
 
 
 class Folder:
@@ -154,7 +101,6 @@ class Folder:
         self.path, self.name = path, name
         self.work = self.path / WORK
         self.plan = self.work / "plan.json"
-        self.duplicates = self.work / "duplicates.npy"
 
     def shard(self, number: int) -> Path:
         """Return the path of the shard with this number."""
@@ -167,7 +113,7 @@ class Folder:
     def finished(self, number: int) -> Record | None:
         """Return the record of a shard if the shard is finished, otherwise None."""
         try:
-            record = Record.read(self.record(number))
+            record = Record(**json.loads(self.record(number).read_text()))
             size = self.shard(number).stat().st_size if record.nsamples else 0
             return record if not record.nsamples or size == record.filesize else None
         except (OSError, ValueError, TypeError):
@@ -175,30 +121,28 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder against other commands, and remove temporary files that killed commands have left."""
+        """Wait for other commands that write to the folder, and remove temporary files of killed processes."""
         self.work.mkdir(parents=True, exist_ok=True)
         with (self.work / "lock").open("w") as file:
-            # Try several times, because workers of a killed command may hold the lock for a moment longer.
-            for attempt in range(LOCK_ATTEMPTS + 1):
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if attempt == LOCK_ATTEMPTS:
-                        raise ShardError(
-                            f"another command is writing to {self.path}. Wait for the other command, or stop it."
-                        ) from None
-                    time.sleep(0.2)
-            for temporary in (*self.path.glob(".*.tmp"), *self.work.glob(".*.tmp")):
-                temporary.unlink()
-            yield
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say("waiting", f"another command is writing to {self.path}")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                self._remove_temporary_files()
+                yield
+            finally:
+                self._remove_temporary_files()
+
+    def _remove_temporary_files(self) -> None:
+        for temporary in (*self.path.glob(".*.tmp"), *self.work.glob(".*.tmp")):
+            temporary.unlink()
 
     def refuse_foreign_files(self) -> None:
-        """Raise `ShardError` if the folder holds shards or index files that were not made by this command."""
-        own = re.compile(rf"{self.name}-\d{{6}}\.tar|index\.json" if self.plan.exists() else "(?!)")
-        names = (path.name for path in self.path.glob("*"))
-        found = sorted(n for n in names if n.endswith((*ENDINGS, "index.json")) and not own.fullmatch(n))
-        if found:
+        """Raise `ShardError` if the folder holds shards or an index that were not made by this command."""
+        found = sorted(path.name for path in self.path.glob("*") if path.name.endswith((*ENDINGS, "index.json")))
+        if found and not self.plan.exists():
             raise ShardError(f"{self.path} holds other shards ({found[0]}). Choose an empty folder.")
 
 
@@ -215,176 +159,85 @@ def make(settings: MakeShards) -> None:
     listing = _list_images(settings)
     usable = listing.usable
     say("images", f"{len(usable):,} files, {decimal(int(listing.sizes[usable].sum()))}")
-    for count, reason in listing.unusable():
-        say("", f"{count:,} more are left out: {reason}")
-    say("labels", f"{_describe_classes(listing.classes)}{listing.note}")
-    if listing.maps is not None:
-        say("maps", f"{int((listing.maps.sizes != MISSING).sum()):,} images have a segmentation map")
+    classes = f", {len(listing.classes):,} classes" if listing.classes else ""
+    say("labels", f"{int((listing.labels[usable] != NO_LABEL).sum()):,} images{classes}")
     try:
         with folder.locked():
-            folder.refuse_foreign_files()
             _write(settings, folder, listing)
     except OSError as error:
         raise ShardError(
-            f"cannot write to {settings.shards}: {error.strerror or error}. Choose another folder."
+            f"cannot write to {settings.shards}: {error.strerror or error}. Free some disk space, correct the "
+            "permissions, or choose another folder."
         ) from error
 
 
 def _write(settings: MakeShards, folder: Folder, listing: Listing) -> None:
-    dropped, ratio = _load_or_make_plan(settings, folder, listing)
-    order = np.setdiff1d(listing.usable, dropped[:, 0])
+    _check_plan(settings, folder, listing)
+    order = listing.usable
     if settings.shuffle:
         order = np.random.Generator(np.random.PCG64(settings.seed)).permutation(order)
+    ratio = encoded_ratio(listing, settings, settings.workers)
     shards = split(listing, order, settings.shard_size_mb * MEGABYTE, ratio)
-    missing = [number for number in range(len(shards)) if folder.finished(number) is None]
-    needed, free = int(shards.bytes[missing].sum()), shutil.disk_usage(folder.path).free - SPARE_BYTES
-    if needed > free:
-        raise ShardError(
-            f"{folder.path} has {decimal(max(free, 0))} free, but the shards need about {decimal(needed)}. "
-            "Free some disk space."
-        )
-    existing = f"; {len(shards) - len(missing):,} exist already" if len(missing) < len(shards) else ""
-    say("shards", f"{len(shards):,} of about {decimal(int(shards.bytes.mean()))}{existing}")
-    shared, recipe = shared_keys(listing), settings.recipe
+    records = {number: found for number in range(len(shards)) if (found := folder.finished(number))}
+    missing = [number for number in range(len(shards)) if number not in records]
+    existing = f"; {len(records):,} exist already" if records else ""
+    say("shards", f"{len(shards):,}{existing}")
+    shared = shared_keys(listing)
 
-    def write(number: int) -> None:
-        record = write_shard(folder.shard(number), shards.entries(number), listing, shared, recipe)
+    def write(number: int) -> tuple[int, Record]:
+        record = write_shard(folder.shard(number), shards[number], listing, shared, settings)
         record.write(folder.record(number))
+        return number, record
 
-    list(spread(write, missing, workers=settings.workers, title="writing shards"))
-    records = []
-    for number in range(len(shards)):
-        if (record := folder.finished(number)) is None:
-            raise ShardError(f"{folder.shard(number)} has vanished. Start the same command again to make the shard.")
-        records.append(record)
-    stored = [(np.array(record.entries, dtype=np.int64), bytes.fromhex(record.digests)) for record in records]
-    left_out = _left_out(listing, records, dropped)
-    _write_files(folder, listing, records, left_out)
-    _show(settings, listing, records, left_out, np.concatenate([dropped, same(stored)]))
+    records |= dict(spread(write, missing, workers=settings.workers, title="writing shards"))
+    in_order = [records[number] for number in range(len(shards))]
+    left_out = _left_out(listing, in_order)
+    _write_files(folder, listing, in_order, left_out)
+    _show(settings, listing, in_order, left_out)
 
 
 def _list_images(settings: MakeShards) -> Listing:
     images = settings.images
     if images.is_dir():
-        if given := [name for name in ("path_column", "label_column", "root") if getattr(settings, name) is not None]:
-            raise ShardError(
-                f"--{given[0]} is for lists and manifests, but {images} is a folder. Leave the option out."
-            )
-        if images.resolve() == settings.shards.resolve():
-            raise ShardError(f"{images} holds the images, but shards need a separate folder. Choose another folder.")
-        if settings.labels == "auto":
-            _refuse_several_sets(images, settings.shards)
-        listing = list_folder(images, labels=settings.labels, links=settings.links, besides=settings.shards)
+        if settings.root is not None:
+            raise ShardError(f"--root is for lists and manifests, but {images} is a folder. Leave the option out.")
+        listing = list_folder(images, labels=settings.labels, besides=settings.shards)
     elif images.is_file() and images.suffix.lower() in (".txt", ".csv", ".parquet"):
-        columns = Columns(settings.path_column or "path", settings.label_column)
-        listing = list_file(images, root=settings.root, columns=columns, labels=settings.labels, links=settings.links)
+        listing = list_file(images, root=settings.root, labels=settings.labels)
     elif images.exists():
         raise ShardError(f"{images} is not a folder, a list (.txt) or a manifest (.csv, .parquet). Name one of these.")
     else:
         raise ShardError(f"{images} does not exist. Correct the path.")
     # a folder of images has been searched for maps already
-    if settings.maps is not None or images.is_file() or UNUSED_MAPS in listing.other_files:
-        find_maps(listing, settings.maps, settings.links)
+    if settings.maps is not None or images.is_file() or f".{MAP}" in listing.other_files:
+        find_maps(listing, settings.maps)
     if settings.classes:
-        renumber(listing, _read_classes(settings.classes))
+        renumber(listing, list(parse_classes(settings.classes.read_bytes(), str(settings.classes))))
     return listing
 
 
-def _refuse_several_sets(images: Path, shards: Path) -> None:
-    """Raise `ShardError` if a folder has a subfolder for training images and a subfolder for held-out images."""
-    if not (sets := separate_sets(images)):
-        return
-    commands = [
-        shlex.join([*PROGRAM.split(), str(path), str(shards / path.name), "--name", path.name]) for path in sets
-    ]
-    raise ShardError(
-        f"{images} holds the folders {', '.join(path.name for path in sets)}, which look like separate sets of images, "
-        "not like classes. Make shards of each set:\n  " + "\n  ".join(commands) + "\n"
-        "To make shards of all images together, add --labels none, or --labels folders if these folders are classes."
-    )
-
-
-def _read_classes(path: Path) -> list[str]:
-    """Read the class names from `classes.json`, in the order of the class numbers."""
-    try:
-        return list(parse_classes(path.read_bytes(), str(path)))
-    except (OSError, ShardError) as error:
-        raise ShardError(f"cannot read --classes {path}: {error} Name the classes.json of other shards.") from error
-
-
-def _describe_classes(names: list[str] | None) -> str:
-    """Return a summary of the class names such as `10 classes, airplane to truck, `; an empty string without names."""
-    if names is None:
-        return ""
-    return f"{len(names):,} classes, {names[0]} to {names[-1]}, " if len(names) > 1 else f"1 class, {names[0]}, "
-
-
-def _load_or_make_plan(settings: MakeShards, folder: Folder, listing: Listing) -> tuple[np.ndarray, float]:
-    """Return the duplicates to drop, and the ratio of stored sizes to file sizes.
-
-    Both are loaded from the plan in the folder. If the folder has no plan yet, both are computed and stored.
+def _check_plan(settings: MakeShards, folder: Folder, listing: Listing) -> None:
+    """Store the settings and a hash of the images in the folder, or compare them with the stored ones.
 
     Raises:
-        ShardError: the folder holds a damaged plan, or a plan that was made for other settings or images.
+        ShardError: the folder holds shards that were made with other settings or from other images.
     """
-    options = settings.model_dump(mode="json", exclude={"images", "shards", "workers", "root", "classes", "maps"})
-    options["pillow"] = PIL.__version__ if settings.recipe.encodes else None
-    usable = listing.usable
-    count = {"files": len(usable), "bytes": int(listing.sizes[usable].sum())}
-    plan = {"version": 1, "settings": options, **count, "images": listing.fingerprint()}
-    if folder.plan.exists():
-        try:
-            stored = json.loads(folder.plan.read_text())
-            duplicates, ratio = np.load(folder.duplicates), float(stored["ratio"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ShardError(f"{folder.plan} is damaged ({error}). Remove the folder {folder.path}.") from error
-        _refuse_other_plan(plan, stored, folder.path)
-        return duplicates, ratio
-    duplicates = np.empty((0, 2), dtype=np.int64)
-    if settings.duplicates == "drop":
-        duplicates = find_duplicates(listing, settings.recipe, settings.workers)
-    ratio = encoded_ratio(listing, settings.recipe, settings.workers)
-    with atomic_write(folder.duplicates, sync=True) as path, path.open("wb") as file:
-        np.save(file, duplicates)
-    with atomic_write(folder.plan, sync=True) as path:
-        path.write_text(json.dumps({**plan, "ratio": ratio}, indent=1))
-    return duplicates, ratio
+    plan = settings.model_dump(mode="json", exclude={"images", "shards", "workers", "root", "classes", "maps"})
+    plan["the version of Pillow"] = PIL.__version__ if settings.encodes else None
+    plan["images (names, sizes, dates or labels)"] = listing.fingerprint()
+    if not folder.plan.exists():
+        with atomic_write(folder.plan, sync=True) as path:
+            path.write_text(json.dumps(plan, indent=1))
+        return
+    stored = json.loads(folder.plan.read_text())
+    if changed := [name for name, value in plan.items() if stored.get(name, "") != value]:
+        raise ShardError(
+            f"{folder.path} holds shards that were made with other {', '.join(changed)}. "
+            f"Make these shards in another folder, or remove {folder.path}."
+        )
 
 
-def _refuse_other_plan(plan: dict[str, Any], stored: dict[str, Any], path: Path) -> None:
-    """Raise `ShardError` if the stored plan of the folder was made for other settings or images."""
-    remedy = f"Make these shards in another folder, or remove {path}."
-    old, new = stored.get("settings", {}), plan["settings"]
-    changed = [f"--{name} {new[name]} (there: {old.get(name)})" for name in new if new[name] != old.get(name)]
-    if changed or stored.get("version") != plan["version"]:
-        raise ShardError(f"{path} holds shards made with other settings: {', '.join(changed)}. {remedy}")
-    if stored.get("images") != plan["images"]:
-        before, now = (f"{one.get('files'):,} files of {one.get('bytes'):,} bytes" for one in (stored, plan))
-        if before == now:
-            now = "the same numbers, but other paths, dates or labels"
-        raise ShardError(f"the images have changed since {path} was first written: then {before}, now {now}. {remedy}")
-
-
-@dataclass
-class Split:
-    """Assignment of M images to S shards."""
-
-    order: np.ndarray
-    """Entries of the listing in the order of writing: (M,) int64."""
-    starts: np.ndarray
-    """Index in `order` at which each shard begins, and the end of the last shard: (S + 1,) int64."""
-    bytes: np.ndarray
-    """Expected size of each shard in bytes: (S,) int64."""
-
-    def __len__(self) -> int:
-        return len(self.bytes)
-
-    def entries(self, shard: int) -> np.ndarray:
-        """Return the entries of the listing that one shard stores."""
-        return self.order[self.starts[shard] : self.starts[shard + 1]]
-
-
-def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float) -> Split:
+def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float) -> list[np.ndarray]:
     """Divide `order` into shards of nearly equal size. A shard may exceed `shard_bytes` by one image at most.
 
     Args:
@@ -403,10 +256,8 @@ def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float)
     ends = np.cumsum(blocks)
     shards = max(1, int(np.ceil(ends[-1] * BLOCKSIZE / shard_bytes)))
     shard = ((ends - blocks) * shards) // ends[-1]  # number of the shard in which each image begins
-    starts = np.searchsorted(shard, np.arange(shards + 1))
-    starts = np.unique(starts)  # remove empty shards, which follow an image that is larger than a shard
-    bounds = np.concatenate([[0], ends])[starts]
-    return Split(order, starts, np.diff(bounds) * BLOCKSIZE)
+    # shards without images, which follow an image that is larger than a shard, are left out
+    return np.split(order, np.flatnonzero(np.diff(shard)) + 1)
 
 
 def encoded_ratio(listing: Listing, recipe: Recipe, workers: int) -> float:
@@ -416,7 +267,7 @@ def encoded_ratio(listing: Listing, recipe: Recipe, workers: int) -> float:
 
     def probe(entry: int) -> tuple[int, int]:
         try:
-            content = read(listing, entry, recipe.links)
+            content = read(listing, entry)
             return len(content), len(prepare(content, recipe).content)
         except LeftOut:
             return 0, 0
@@ -427,50 +278,11 @@ def encoded_ratio(listing: Listing, recipe: Recipe, workers: int) -> float:
     return float(after / before) if before else 1.0
 
 
-def find_duplicates(listing: Listing, recipe: Recipe, workers: int) -> np.ndarray:
-    """Return pairs of a duplicate and the first entry with the same content: (K, 2) int64.
-
-    A file whose size is unique is not read, because it cannot be a duplicate.
-    """
-    usable = listing.usable
-    _, places, counts = np.unique(listing.sizes[usable], return_inverse=True, return_counts=True)
-    candidates = usable[counts[places] > 1]
-    tasks = [candidates[start : start + IMAGES_PER_TASK] for start in range(0, len(candidates), IMAGES_PER_TASK)]
-
-    def hash_files(task: np.ndarray) -> tuple[np.ndarray, bytes]:
-        found = []
-        for entry in map(int, task):
-            try:
-                found.append(digest(read(listing, entry, recipe.links)))
-            except LeftOut:  # an unreadable file gets a unique digest and is reported later
-                found.append(digest(b"%d" % entry + listing.path(entry)))
-        return task, b"".join(found)
-
-    return same(list(spread(hash_files, tasks, workers=workers, title="duplicates")))
-
-
-def same(digests: list[tuple[np.ndarray, bytes]]) -> np.ndarray:
-    """Return pairs of a duplicate and the first entry with the same digest: (K, 2) int64, sorted by duplicate.
-
-    `digests` holds arrays of entries of the listing, each with the concatenated digests of their contents.
-    """
-    entries = np.concatenate([np.empty(0, dtype=np.int64), *(some for some, _ in digests)])  # (M,)
-    order = np.argsort(entries)
-    contents = np.frombuffer(b"".join(some for _, some in digests), dtype=f"V{DIGEST}")[order]  # (M,)
-    _, first, which = np.unique(contents, return_index=True, return_inverse=True)
-    pairs = np.stack([entries[order], entries[order][first[which]]], axis=1)
-    return pairs[pairs[:, 0] != pairs[:, 1]]
-
-
-def _left_out(listing: Listing, records: list[Record], dropped: np.ndarray) -> list[tuple[str, str]]:
+def _left_out(listing: Listing, records: list[Record]) -> list[tuple[str, str]]:
     """Return the path of each file that was left out, with the reason."""
-
-    def path(entry: int) -> str:
-        return os.fsdecode(listing.path(entry))
-
-    found = [(path(entry), REASONS[int(listing.sizes[entry])]) for entry in np.flatnonzero(listing.sizes <= 0).tolist()]
-    found += [(path(entry), reason) for record in records for entry, reason in record.left_out]
-    return found + [(path(entry), f"{DUPLICATE} {path(first)}") for entry, first in dropped.tolist()]
+    found = [(entry, REASONS[int(listing.sizes[entry])]) for entry in np.flatnonzero(listing.sizes <= 0).tolist()]
+    found += [one for record in records for one in record.left_out]
+    return [(os.fsdecode(listing.path(entry)), reason) for entry, reason in found]
 
 
 def _write_files(folder: Folder, listing: Listing, records: list[Record], left_out: list[tuple[str, str]]) -> None:
@@ -506,9 +318,7 @@ def _write_files(folder: Folder, listing: Listing, records: list[Record], left_o
     write_folder(folder.path, FolderIndex(name=folder.name, shardlist=entries, mean=mean, std=std))
 
 
-def _show(
-    settings: MakeShards, listing: Listing, records: list[Record], left_out: list[tuple[str, str]], same: np.ndarray
-) -> None:
+def _show(settings: MakeShards, listing: Listing, records: list[Record], left_out: list[tuple[str, str]]) -> None:
     """Print what was stored and what was left out, and a command that trains on the shards."""
     images, labelled, mapped, size = (
         sum(getattr(record, name) for record in records) for name in ("nsamples", "labelled", "mapped", "filesize")
@@ -517,21 +327,12 @@ def _show(
     say("written", f"{images:,} images, {labelled:,} with a label{maps}, {decimal(size)}")
     if left_out:
         say("left out", f"{len(left_out):,}, named in {settings.shards / LEFT_OUT}")
-        reasons = Counter(DUPLICATE if reason.startswith(DUPLICATE) else reason for _, reason in left_out)
-        for reason, count in reasons.most_common(MOST_SHOWN):
+        for reason, count in Counter(reason for _, reason in left_out).most_common(MOST_SHOWN):
             say("", f"{count:,}: {reason}")
-    if len(same):
-        labels = listing.labels[same]  # (K, 2)
-        different = int((labels[:, 0] != labels[:, 1]).sum())
-        other = f", {different:,} with another label" if different else ""
-        verb = "dropped" if settings.duplicates == "drop" else "kept (--duplicates drop leaves them out and names them)"
-        say("duplicates", f"{len(same):,}{other}, {verb}")
     if listing.other_files:
         kinds = [f"{count:,} {kind}" for kind, count in listing.other_files.most_common(MOST_SHOWN)]
         say("other files", f"{', '.join(kinds)}; only {', '.join(IMAGES)} are read")
-    name = shlex.quote(str(settings.shards))
-    data = f"TRAIN_SHARDS --evaluation.val {name}" if settings.shards.name.lower() in HELD_OUT else name
-    say("\nnext", f"tessera pretrain --method dino --data {data}")
+    say("\nnext", f"tessera pretrain --method dino --data {shlex.quote(str(settings.shards))}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -542,7 +343,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     advice = "The same command continues with the missing shards."
-    return run_command(PROGRAM, command, refused=1, resume=advice)
+    return run_command(PROGRAM, command, advice)
 
 
 if __name__ == "__main__":

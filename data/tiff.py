@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tessera.data.headers import MAX_SIDE
+from tessera.data.headers import HeaderError, check_sides
 
 if TYPE_CHECKING:
     from tifffile import TiffPage
@@ -35,10 +35,6 @@ DARK = 4096
 gray levels."""
 
 
-class TiffError(ValueError):
-    """Raised if a TIFF is damaged or not supported. The message states the reason."""
-
-
 class Tiff(NamedTuple):
     """First page of a TIFF."""
 
@@ -60,14 +56,14 @@ def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
     `eight_bits`.
 
     Raises:
-        TiffError: the TIFF is damaged, not supported, too large or too dark, or a package for TIFF images is not
+        HeaderError: the TIFF is damaged, not supported, too large or too dark, or a package for TIFF images is not
             installed.
     """
     try:
         import imagecodecs  # noqa: F401 - unlike tifffile's own decoders, these never write past the end of a strip
         from tifffile import TiffFile
     except ImportError as error:
-        raise TiffError(
+        raise HeaderError(
             f"TIFF images need the package {error.name}. Install it with: pip install 'tessera-ssl[tiff]'"
         ) from error
     try:
@@ -78,16 +74,13 @@ def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
             values = page.asarray(squeeze=False, maxworkers=1)  # (bands, 1, H, W, 1) or (1, 1, H, W, bands)
             orientation = int(page.tags.valueof(ORIENTATION, 1))
             mode = _mode(page)
-    except (TiffError, MemoryError):
+    except (HeaderError, MemoryError):
         raise
     except Exception as error:  # tifffile raises many kinds of errors for damaged files
-        raise TiffError(f"a damaged TIFF image: {error}") from error
+        raise HeaderError(f"a damaged TIFF image: {error}") from error
     pixels = values[:, 0].transpose(1, 2, 0, 3).reshape(*values.shape[2:4], -1)  # (H, W, bands)
     if pixels.dtype == np.uint16:
-        try:
-            check_range(int(pixels.min(initial=2**16 - 1)), int(pixels.max(initial=0)))
-        except ValueError as error:
-            raise TiffError(str(error)) from error
+        check_range(int(pixels.min(initial=2**16 - 1)), int(pixels.max(initial=0)))
         pixels = eight_bits(pixels)
     return Tiff(pixels, orientation, mode)
 
@@ -96,11 +89,11 @@ def check_range(smallest: int, largest: int) -> None:
     """Check that the values of a 16-bit image, from `smallest` to `largest`, use enough of the range of 16 bits.
 
     Raises:
-        ValueError: the values differ, but all are below `DARK`, so that 8 bits would keep few gray levels.
+        HeaderError: the values differ, but all are below `DARK`, so that 8 bits would keep few gray levels.
     """
     if smallest < largest < DARK:
         levels = (largest + 128) // 257 + 1
-        raise ValueError(
+        raise HeaderError(
             f"a 16-bit image whose values end at {largest} of 65535. At most {levels} of 256 gray levels "
             "would be left. Scale the values of the data set to the range 0 to 65535, or save its images with 8 bits"
         )
@@ -116,40 +109,39 @@ def eight_bits(values: np.ndarray) -> np.ndarray:
 
 
 def _check(page: "TiffPage", most_bands: int, max_pixels: int) -> None:
-    """Raise `TiffError` if the header of a page is damaged, exceeds a limit, or needs an unsupported feature."""
+    """Raise `HeaderError` if the header of a page is damaged, exceeds a limit, or needs an unsupported feature."""
     height, width, bands = page.imagelength, page.imagewidth, page.samplesperpixel
-    if min(height, width, bands) < 1:
-        raise TiffError(f"a damaged TIFF image: the header states {width} x {height} pixels and {bands} bands")
-    # The limit also applies to the size of a tile, because a tile may be larger than its image.
-    if max(height * width, prod(page.tile or ())) > max_pixels:
-        raise TiffError(f"{width} x {height} pixels are more than the limit of {max_pixels}")
-    if max(height, width) > MAX_SIDE:
-        raise TiffError(f"an image of {width} x {height} pixels has a side above the limit of {MAX_SIDE} pixels")
-    if bands > most_bands:
-        raise TiffError(f"a TIFF image of {bands} bands, more than the limit of {most_bands}")
+    check_sides(width, height, max_pixels)
+    tile = prod(page.tile or ())  # a tile may be larger than its image
+    if tile > max_pixels:
+        raise HeaderError(f"a TIFF image whose tiles of {tile} pixels are more than the limit of {max_pixels}")
+    if not 1 <= bands <= most_bands:
+        raise HeaderError(f"a TIFF image of {bands} bands, but 1 to {most_bands} bands are supported")
     if prod(page.shaped) != height * width * bands:
-        raise TiffError("a TIFF image with a depth axis, which is not supported")
+        raise HeaderError("a TIFF image with a depth axis, which is not supported")
     if page.compression not in COMPRESSIONS:
-        raise TiffError(f"a TIFF image with the compression {page.compression!r}, which is not supported")
+        raise HeaderError(f"a TIFF image with the compression {page.compression!r}, which is not supported")
     if page.photometric not in (GRAY, RGB):
-        raise TiffError(f"a TIFF image with the colour type {page.photometric!r}, which is not supported")
+        raise HeaderError(f"a TIFF image with the colour type {page.photometric!r}, which is not supported")
     if (page.bitspersample, page.dtype) not in ((8, np.uint8), (16, np.uint16)):
-        raise TiffError(f"a TIFF image of {page.bitspersample} bits per band ({page.dtype}), which is not supported")
+        raise HeaderError(f"a TIFF image of {page.bitspersample} bits per band ({page.dtype}), which is not supported")
 
 
 def _check_parts(page: "TiffPage", size: int) -> None:
-    """Raise `TiffError` if strips or tiles of a page are missing or lie outside the file, which has `size` bytes.
+    """Raise `HeaderError` if strips or tiles of a page are missing or lie outside the file, which has `size` bytes.
 
     tifffile fills missing strips and tiles with zeros.
     """
     if len(page.dataoffsets) > MOST_PARTS:
-        raise TiffError(f"a TIFF image of {len(page.dataoffsets)} strips or tiles, more than the limit of {MOST_PARTS}")
+        raise HeaderError(
+            f"a TIFF image of {len(page.dataoffsets)} strips or tiles, more than the limit of {MOST_PARTS}"
+        )
     offsets, counts = np.array(page.dataoffsets, dtype=object), np.array(page.databytecounts, dtype=object)
     wanted = prod(page.chunked)
     if len(offsets) < wanted or len(counts) < wanted or not (offsets[:wanted] > 0).all():
-        raise TiffError("a damaged TIFF image: strips or tiles are missing")
+        raise HeaderError("a damaged TIFF image: strips or tiles are missing")
     if not (counts[:wanted] > 0).all() or (offsets[:wanted] + counts[:wanted] > size).any():
-        raise TiffError("a damaged TIFF image: the file is truncated")
+        raise HeaderError("a damaged TIFF image: the file is truncated")
 
 
 def _mode(page: "TiffPage") -> str | None:

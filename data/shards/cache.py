@@ -5,11 +5,10 @@ and renames the file to `NAME` when the entry is complete. The writer holds a lo
 processes that need the entry wait for this lock. If the writer dies, the operating system releases the lock, and the
 next process writes the entry from the beginning.
 
-The file `bytes` holds the total size of all entries, including the space that writers have reserved. If a process was
-killed, this number may be too high. The number is never too low, because a writer increases the number before using the
-space. If a write would exceed the size limit, the writer scans the folder, removes the least recently used entries
-until at most 90 % of the limit is in use, and writes the correct total to `bytes`. A process that has a removed entry
-open can still read the entry. A process that needs the entry later downloads or decompresses the data again.
+A writer scans the folder about once for each hundredth of the size limit that is written. If more than 95 % of the
+limit is in use, it removes the least recently used entries until 90 % are in use. It does the same if the disk is
+nearly full. A process that has a removed entry open can still read the entry. A process that needs the entry later
+downloads or decompresses the data again.
 
 The entry of a byte range ends in a checksum, because a power cut or a faulty disk damages files that are not in use.
 """
@@ -18,12 +17,13 @@ import errno
 import fcntl
 import logging
 import os
+import random
 import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from tessera.data.shards.errors import EXHAUSTED, ResourceError
@@ -32,8 +32,8 @@ from tessera.runtime.preemption import check_wait
 
 SPARE_BYTES = 2**28
 """Disk space in bytes that the cache leaves free."""
-AHEAD = 2**26  # maximum number of bytes that are reserved in advance for an entry of unknown size
-KEPT = 0.9  # eviction shrinks the cache to this fraction of its size limit
+FULL, KEPT = 0.95, 0.9  # eviction begins at the first fraction of the size limit, and ends at the second fraction
+SCANNED = 0.01  # mean number of bytes between two scans of the folder, as a fraction of the size limit
 PART = ".part"
 FROZEN = 20.0  # seconds without progress after which the holder of a lock is looked at
 POLL = 0.05  # maximum number of seconds between two attempts to get a lock
@@ -112,6 +112,8 @@ class Cache:
         Raises:
             CacheError: the entry does not fit into the cache, or the folder cannot be written.
         """
+        if (size or 0) > self.limit:
+            raise self.too_small(size or 0)
         try:
             if (found := self.find(name, size)) is not None:
                 return found
@@ -154,71 +156,38 @@ class Cache:
             return False
         sink = Sink(self, descriptor)
         try:
-            sink.reserve(size or 0)
             fill(sink)
             if size is not None and sink.written != size:
                 raise CacheError(f"{part}: {sink.written} bytes were written, not {size}. Start the command again.")
-            sink.close()
             part.rename(path)
             return True
         except BaseException:
             # Truncate the part file, because its disk space stays occupied while other processes hold the file open.
             part.unlink(missing_ok=True)
             sink.restart()
-            sink.close()
             raise
 
-    def resize(self, descriptor: int, old: int, new: int) -> None:
-        """Resize a part file from `old` to `new` bytes, and update the total size of the cache.
+    def too_small(self, size: int) -> CacheError:
+        """Return the error for an entry of `size` bytes, which does not fit into the cache."""
+        return CacheError(
+            f"the cache {self.folder} is limited to {self.limit / 1e9:.3g} GB, but one shard or block needs at "
+            f"least {size / 1e9:.3g} GB. Raise source.cache_gb."
+        )
 
-        If the cache would exceed its limit or the disk is full, old entries are removed.
+    def make_room(self, size: int) -> None:
+        """Make room for `size` bytes: remove old entries if the cache or the disk is nearly full.
 
         Raises:
-            CacheError: `new` is larger than the size limit of the cache.
-            OSError: the disk is still full after old entries were removed, or the folder cannot be written.
+            OSError: the disk is still full after old entries were removed, or the folder cannot be read.
         """
-        if new > self.limit:
-            raise CacheError(
-                f"the cache {self.folder} is limited to {self.limit / 1e9:.3g} GB, but one shard or block needs at "
-                f"least {new / 1e9:.3g} GB. Raise source.cache_gb."
-            )
-        with self._counter() as counter:
-            total = _read_total(counter)
-            if total is None or total + new - old > self.limit:
-                total = self._evict(int(KEPT * self.limit) - (new - old))
-            if new > old and not self._fits(new - old):  # the disk is full, although the cache is below its limit
-                total = self._evict(total - (new - old) - self.limit // 10)
-                if not self._fits(new - old):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if new < old:
-                os.ftruncate(descriptor, new)
-            os.pwrite(counter, b"%20d" % max(total + new - old, 0), 0)
-            if new > old:
-                _allocate(descriptor, old, new)
+        missing = size + SPARE_BYTES - shutil.disk_usage(self.folder).free
+        if missing > 0 or random.SystemRandom().random() * SCANNED * self.limit < size:
+            self._evict(size, missing)
+            if missing > 0 and size + SPARE_BYTES > shutil.disk_usage(self.folder).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _fits(self, size: int) -> bool:
-        return shutil.disk_usage(self.folder).free >= size + SPARE_BYTES
-
-    @contextmanager
-    def _counter(self) -> Iterator[int]:
-        """Lock the file `bytes`, which holds the total size of the cache, and yield its descriptor."""
-        path = self.folder / "bytes"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            while not (locked := _lock(descriptor, path)) or not _names(path, descriptor):
-                if not locked and _names(path, descriptor):
-                    path.unlink(missing_ok=True)  # the holder is stopped; in a new file, all entries are counted again
-                old, descriptor = descriptor, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                os.close(old)
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-    def _evict(self, target: int) -> int:
-        """Remove the least recently used entries until the cache takes at most `target` bytes.
-
-        Return the size of the cache in bytes after the removal, with the unfinished files of other processes.
-        """
+    def _evict(self, size: int, missing: int) -> None:
+        """Remove the least recently used entries if `size` more bytes fill the cache, or the disk lacks `missing`."""
         total, entries = 0, []
         for folder in os.scandir(self.folder):
             if not folder.is_dir():
@@ -233,27 +202,23 @@ class Cache:
                 total += status.st_size
                 if not entry.name.endswith(PART):
                     entries.append((status.st_mtime_ns, status.st_size, entry.path))
-        for _, size, path in sorted(entries):
+        target = total if total + size <= FULL * self.limit else KEPT * self.limit - size
+        if missing > 0:
+            target = min(target, total - missing - self.limit // 10)
+        for _, used, path in sorted(entries):
             if total <= target:
                 break
             with suppress(FileNotFoundError):
                 os.unlink(path)
-            total -= size
-        return total
+            total -= used
 
 
 class Sink:
     """Writer of the content of one cache entry."""
 
     def __init__(self, cache: Cache, descriptor: int):
-        self._cache, self._descriptor, self._reserved = cache, descriptor, 0
-        self.written = 0
-        os.ftruncate(descriptor, 0)  # remove content that a killed process may have left in the file
-
-    def reserve(self, size: int) -> None:
-        """Ensure that at least `size` bytes are reserved for the entry."""
-        if size > self._reserved:
-            self._resize(size)
+        self._cache, self._descriptor = cache, descriptor
+        self.restart()  # remove content that a killed process may have left in the file
 
     def write(self, data: bytes) -> None:
         """Append `data` to the entry.
@@ -261,11 +226,11 @@ class Sink:
         Raises:
             CacheError: the data does not fit into the cache or on its disk.
         """
-        if self.written + len(data) > self._reserved:
-            ahead = min(2 * self._reserved, self._reserved + AHEAD, self._cache.limit)
-            self._resize(max(self.written + len(data), ahead))
+        if self.written + len(data) > self._cache.limit:
+            raise self._cache.too_small(self.written + len(data))
         view = memoryview(data)
         try:
+            self._cache.make_room(len(data))
             while view:
                 count = os.pwrite(self._descriptor, view, self.written)
                 self.written += count
@@ -276,19 +241,7 @@ class Sink:
     def restart(self) -> None:
         """Discard the content written so far, so that the next write starts at the beginning."""
         self.written = 0
-
-    def close(self) -> None:
-        """Release the space that was reserved but not written."""
-        self._resize(self.written)
-
-    def _resize(self, size: int) -> None:
-        if size == self._reserved:
-            return
-        try:
-            self._cache.resize(self._descriptor, self._reserved, size)
-        except OSError as error:
-            raise _unwritable(self._cache.folder, error) from error
-        self._reserved = size
+        os.ftruncate(self._descriptor, 0)
 
 
 def _lock(descriptor: int, path: Path) -> bool:
@@ -351,24 +304,6 @@ def _remove_if_abandoned(part: str) -> bool:
         return False
     finally:
         os.close(descriptor)
-
-
-def _read_total(counter: int) -> int | None:
-    """Return the total size of the cache from the file `bytes`; None if the file is new or damaged."""
-    try:
-        return int(os.pread(counter, 32, 0))
-    except ValueError:
-        return None
-
-
-def _allocate(descriptor: int, old: int, new: int) -> None:
-    """Extend a file from `old` to `new` bytes. Reserve the disk space if the file system supports reservation."""
-    try:
-        os.posix_fallocate(descriptor, old, new - old)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise
-        os.ftruncate(descriptor, new)
 
 
 def _unwritable(folder: Path, error: OSError) -> CacheError:

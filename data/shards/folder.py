@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tessera.data.shards.errors import SampleError, ShardError, unreadable, warn_once
-from tessera.data.shards.listing import Listing, list_folder, separate_sets
+from tessera.data.shards.listing import Listing, list_folder
 from tessera.data.shards.source import DEFAULT, Shard, SourceConfig
 from tessera.data.shards.tar import IMAGES, Index
 from tessera.runtime.errors import printable
@@ -102,12 +102,7 @@ def holds_images(folder: str) -> bool:
 
 def _list(folder: str) -> Listing:
     try:
-        if sets := separate_sets(Path(folder)):
-            raise ShardError(
-                f"{folder} holds the folders {', '.join(path.name for path in sets)}, which look like separate sets "
-                f"of images, not like classes. Give one of these folders, for example {sets[0]}."
-            )
-        return list_folder(Path(folder), labels="auto", links="all")
+        return list_folder(Path(folder), labels="auto")
     except OSError as error:
         raise unreadable(folder, error, "Correct the path or its permissions.") from error
 

@@ -7,10 +7,10 @@ import hashlib
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,23 +18,18 @@ from tessera.data.shards.errors import ShardError, is_exhausted
 from tessera.data.shards.tar import IMAGES, LARGEST_MEMBER, MAP
 from tessera.runtime.errors import printable
 
-Links = Literal["inside", "all"]
-
 TRAINING_SETS = {"train", "training"}
-HELD_OUT_SETS = {"val", "valid", "validation", "test", "testing"}
+SETS = {*TRAINING_SETS, "val", "valid", "validation", "test", "testing"}
 NO_LABEL = -1
-EMPTY, MISSING, OUTSIDE, IRREGULAR, LARGE, UNREADABLE = range(0, -6, -1)
+EMPTY, MISSING, IRREGULAR, LARGE, UNREADABLE = range(0, -5, -1)
 REASONS = {
     EMPTY: "the file is empty",
     MISSING: "not found",
-    OUTSIDE: "a symbolic link out of the folder of images; --links all follows it",
     IRREGULAR: "not a regular file",
     LARGE: f"larger than {LARGEST_MEMBER} bytes",
     UNREADABLE: "cannot be read",
 }
 """Maps a code to the reason why a file is left out. The code is stored instead of the size of the file."""
-UNUSED_MAPS = f"unused maps (.{MAP})"
-"""Name under which `Listing.other_files` counts segmentation maps that belong to no image."""
 _MAP = b"." + MAP.encode()
 _EXTENSIONS = tuple(b"." + extension.encode() for extension in IMAGES)
 
@@ -91,8 +86,6 @@ class Listing:
     """Number of files that are not images, for each file name extension."""
     classes: list[str] | None = None
     """Names of the classes; None if labels have no names."""
-    note: str = ""
-    """Text that tells the user where the labels come from."""
     maps: Maps | None = None
     """Segmentation maps of the files; None if no file has a map."""
 
@@ -149,17 +142,10 @@ class Listing:
         raise ShardError(f"{message}. File names of images end in {', '.join(IMAGES)}.{instead}")
 
 
-def file_facts(path: bytes, root: bytes, links: Links) -> tuple[int, int]:
-    """Return the size and modification time of a file. If the file is left out, the size is a key of `REASONS`.
-
-    With "inside", a symbolic link must lead to a file in the folder `root`.
-    """
+def file_facts(path: bytes) -> tuple[int, int]:
+    """Return the size and modification time of a file. If the file is left out, the size is a key of `REASONS`."""
     try:
-        status = os.lstat(path)
-        if stat.S_ISLNK(status.st_mode):
-            if links == "inside" and not inside(os.path.realpath(path), root):
-                return (OUTSIDE if os.path.exists(path) else MISSING), 0
-            status = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return MISSING, 0
     except OSError as error:
@@ -176,42 +162,40 @@ def _refuse_exhausted(error: OSError) -> None:
         raise ShardError(f"the images cannot be listed: {error.strerror}. Raise the limit (`ulimit -n`).") from error
 
 
-def inside(path: bytes, folder: bytes) -> bool:
-    """Return True if a path lies in a folder. Both arguments are absolute, and symbolic links are not resolved."""
-    return path.startswith(folder.rstrip(b"/") + b"/")
+def _refuse_separate_sets(folder: Path) -> None:
+    """Raise `ShardError` if a folder has a subfolder for training images and another one for held-out images."""
+    names = sorted(path.name for path in folder.iterdir() if path.name.lower() in SETS and path.is_dir())
+    training = [name for name in names if name.lower() in TRAINING_SETS]
+    if training and len(names) > 1:
+        raise ShardError(
+            f"{folder} holds the folders {', '.join(names)}, which look like separate sets of images, not like "
+            f"classes. Name one of them, for example {folder / training[0]}. `tessera make_shards` takes all images "
+            "together with --labels none, or with --labels folders if these folders are classes."
+        )
 
 
-def separate_sets(folder: Path) -> list[Path]:
-    """Return the subfolders that look like separate sets of images, training sets first.
-
-    The list is empty if the folder lacks a subfolder for training images or one for held-out images.
-    """
-    sets = sorted(
-        (path for path in folder.iterdir() if path.name.lower() in (*TRAINING_SETS, *HELD_OUT_SETS) and path.is_dir()),
-        key=lambda path: (path.name.lower() not in TRAINING_SETS, path.name),
-    )
-    return sets if {path.name.lower() for path in sets} & TRAINING_SETS and len(sets) > 1 else []
-
-
-def list_folder(folder: Path, *, labels: str, links: Links, besides: Path | None = None) -> Listing:
+def list_folder(folder: Path, *, labels: str, besides: Path | None = None) -> Listing:
     """List the images in a folder and its subfolders, sorted by name.
 
     The images of a folder come before the images of its subfolders. Files and folders whose names begin with a dot are
-    skipped.
+    skipped. Symbolic links are followed.
 
     Args:
         folder: folder of images.
         labels: "folders" makes the first folder of each path the class of the image, "none" gives no labels, and "auto"
             chooses "folders" if all images are exactly one folder deep and there are several folders, otherwise "none".
-        links: "inside" follows a symbolic link if it leads to a file in `folder`, and "all" follows all links.
+            "auto" refuses a folder with subfolders such as train and val.
         besides: subfolder that is skipped; None skips no subfolder.
 
     Raises:
-        ShardError: there are no images, or `labels` is "folders" and an image is not in a class folder.
+        ShardError: there are no images, or `labels` is "folders" and an image is not in a class folder, or `labels` is
+            "auto" and subfolders look like separate sets.
     """
+    if labels == "auto":
+        _refuse_separate_sets(folder)
     root, other_files = os.path.realpath(os.fsencode(folder)), Counter[str]()
     skipped = None if besides is None else os.path.realpath(os.fsencode(besides))
-    listing = Listing.of(root, _walk(root, links, skipped, other_files), other_files)
+    listing = Listing.of(root, _walk(root, skipped, other_files), other_files)
     listing.refuse_empty(f"no images below {folder}")
     paths = [listing.path(int(entry)) for entry in listing.usable]
     depths = sorted({path.count(b"/") for path in paths})
@@ -220,70 +204,37 @@ def list_folder(folder: Path, *, labels: str, links: Links, besides: Path | None
         raise ShardError(f"{folder}/{loose} is not in a class folder. Move it to a class folder, or use --labels none.")
     if labels == "folders" or (labels == "auto" and depths == [1] and len(listing.texts) > 1):
         listing.number_classes(sorted(listing.texts, key=lambda name: (not name.isdecimal(), _value(name), name)))
-        listing.note = "from the names of folders; --labels none leaves them out"
         return listing
     listing.labels = np.full(len(listing), NO_LABEL)
-    listing.note = "none" if labels == "none" else f"none: {_describe_depths(depths, folder)}"
     return listing
-
-
-def _describe_depths(depths: Sequence[int], folder: Path) -> str:
-    """Return a text for the user that tells why folder names are not used as labels."""
-    if depths == [0]:
-        return f"images lie in {folder} itself"
-    if depths == [1]:
-        return "images lie in one folder"
-    between = f"{depths[0]} folders" if len(depths) == 1 else f"{depths[0]} to {depths[-1]} folders"
-    return f"images lie {between} deep; --labels folders makes the first folder of each its class"
 
 
 def _value(name: str) -> int:
     return int(name) if name.isdecimal() and len(name) < 20 else 0
 
 
-def _walk(root: bytes, links: Links, besides: bytes | None, other_files: Counter[str]) -> Iterator[File]:
+def _walk(root: bytes, besides: bytes | None, other_files: Counter[str]) -> Iterator[File]:
     """Yield the images of a folder, labelled by the first folder of their paths. Count all other files."""
-    # Folders that are still to be visited, each with (device, inode) of all its parent folders.
-    folders: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]
-    while folders:
-        prefix, parents = folders.pop()
-        label = os.fsdecode(prefix.partition(b"/")[0]) if prefix else None
-        here = os.path.join(root, prefix)
-        try:
-            status = os.stat(here)
-            identity = (status.st_dev, status.st_ino)
-            # Skip `besides`, and links to parent folders, because following such a link would never end.
-            if identity in parents or os.path.realpath(here) == besides:
-                continue
-            with os.scandir(here) as entries:
-                found = sorted(entries, key=lambda entry: entry.name)
-        except OSError as error:
-            _refuse_exhausted(error)
-            yield File(prefix or b".", UNREADABLE, 0, label)
-            continue
-        subfolders = []
-        for entry in found:
-            name = entry.name.lower()
-            if name.startswith(b"."):
-                other_files["hidden"] += 1
-            elif _is_folder(entry, links == "all"):
-                subfolders.append((prefix + entry.name + b"/", (*parents, identity)))
-            elif name.endswith(_MAP):
-                other_files[UNUSED_MAPS] += 1  # `inputs.find_maps` subtracts the maps of images
-            elif name.endswith(_EXTENSIONS):
-                yield File(prefix + entry.name, *file_facts(entry.path, root, links), label)
-            elif _is_folder(entry, True):
-                other_files["links to folders"] += 1
-            else:
-                extension = os.path.splitext(name)[1]
-                known = 1 < len(extension) < 8
-                other_files[printable(os.fsdecode(extension)) if known else "without extension"] += 1
-        folders += reversed(subfolders)
 
-
-def _is_folder(entry: os.DirEntry[bytes], follow: bool) -> bool:
-    try:
-        return entry.is_dir(follow_symlinks=follow)
-    except OSError as error:  # for example, a link to itself
+    def refuse(error: OSError) -> None:
         _refuse_exhausted(error)
-        return False
+        other_files["folders that cannot be read"] += 1
+
+    parents = {root: {root}}  # for each folder still to be visited, the folder and all its parents without links
+    for here, folders, names in os.walk(root, followlinks=True, onerror=refuse):
+        above, found = parents.pop(here), sorted(name for name in folders if not name.startswith(b"."))
+        folders.clear()
+        for path in (os.path.join(here, name) for name in found):
+            folder = os.path.realpath(path)
+            if folder not in above and folder != besides:  # a link to a parent folder would never end
+                parents[path] = above | {folder}
+                folders.append(os.path.basename(path))
+        prefix = os.path.join(os.path.relpath(here, root), b"") if here != root else b""
+        label = os.fsdecode(prefix.partition(b"/")[0]) if prefix else None
+        for name in sorted(name for name in names if not name.startswith(b".")):
+            lower = name.lower()
+            if lower.endswith(_EXTENSIONS) and not lower.endswith(_MAP):
+                yield File(prefix + name, *file_facts(os.path.join(here, name)), label)
+            else:
+                extension = _MAP if lower.endswith(_MAP) else os.path.splitext(lower)[1]
+                other_files[printable(os.fsdecode(extension)) or "without extension"] += 1

@@ -7,7 +7,6 @@ import glob
 import itertools
 import logging
 import os
-import random
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 from braceexpand import braceexpand
-from webdataset.shardlists import envsubst
 
 from tessera.data.shards import index, remote
 from tessera.data.shards.errors import (
@@ -195,10 +193,7 @@ def _open_all(
     for place, path in enumerate(paths):
         if path in indices.entries and remote.is_remote(path) and not verifies:
             opened[place] = _from_index(path, indices.entries[path], indices.config)
-    # Begin at a random shard. Processes that start at the same time then begin at different shards, so that each
-    # process finds most shard indices in the cache, where another process has stored them.
-    first = random.SystemRandom().randrange(len(paths))
-    unknown = [place for place in [*range(first, len(paths)), *range(first)] if place not in opened]
+    unknown = [place for place in range(len(paths)) if place not in opened]
     with ThreadPoolExecutor(THREADS) as pool:
         futures = {pool.submit(_open, paths[place], indices, verifies): place for place in unknown}
         shown = progress and len(unknown) > THREADS
@@ -347,9 +342,7 @@ def _braces(pattern: str) -> list[str]:
                     f"{printable(pattern)}: the range {first}..{last} names more than {MOST_SHARDS:,} shards. "
                     "Correct the range."
                 )
-        parts = pattern.split("::") if escape else [pattern]
-        expanded = (one for part in parts for one in braceexpand(envsubst(part) if escape else part, escape=escape))
-        paths = list(itertools.islice(expanded, MOST_SHARDS + 1))
+        paths = list(itertools.islice(braceexpand(pattern, escape=escape), MOST_SHARDS + 1))
     except (ValueError, RecursionError) as error:
         if isinstance(error, ShardError):
             raise
@@ -386,23 +379,15 @@ def _shards_in(folder: str) -> list[str]:
             f"{folder}: holds shards of several sets: {listed}. Name one set, for example "
             f"'{os.path.join(folder, patterns[0])}', or all shards, '{os.path.join(folder, '*.tar')}'."
         )
-    if not names and not _tars_below(folder) and holds_images(folder):
-        return [os.path.join(folder, "")]
     if not names:
-        raise ShardError(f"{folder}: {_describe_folder_without_shards(folder)}")
+        below = {os.path.dirname(path) for path in glob.glob(os.path.join(glob.escape(folder), "*", "*.tar*"))}
+        if below:
+            listed = ", ".join(sorted(below)[:MOST_LISTED])
+            raise ShardError(f"{folder}: holds no shards, but its subfolders may: {listed}. Name one of them.")
+        if holds_images(folder):
+            return [os.path.join(folder, "")]
+        raise ShardError(f"{folder}: holds no shards (.tar, .tar.gz) and no images. Correct the path.")
     return [os.path.join(folder, name) for name in names]
-
-
-def _tars_below(folder: str) -> list[str]:
-    return glob.glob(os.path.join(glob.escape(folder), "*", "*.tar*"))
-
-
-def _describe_folder_without_shards(folder: str) -> str:
-    """Return the end of an error message: what a folder without shards holds, and what to do."""
-    if subfolders := {os.path.dirname(path) for path in _tars_below(folder)}:
-        listed = ", ".join(sorted(subfolders)[:MOST_LISTED])
-        return f"holds no shards, but its subfolders may: {listed}. Name one of them."
-    return "holds no shards (.tar, .tar.gz) and no images. Correct the path."
 
 
 def _local(name: str) -> str:

@@ -18,20 +18,14 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec.config
 from fsspec.core import url_to_fs
 
-from tessera.data.shards.errors import (
-    MAKE_SHARD_AGAIN,
-    RESTORE_SHARD,
-    ShardError,
-    causes,
-    is_exhausted,
-    unreadable,
-)
+from tessera.data.shards.cache import Sink
+from tessera.data.shards.errors import MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError, causes, is_exhausted, unreadable
 from tessera.data.shards.source import SourceConfig
 from tessera.runtime.errors import printable
 from tessera.runtime.preemption import WaitInterruptedError, check_wait
@@ -63,19 +57,6 @@ file has changed."""
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class Sink(Protocol):
-    """Protocol of objects to which bytes are written."""
-
-    def write(self, data: bytes) -> None: ...
-    def restart(self) -> None: ...
-
-
-class Readable(Protocol):
-    """Protocol of objects from which bytes are read."""
-
-    def read(self, size: int, /) -> bytes: ...
 
 
 def is_remote(path: str) -> bool:
@@ -133,8 +114,6 @@ def describe(url: str, config: SourceConfig) -> tuple[int, str]:
     Raises:
         ShardError: the file does not exist, or all attempts failed.
     """
-    if url.startswith(PIPE):
-        return 0, ""
 
     def once() -> tuple[int, str]:
         system, path = _system(url, config)
@@ -272,7 +251,7 @@ def fetch(
 class _CountingReader:
     """Stream that counts and hashes all bytes that are read. `ShardError` is raised if their number exceeds a limit."""
 
-    def __init__(self, file: Readable, limit: int, url: str):
+    def __init__(self, file: Any, limit: int, url: str):
         self._file, self._limit, self._url = file, limit, url
         self.count, self.digest = 0, hashlib.sha256()
 
@@ -307,7 +286,7 @@ class _TimedReader:
         return data
 
 
-def _read_up_to(file: Readable, limit: int) -> bytes:
+def _read_up_to(file: Any, limit: int) -> bytes:
     """Read a file to its end, or until more than `limit` bytes have been read."""
     chunks, count = [], 0
     while count <= limit and (chunk := file.read(READ_SIZE)):
@@ -333,7 +312,7 @@ def _http_range(url: str, start: int, end: int, expected: int, config: SourceCon
 
 
 @contextmanager
-def _stream(url: str, config: SourceConfig, check: Check | None = None) -> Iterator[Readable]:
+def _stream(url: str, config: SourceConfig, check: Check | None = None) -> Iterator[Any]:
     """Open a file, a URL or the output of a command for reading from beginning to end."""
     if url.startswith(PIPE):
         with _output(url.removeprefix(PIPE), config) as file:
@@ -354,7 +333,7 @@ def _stream(url: str, config: SourceConfig, check: Check | None = None) -> Itera
 
 
 @contextmanager
-def _output(command: str, config: SourceConfig) -> Iterator[Readable]:
+def _output(command: str, config: SourceConfig) -> Iterator[Any]:
     """Run a command in bash and yield its output.
 
     Raises:

@@ -226,12 +226,10 @@ class PackedTar(Tar):
 
     def open(self) -> int:
         def fill(sink: Sink) -> None:
-            if self.size and not self._is_packed:
-                sink.reserve(self.size)
             check = None if self.sha256 else self._check_version  # the SHA-256 makes this check needless
             remote.fetch(self.path, sink, self.config, size=self.size, sha256=self.sha256, check=check)
 
-        return self.cache.open(self.cache_name("whole"), fill)
+        return self.cache.open(self.cache_name("whole"), fill, None if self._is_packed else self.size or None)
 
     def _check_version(self, stated: list[str]) -> None:
         """Raise `ShardError` if no version identifier of the server's response, such as an ETag, matches this shard."""

@@ -11,19 +11,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from tessera.data.shards.errors import ShardError
 from tessera.runtime.errors import UserError, printable
 from tessera.runtime.machine import signal_at_end_of_parent
 from tessera.runtime.progress import track
-from tessera.runtime.settings import SettingsError
 
 TaskT = TypeVar("TaskT")
 ResultT = TypeVar("ResultT")
 
 _work: Callable[[Any], Any]
 """Function that a worker process calls."""
-_busy = False
-"""True while a worker process calls the function."""
 
 
 class WorkerError(UserError, RuntimeError):
@@ -35,27 +31,22 @@ def say(name: str, text: str) -> None:
     print(f"{name:<13} {printable(text)}", flush=True)
 
 
-def run_command(program: str, command: Callable[[], int], *, refused: int, resume: str = "") -> int:
+def run_command(program: str, command: Callable[[], int], resume: str = "") -> int:
     """Call a command and return its exit status. Errors are printed to stderr without a traceback.
 
     Args:
         program: name of the command in error messages.
         command: function that does the work and returns the exit status.
-        refused: exit status after a `ShardError`. It is 2 for wrong settings, and 1 for other errors.
         resume: advice that is printed if the user interrupts the command or a worker process is killed.
     """
     try:
         return command()
-    except SettingsError as error:
-        message, status = str(error), 2
-    except ShardError as error:
-        message, status = str(error), refused
     except WorkerError as error:
-        message, status = f"{error} {resume}", 1
-    except OSError as error:
-        message, status = str(error), 1
+        message, status = f"{error} {resume}", 2
+    except (UserError, OSError) as error:
+        message, status = str(error), 2
     except MemoryError:
-        message, status = "out of memory. Use fewer --workers, or a lower --max_pixels.", 1
+        message, status = "out of memory. Use fewer --workers, or a lower --max_pixels.", 2
     except KeyboardInterrupt:
         message, status = f"stopped. {resume}", 130
     print(f"{program}: {message}", file=sys.stderr)
@@ -76,7 +67,7 @@ def spread(work: Callable[[TaskT], ResultT], tasks: Sequence[TaskT], *, workers:
 
     Raises:
         WorkerError: a worker process was killed.
-        Exception: `work` raised this exception. The other workers are stopped.
+        Exception: `work` raised this exception. The other workers are killed.
     """
     if not tasks:
         return
@@ -90,7 +81,7 @@ def spread(work: Callable[[TaskT], ResultT], tasks: Sequence[TaskT], *, workers:
             raise WorkerError("a worker process was killed. If memory ran out, use fewer --workers.") from None
         except BaseException:  # also Ctrl-C, and a caller that wants no further results
             for worker in multiprocessing.active_children():
-                worker.terminate()
+                worker.kill()
             pool.shutdown(cancel_futures=True)
             raise
 
@@ -99,26 +90,11 @@ def _start_worker(work: Callable[[Any], Any], parent: int) -> None:
     global _work
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, the parent stops the workers
-    signal.signal(signal.SIGTERM, _stop)
     signal_at_end_of_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     torch.set_num_threads(1)
 
 
-def _stop(*_: object) -> None:
-    """End the task of a worker by an exception, so that it removes its temporary files, and refuse further tasks."""
-    global _work
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _work = sys.exit
-    if _busy:  # between two tasks, an exception would break the queues of the pool
-        sys.exit()
-
-
 def _call(task: Any) -> Any:
-    global _busy
-    _busy = True
-    try:
-        return _work(task)
-    finally:
-        _busy = False
+    return _work(task)

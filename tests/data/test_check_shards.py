@@ -5,8 +5,6 @@ import gzip
 import http.server
 import io
 import json
-import logging
-import os
 import pickle
 import subprocess
 import sys
@@ -69,36 +67,11 @@ def test_moments_are_those_of_all_pixels(write_tar, report):
     assert found["longer_side"] == {str(side): longer.count(side) for side in sorted(set(longer))}
 
 
-def test_formats_and_channels(write_tar, report, capsys):
-    gray16 = (noise(0, 8, 8).astype(np.uint16) * 257).view(np.uint16)
-    palette = io.BytesIO()
-    Image.fromarray(noise(0, 8, 8, 3)).quantize(16).save(palette, "PNG")
-    clear = io.BytesIO()
-    Image.fromarray(noise(0, 8, 8, 3)).quantize(16).save(clear, "PNG", transparency=3)
-    images = {
-        "gray.jpg": encoded(noise(0, 8, 8), "JPEG"),
-        "rgb.jpg": encoded(noise(0, 8, 8, 3), "JPEG"),
-        "cmyk.jpg": encoded(noise(0, 8, 8, 4), "JPEG", "CMYK"),
-        "alpha.png": encoded(noise(0, 8, 8, 4), "PNG"),
-        "deep.png": encoded(gray16, "PNG"),
-        "palette.png": palette.getvalue(),
-        "clear.png": clear.getvalue(),
-        "rgb.webp": encoded(noise(0, 8, 8, 3), "WEBP"),
-        "alpha2.webp": encoded(noise(0, 8, 8, 4), "WEBP"),
-    }
-    members = [(name.replace("rgb.", f"rgb{n}."), content) for n, (name, content) in enumerate(images.items())]
-    found = report(write_tar("t.tar", members))
-    assert found["formats"] == {"PNG": 4, "JPEG": 3, "WEBP": 2}
-    assert found["channels"] == {
-        "RGB": 2,
-        "RGB with alpha": 2,
-        "gray": 1,
-        "CMYK": 1,
-        "16-bit gray": 1,
-        "palette": 1,
-        "palette with alpha": 1,
-    }
-    assert "4 PNG, 3 JPEG, 2 WEBP" in capsys.readouterr().out
+def test_formats(write_tar, report, capsys):
+    images = {f"{n}.{kind}": encoded(noise(n, 8, 8, 3), kind) for n, kind in enumerate(["JPEG", "PNG", "PNG", "WEBP"])}
+    found = report(write_tar("t.tar", list(images.items())))
+    assert found["formats"] == {"PNG": 2, "JPEG": 1, "WEBP": 1}
+    assert "2 PNG, 1 JPEG, 1 WEBP" in capsys.readouterr().out
 
 
 def test_labels(write_tar, png, report, capsys):
@@ -107,10 +80,7 @@ def test_labels(write_tar, png, report, capsys):
     path = write_tar("t.tar", sorted(members))
     found = report(path)
     assert (found["labelled"], found["classes"], found["good"]) == (6, {"2": 2, "5": 3, "9": 1}, True)
-    assert "3 classes from 2 to 9; most 3 of 5, least 1 of 9; 4 images have no label" in capsys.readouterr().out
-    Path(path).with_name("classes.json").write_text(json.dumps(list("abcdefghij")))
-    check(path)
-    assert "most 3 of 5 (f), least 1 of 9 (j)" in capsys.readouterr().out
+    assert "6 images, 3 classes from 2 to 9" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -132,37 +102,23 @@ def test_class_names_that_do_not_fit(write_shards, report, content, message):
     assert found["refused"][0].startswith(f"{folder}/classes.json")
     assert message in found["refused"][0]
     (folder / "classes.json").write_text('["a", "b", "c", "d"]')
-    assert report(str(folder))["class_names"] == {"0": "a", "1": "b", "2": "c"}
-
-
-def test_class_names_of_several_folders(write_shards, tmp_path, report):
-    paths = []
-    for name, classes in (("a", '["x", "y"]'), ("b", '["y", "x"]')):
-        (tmp_path / name).mkdir()
-        paths.append(str(tmp_path / name / "data-000000.tar"))
-        os.rename(write_shards([2])[0], paths[-1])
-        (tmp_path / name / "classes.json").write_text(classes)
-    found = report(*paths)
-    assert (found["good"], found["class_names"]) == (True, {})
-    assert "the folders have different class names in classes.json" in found["notes"][0]
-    (tmp_path / "b" / "classes.json").write_text('["x", "y"]')
-    assert report(*paths)["class_names"] == {"0": "x", "1": "y"}
+    assert report(str(folder))["good"]
 
 
 def test_labels_that_are_none(write_tar, png, report, capsys):
     texts = [b"1", b"cat", b"", b"1.5", b"9" * 30, b"2"]
     members = [m for n, text in enumerate(texts) for m in ((f"{n}.png", png(n)), (f"{n}.cls", text))]
     found = report(write_tar("t.tar", members), status=1)
-    assert (found["bad_labels"], found["classes"]) == (4, {"1": 1, "2": 1})
-    assert "t.tar/1: b'cat' is not a class number" in capsys.readouterr().out
+    assert (len(found["bad_labels"]), found["classes"]) == (4, {"1": 1, "2": 1})
+    assert "the label of t.tar/1 is b'cat', not an integer" in capsys.readouterr().out
 
 
 def test_corrupt_images_are_named_and_the_others_counted(write_tar, png, report, capsys):
     bad = {3: b"", 5: b"no image", 7: encoded(noise(7, 4, 6, 3), "PNG")[:90], 11: bomb()}
     path = write_tar("t.tar", [(f"{n:02d}.png", bad.get(n, png(n))) for n in range(30)])
     found = report(path, status=1)
-    assert (found["images"], found["decoded"], found["corrupt"]) == (30, 30, 4)
-    assert [line.split(":")[0] for line in found["corrupt_images"]] == [f"t.tar/{n:02d}" for n in bad]
+    assert (found["images"], found["decoded"]) == (30, 30)
+    assert [line.split(":")[0] for line in found["corrupt"]] == [f"t.tar/{n:02d}" for n in bad]
     assert found["formats"] == {"PNG": 26}
     good = np.concatenate([np.full(24, n % 256) for n in range(30) if n not in bad]) / 255
     assert np.isclose(found["pixels"]["mean"][1], good.mean())
@@ -192,31 +148,12 @@ def test_shards_that_a_run_refuses_beside_good_ones(write_tar, write_shards, png
     assert "6 reasons for a run to stop:" in capsys.readouterr().out
 
 
-def test_warnings_of_the_reader_are_notes(write_tar, png, report, capfd):
-    one = write_tar("one.tar", [("a.png", png(0)), ("b.png", png(1)), ("a.png", png(2)), ("c.gif", b"GIF89a")])
-    two = write_tar("two.tar", [("b.png", png(3)), ("d.png", png(4))])
-    handler = logging.StreamHandler(sys.stderr)
-    logging.getLogger().addHandler(handler)
-    try:
-        found = report(one, two)
-    finally:
-        logging.getLogger().removeHandler(handler)
-    assert (found["images"], found["good"]) == (5, True)
-    assert any("1 images are not read, the first is c.gif" in note for note in found["notes"])
-    captured = capfd.readouterr()
-    assert "c.gif" in captured.out
-    assert "c.gif" not in captured.err
-
-
 def test_a_quick_look(write_shards, report, capsys):
     paths = write_shards([40, 30])
     found = report(*paths, "--decode=false")
     assert (found["images"], found["decoded"], found["pixels"]) == (70, 0, None)
     assert len(found["classes"]) == 70
-    assert "a run accepts everything that was checked" in capsys.readouterr().out
-    found = report(*paths, "--sample=10")
-    assert found["decoded"] == 10
-    assert found["longer_side"] == {"8": 10}
+    assert "a run accepts the headers and labels" in capsys.readouterr().out
 
 
 def test_ways_to_name_shards(write_shards, capsys):
@@ -227,7 +164,6 @@ def test_ways_to_name_shards(write_shards, capsys):
     assert capsys.readouterr().out.count("shards        2,") == 3
     check(f"{folder}/no-*.tar", status=2)
     check(status=2)
-    check(f"{folder}/*.tar", "--decode=false", "--sample=3", status=2)
     check(f"{folder}/*.tar", "--decod=false", status=2)
     assert "did you mean '--decode'?" in capsys.readouterr().err
 
@@ -243,7 +179,7 @@ def test_shards_of_make_shards_are_good(tmp_path, png, report):
     assert make_shards.main([f"{tmp_path}/photos", f"{tmp_path}/out", "--shard_size_mb=0.02"]) == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
     found = report(f"{tmp_path}/out/*.tar")
-    assert (found["index_agrees"], found["images"], found["class_names"]) == (True, 20, {str(n): str(n) for n in "012"})
+    assert (found["good"], found["images"]) == (True, 20)
     assert report(f"{tmp_path}/out/index.json")["images"] == 20
     check(f"{tmp_path}/out/*.tar", "--write_index=true")
     after = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
@@ -257,9 +193,7 @@ def test_shards_of_make_shards_are_good(tmp_path, png, report):
 def test_write_index_for_shards_of_others(write_shards, report, capsys):
     paths = write_shards([4, 5], ending=".tar") + write_shards([3], ending=".tar.gz")
     folder = Path(paths[0]).parent
-    assert report(*paths)["index_agrees"] is None
-    found = report(*paths, "--write_index=true", "--sample=1")
-    assert (found["index_agrees"], found["good"]) == (True, True)
+    assert report(*paths, "--write_index=true")["good"]
     index = parse_folder((folder / "index.json").read_bytes(), "")
     assert [(entry.url, entry.nsamples, entry.labelled) for entry in index.shardlist] == [
         ("data-000000.tar", 4, 4),
@@ -270,12 +204,6 @@ def test_write_index_for_shards_of_others(write_shards, report, capsys):
         table = parse_table(Path(f"{path}.index").read_bytes(), "")
         assert all(np.array_equal(a, b) for a, b in zip(table, scan_tar(path, ""), strict=True))
     assert open_shards(str(folder / "index.json")).counts.tolist() == [4, 3, 5]
-    (folder / "data-000000.tar.gz").unlink()
-    check(paths[1], "--write_index=true")  # one of them: the others stay, but for what is gone
-    assert [e.url for e in parse_folder((folder / "index.json").read_bytes(), "").shardlist] == [
-        "data-000000.tar",
-        "data-000001.tar",
-    ]
 
 
 def test_no_index_for_shards_that_are_refused(write_shards, write_tar, report):
@@ -303,7 +231,6 @@ def test_an_index_that_differs(write_shards, report, change, message):
     index.shardlist[0] = index.shardlist[0].model_copy(update=change)
     write_folder(folder, index)
     found = report(*paths, status=1)
-    assert found["index_agrees"] is False
     assert message in found["refused"][0]
     assert "--write_index true" in found["refused"][0]
     check(*paths, "--write_index=true")
@@ -334,7 +261,7 @@ def test_by_http(write_shards, report):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         found = report(f"{url}/data-{{000000..000001}}.tar", "--source.retries=0")
-        assert (found["images"], found["decoded"], found["index_agrees"]) == (9, 9, True)
+        assert (found["images"], found["decoded"], found["good"]) == (9, 9, True)
         gone = report(f"{url}/no.tar", "--source.retries=0", status=1)
         assert "no.tar" in gone["refused"][0]
         check(f"{url}/data-000000.tar", "--write_index=true", status=2)
@@ -413,8 +340,8 @@ def test_nothing_in_a_tar_runs_or_leaves_it_or_takes_the_memory(tmp_path, write_
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
     assert result.returncode == 1, result.stderr
     found = json.loads((tmp_path / "report.json").read_text())
-    assert (found["images"], found["corrupt"]) == (4, 1)
-    assert found["corrupt_images"][0].startswith("hostile.tar/bomb: ")
+    assert (found["images"], len(found["corrupt"])) == (4, 1)
+    assert found["corrupt"][0].startswith("hostile.tar/bomb: ")
     refused = {Path(line.split()[0].rstrip(":")).name: line for line in found["refused"]}
     assert sorted(refused) == ["endless.tar.gz", "huge.tar", "nested.tar"]
     assert "Traceback" not in result.stderr

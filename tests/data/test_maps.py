@@ -209,18 +209,16 @@ def scenes(photos):
 def test_make_shards_packs_maps_beside_images(scenes, tmp_path, capsys):
     make(scenes, tmp_path / "out")
     text = capsys.readouterr().out
-    assert "6 images have a segmentation map" in text
-    assert "1 unused maps (.seg.png)" in text
+    assert "6 with a segmentation map" in text
     found = read_back(tmp_path / "out")
     assert sorted(found) == [f"im{n}" for n in range(7)]
     assert found.pop("im6") == ((40, 30), None)
     for n in range(6):
         assert np.array_equal(found[f"im{n}"][1], noise(n, 30, 40, below=5))
-    assert "6 with a segmentation map" in text
     make(scenes, tmp_path / "out")  # the plan still holds
     (scenes / "im0.seg.png").write_bytes(png(noise(99, 30, 40, below=5)))
-    make(scenes, tmp_path / "out", status=1)
-    assert "the images have changed" in capsys.readouterr().err
+    make(scenes, tmp_path / "out", status=2)
+    assert "made with other images" in capsys.readouterr().err
 
 
 def test_make_shards_takes_a_parallel_folder_of_maps(photos, tmp_path, capsys):
@@ -236,10 +234,10 @@ def test_make_shards_takes_a_parallel_folder_of_maps(photos, tmp_path, capsys):
     listed.write_text("a/im0.jpg\t3\nb/im2.jpg\t4\n")
     make(listed, tmp_path / "listed", f"--maps={maps}")
     assert np.array_equal(read_back(tmp_path / "listed")["b/im2"][1], noise(2, 30, 40))
-    cases = {"nowhere": "is not a folder", "images/a": "lies in the folder", "out": "holds no map of an image"}
+    cases = {"nowhere": "is not a folder", "out": "holds no map of an image"}
     for name, message in cases.items():
         folder = tmp_path / name
-        assert main([str(images), str(tmp_path / "new"), f"--maps={folder}"]) == 1
+        assert main([str(images), str(tmp_path / "new"), f"--maps={folder}"]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -261,13 +259,13 @@ def test_check_shards_counts_maps_and_names_bad_ones(scenes, write_tar, tmp_path
     report = json.loads((tmp_path / "report.json").read_text())
     values = np.bincount(np.concatenate([noise(n, 30, 40, below=5).ravel() for n in range(6)]))
     assert report["map_values"] == {str(value): count for value, count in enumerate(values)}
-    assert (report["mapped"], report["bad_maps"]) == (6, 0)
-    assert (
-        "6 of 7 images have a segmentation map; 5 classes from 0 to 4; 0.0 % of the pixels" in capsys.readouterr().out
-    )
+    assert (report["mapped"], report["bad_maps"]) == (6, [])
+    text = capsys.readouterr().out
+    assert "6 images, 5 classes from 0 to 4" in text
+    assert "0.0 % of the pixels" in text
     members = [("a.jpg", picture(0, (40, 30))), ("a.seg.png", png(noise(0, 30, 41))), ("b.jpg", picture(1, (40, 30)))]
     path = write_tar("bad.tar", [*members, ("b.seg.png", png(np.full((30, 40), 255, np.uint8)))])
     assert check([path, f"--output={tmp_path}/report.json"]) == 1
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["bad_map_names"] == ["bad.tar/a: the map has 41 x 30 pixels, but the upright image has 40 x 30"]
+    assert report["bad_maps"] == ["bad.tar/a: the map has 41 x 30 pixels, but the upright image has 40 x 30"]
     assert "100.0 % of the pixels are ignored (255)" in capsys.readouterr().out

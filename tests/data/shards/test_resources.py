@@ -86,13 +86,12 @@ def _hold(path, ready):
     time.sleep(60)
 
 
-@pytest.mark.parametrize("what", ["part", "bytes"])
-def test_a_stopped_holder_of_a_lock_is_passed_by(tmp_path, monkeypatch, caplog, what):
+def test_a_stopped_holder_of_a_lock_is_passed_by(tmp_path, monkeypatch, caplog):
     if not Path("/proc/locks").exists():
         pytest.skip("this system does not list locks")
     monkeypatch.setattr(caches, "FROZEN", 0.3)
     folder, name = tmp_path / "c", "ab" * 16
-    path = folder / "ab" / f"{name}.part" if what == "part" else folder / "bytes"
+    path = folder / "ab" / f"{name}.part"
     path.parent.mkdir(parents=True)
     fork = multiprocessing.get_context("fork")
     ready = fork.Event()
