@@ -1,6 +1,7 @@
 """Batches of shards with short arguments, and index files beside shards."""
 
 import hashlib
+import tarfile
 from pathlib import Path
 
 from tessera.data.crops import CenterCrop
@@ -46,3 +47,14 @@ def add_index(paths, counts, tables=False, labelled=True, **facts):
 
 def sha256(path):
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def header(name, size, kind=b"0", format=tarfile.GNU_FORMAT):
+    """Header of a member of a tar, with any name of at most 100 bytes and any size."""
+    info = tarfile.TarInfo("x")
+    info.size, info.type = size, kind
+    raw = bytearray(info.tobuf(format))
+    raw[: len(name)] = name
+    raw[148:156] = b" " * 8
+    raw[148:156] = b"%06o\0 " % sum(raw[:512])
+    return bytes(raw)
