@@ -15,7 +15,9 @@ import pytest
 from tessera.data import batches, workers
 from tessera.data.workers import WorkerStates
 from tessera.runtime import preemption
+from tessera.runtime.machine import is_running
 from tests.data.shards.batches import evaluate, train
+from tests.launched import wait_until
 
 PROGRAM = """
 import multiprocessing, os, signal, sys, time
@@ -38,13 +40,6 @@ time.sleep(600)
 
 def children():
     return [int(pid) for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
-
-
-def state(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
 
 
 def test_a_stopped_worker_is_named_while_waiting(write_shards, monkeypatch, caplog):
@@ -157,7 +152,7 @@ def test_stopped_workers_do_not_change_the_exit_code(end, write_shards):
     done = subprocess.run([sys.executable, "-c", program, path], stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 75
     assert time.monotonic() - start < 20
-    assert [pid for pid in map(int, done.stdout.split()) if state(pid) not in ("", "Z")] == []
+    assert not any(is_running(pid, None) for pid in map(int, done.stdout.split()))
 
 
 def test_workers_outlive_signals_but_not_a_killed_parent(write_shards):
@@ -168,7 +163,4 @@ def test_workers_outlive_signals_but_not_a_killed_parent(write_shards):
     assert len(pids) == 2
     program.kill()
     program.wait()
-    end = time.monotonic() + 5
-    while any(state(pid) not in ("", "Z") for pid in pids) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert [pid for pid in pids if state(pid) not in ("", "Z")] == []
+    wait_until(lambda: not any(is_running(pid, None) for pid in pids), 5)
