@@ -72,13 +72,6 @@ def test_the_nearest_of_many_equal_neighbours_are_the_first(chunk):
     assert torch.equal(found, expected)
 
 
-def test_a_class_without_a_vote_is_never_right():
-    train, labels = torch.eye(3), torch.tensor([0, 1, 2])
-    found = accuracy(train, labels, train[:1], torch.tensor([2]), k=(1, 3), temperature=0.5)
-    assert found[1] == (0.0, 0.0)
-    assert found[3] == (0.0, 1.0)
-
-
 def test_scale_of_features_and_precision_settings_do_not_matter():
     train, val = images(1300), images(151, seed=1)
     expected = knn_accuracy(train, val, k=(20,))

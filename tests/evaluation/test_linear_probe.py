@@ -146,18 +146,6 @@ def test_each_rate_is_trained_as_alone_by_torch(masked):
         assert (heads.weight[number] - start[number]).abs().max() > 1e-3
 
 
-def test_what_the_mask_leaves_out_is_never_seen():
-    part = made_up(90, classes=4)
-    mask = torch.arange(90) % 3 > 0
-    weights = []
-    for shift in (0.0, 100.0):
-        heads = Heads(slice(0, 10), 4, [0.5], seed=0, device=CPU)
-        changed = LabelledFeatures(part.features + shift * ~mask[:, None], (part.labels + int(shift) * ~mask) % 4)
-        train([heads], changed, mask)
-        weights.append(heads.weight)
-    assert torch.equal(*weights)
-
-
 def test_initial_weights_are_small_equal_and_without_bias():
     heads = Heads(slice(0, 400), 50, [0.1, 0.2], seed=3, device=CPU)
     assert torch.equal(heads.weight[0], heads.weight[1])

@@ -49,14 +49,6 @@ def test_equally_similar_images_share_a_rank():
     assert retrieve(shuffled, None).mean_average_precision == pytest.approx(found, abs=1e-9)
 
 
-def test_a_small_ranking_by_hand():
-    gallery = LabelledFeatures(
-        torch.tensor([[1.0, 0.0], [1.0, 0.5], [1.0, 2.0], [0.0, 1.0]]), torch.tensor([0, 1, 0, 1])
-    )
-    query = LabelledFeatures(torch.tensor([[5.0, 0.0]]), torch.tensor([0]))
-    assert retrieve(gallery, query).mean_average_precision == pytest.approx((1 / 1 + 2 / 3) / 2)
-
-
 def test_a_query_without_a_relevant_image_is_left_out():
     gallery = made_up(80, 4, dim=6)
     gallery.labels[7] = 99
