@@ -35,10 +35,7 @@ def test_readable_shards_pass(tars: Path, form: str) -> None:
 @pytest.mark.parametrize(
     ("named", "said"),
     [
-        (
-            "b-{0..4}.tar",
-            "cannot read {0}/b-0.tar: No such file or directory. Check that this node sees its disk",
-        ),
+        ("b-{0..4}.tar", "cannot read {0}/b-0.tar: No such file or directory. Check that this node sees its disk"),
         ("a-{0..3}.tar", "cannot read {0}/a-3.tar: No such file or directory. Check that this node sees its disk"),
         ("b-*.tar", "no shard matches {0}/b-*.tar. Check the pattern, and that this node sees its disk"),
         ("empty.tar", "cannot read {0}/empty.tar: the file is empty. Check that this node sees its disk"),
@@ -63,7 +60,7 @@ def test_unreadable_shards_are_named(tars: Path, capsys: pytest.CaptureFixture[s
         (None, []),
     ],
 )
-def test_shards_of_a_settings_file(tmp_path: Path, data: object, found: list[str]) -> None:
+def test_shards_of_settings_and_flags(tmp_path: Path, data: object, found: list[str]) -> None:
     settings = {"data": data, "evaluation": {"train": "t.tar", "val": ["v.tar"]}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     file = ["--config", str(tmp_path / "config.yaml")]
@@ -72,9 +69,6 @@ def test_shards_of_a_settings_file(tmp_path: Path, data: object, found: list[str
     assert list(check_node.shard_patterns([*file, *flags])) == ["f.tar", "g.tar", "t.tar", "h.tar"]
     assert list(check_node.shard_patterns(["--output", str(tmp_path), "--resume"])) == [*found, "t.tar", "v.tar"]
     assert list(check_node.shard_patterns(["--output", str(tmp_path)])) == []
-
-
-def test_shards_of_an_evaluation() -> None:
     flags = ["--checkpoint", "run", "--train", "a.tar", "--train", "b.tar", "--val", '{"c.tar": 1.0}']
     assert list(check_node.shard_patterns(flags)) == ["a.tar", "b.tar", "c.tar"]
 
