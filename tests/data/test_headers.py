@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tessera.data.crops import CenterCrop
 from tessera.data.decode import ImageError, Picture, decode
 from tessera.data.headers import MAX_SIDE, MOST_SCANS, holds_all_pixels, read_jpeg
-from tessera.data.loader import evaluation_batches
 from tessera.data.maps import decode_map
-from tessera.data.shards import open_shards
 from tests.data.batches import chunk, png, saved, tiff
 from tests.data.shards.batches import train
 
@@ -153,13 +150,3 @@ def test_a_lack_of_memory_is_no_corrupt_image(monkeypatch):
     monkeypatch.setattr("tessera.data.decode.jpeg_decoder", lambda: fail)
     with pytest.raises(MemoryError):
         decode(JPEG)
-
-
-def test_a_shard_of_hostile_images_is_skipped_by_name(write_tar):
-    path = write_tar(
-        "h.tar", [*((f"{n}.png", one) for n, one in enumerate(list(HOSTILE.values())[:4])), ("z.jpg", JPEG)]
-    )
-    (batch,) = evaluation_batches(path, CenterCrop(8), 8, labels=False)
-    assert batch.keys == ["h.tar/z"]
-    assert [name.split(":")[0] for name in batch.skipped] == [f"h.tar/{n}" for n in range(4)]
-    assert open_shards(path).images == 5

@@ -247,21 +247,17 @@ def test_a_worker_survives_early_signals(write_shards, monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_training_batches_have_the_labels_of_their_samples(write_shards, workers):
-    batches = run(write_shards([10, 23, 1]), classes=34, workers=workers)
-    assert len(batches) == 7
-    for batch in batches:
-        assert batch.labels.tolist() == numbers(batch)  # label and pixels are the number of the sample
-        assert batch.labels.dtype == torch.int64
-
-
-def test_a_replaced_image_has_the_label_of_its_replacement(write_tar, png):
+def test_labels_are_those_of_the_images(write_tar, png, workers):
+    """Label and pixels are the number of the sample, also where images were replaced."""
     members = []
     for number in range(12):
         members += [(f"s{number:05d}.png", b"broken" if number % 3 == 0 else png(number))]
         members += [(f"s{number:05d}.cls", str(number).encode())]
-    for batch in run([write_tar("data-000000.tar", members)], classes=12, batch_size=4):
+    batches = run([write_tar("data-000000.tar", members)], classes=12, batch_size=4, workers=workers)
+    assert len(batches) == 7
+    for batch in batches:
         assert batch.labels.tolist() == numbers(batch)
+        assert batch.labels.dtype == torch.int64
         assert all(number % 3 for number in numbers(batch))
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ import pytest
 from tessera.data import batches, workers
 from tessera.data.workers import WorkerStates
 from tessera.runtime import preemption
+from tessera.runtime.machine import is_running
 from tests.data.shards.batches import evaluate, train
+from tests.launched import wait_until
 
 PROGRAM = """
 import multiprocessing, os, signal, sys, time
@@ -40,20 +43,18 @@ def children():
     return [int(pid) for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
 
 
-def state(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+def begun(batches):
+    """An iterator over batches, its first batch, and the processes of its workers."""
+    before = set(children())
+    iterator = iter(batches)
+    return iterator, next(iterator), sorted(set(children()) - before)
 
 
 def test_a_stopped_worker_is_named_while_waiting(write_shards, monkeypatch, caplog):
     monkeypatch.setattr(workers, "STALLED", 2)
     monkeypatch.setattr(preemption, "LONGEST_WAIT", 1.0)
-    before = set(children())
-    batches = iter(train(write_shards([20]), batch_size=4, seed=0, steps=1000, streams=2, workers=1))
-    next(batches)
-    (worker,) = set(children()) - before
+    loader = train(write_shards([20]), batch_size=4, seed=0, steps=1000, streams=2, workers=1)
+    batches, _, (worker,) = begun(loader)
     os.kill(worker, signal.SIGSTOP)
     try:
         start = time.monotonic()
@@ -73,34 +74,20 @@ def test_a_stopped_worker_is_named_while_waiting(write_shards, monkeypatch, capl
     assert f"worker 0 (process {worker}) is stopped" in caplog.text
 
 
-def test_an_evaluation_is_not_interrupted(write_shards, monkeypatch):
+@pytest.mark.parametrize("evaluation", [True, False])
+def test_a_worker_that_goes_on_gives_the_same_batches(write_shards, monkeypatch, evaluation):
+    """An evaluation also waits for it after a signal, which ends a training run."""
     monkeypatch.setattr(preemption, "LONGEST_WAIT", 0.0)
-    path = write_shards([40])
-    expected = [batch.keys for batch in evaluate(path, batch_size=4)]
-    before = set(children())
+    start = evaluate if evaluation else partial(train, seed=0, steps=12, streams=2)
+    shards = write_shards([40])
+    expected = [batch.keys for batch in start(shards, batch_size=4)]
     with preemption.listening():
-        os.kill(os.getpid(), signal.SIGTERM)
-        batches = iter(evaluate(path, batch_size=4, workers=1))
-        keys = [next(batches).keys]
-        (worker,) = set(children()) - before
+        if evaluation:
+            os.kill(os.getpid(), signal.SIGTERM)
+        batches, first, (worker,) = begun(start(shards, batch_size=4, workers=1))
         os.kill(worker, signal.SIGSTOP)
-        threading.Timer(3 * workers.POLL, os.kill, (worker, signal.SIGCONT)).start()
-        keys += [batch.keys for batch in batches]
-    assert keys == expected
-
-
-def test_a_worker_that_goes_on_gives_the_same_batches(write_shards):
-    settings = {"batch_size": 4, "seed": 0, "steps": 12, "streams": 2}
-    path = write_shards([20])
-    expected = [batch.keys for batch in train(path, **settings)]
-    before = set(children())
-    batches = iter(train(path, workers=1, **settings))
-    found = [next(batches).keys]
-    (worker,) = set(children()) - before
-    os.kill(worker, signal.SIGSTOP)
-    subprocess.Popen(["bash", "-c", f"sleep 2.5; kill -CONT {worker}"])
-    found += [batch.keys for batch in batches]
-    assert found == expected
+        threading.Timer(max(3 * workers.POLL, 2.5), os.kill, (worker, signal.SIGCONT)).start()
+        assert [first.keys, *(batch.keys for batch in batches)] == expected
 
 
 def test_workers_that_never_send_anything_end_the_run(write_shards, monkeypatch):
@@ -124,10 +111,8 @@ def test_workers_that_never_send_anything_end_the_run(write_shards, monkeypatch)
     ("number", "advice"), [(signal.SIGKILL, "short of memory. Use fewer --workers"), (signal.SIGSEGV, "lines above")]
 )
 def test_a_worker_that_dies_is_named(number, advice, write_shards):
-    before = set(children())
-    found = iter(train(write_shards([20]), batch_size=4, seed=0, steps=1000, streams=2, workers=2))
-    next(found)
-    worker = max(set(children()) - before)
+    loader = train(write_shards([20]), batch_size=4, seed=0, steps=1000, streams=2, workers=2)
+    found, _, (_, worker) = begun(loader)
     os.kill(worker, number)
     time.sleep(0.5)  # nothing is raised outside of the loader
     with pytest.raises(
@@ -157,7 +142,7 @@ def test_stopped_workers_do_not_change_the_exit_code(end, write_shards):
     done = subprocess.run([sys.executable, "-c", program, path], stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 75
     assert time.monotonic() - start < 20
-    assert [pid for pid in map(int, done.stdout.split()) if state(pid) not in ("", "Z")] == []
+    assert not any(is_running(pid, None) for pid in map(int, done.stdout.split()))
 
 
 def test_workers_outlive_signals_but_not_a_killed_parent(write_shards):
@@ -168,7 +153,4 @@ def test_workers_outlive_signals_but_not_a_killed_parent(write_shards):
     assert len(pids) == 2
     program.kill()
     program.wait()
-    end = time.monotonic() + 5
-    while any(state(pid) not in ("", "Z") for pid in pids) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert [pid for pid in pids if state(pid) not in ("", "Z")] == []
+    wait_until(lambda: not any(is_running(pid, None) for pid in pids), 5)

@@ -28,6 +28,15 @@ def save_encoder(path: Path, variant: str = "vit_micro", seed: int = 0, **settin
     return str(path)
 
 
+def made_up(images: int, seed: int = 0, dim: int = 10, classes: int = 5, spread: float = 1.0) -> LabelledFeatures:
+    """Return features around one centre for each class, which is the same for all seeds."""
+    rng = np.random.default_rng(seed)
+    centres = np.random.default_rng(0).normal(size=(classes, dim))
+    labels = rng.integers(0, classes, images)
+    features = centres[labels] + spread * rng.normal(size=(images, dim))
+    return LabelledFeatures(torch.from_numpy(features).float(), torch.from_numpy(labels))
+
+
 def knn_oracle(k: int) -> KNeighborsClassifier:
     """Return the weighted k-NN classifier of DINO."""
     votes: Any = lambda distance: np.exp((1 - distance) / 0.07)  # noqa: E731

@@ -1,4 +1,3 @@
-import json
 import statistics
 from typing import Any
 
@@ -11,7 +10,7 @@ from threadpoolctl import threadpool_limits
 from tessera.evaluation import few_shot
 from tessera.evaluation.few_shot import FewShotSettings, drawn, places_in_class, run
 from tessera.runtime.settings import validate
-from tests.evaluation.conftest import FAMILIES, knn_oracle, results_of_one_and_two_processes, save_encoder
+from tests.evaluation.conftest import knn_oracle, results_of_one_and_two_processes
 
 
 def settings(**changed: Any) -> FewShotSettings:
@@ -74,23 +73,14 @@ def test_accuracies_of_digits_are_those_of_scikit_learn(digits):
     assert rows[0]["knn"]["top1_std"] > 0
 
 
-@pytest.mark.parametrize("variant", FAMILIES)
-def test_the_command_works_for_every_family(shards, tmp_path, variant):
-    path = save_encoder(tmp_path / f"{variant}.safetensors", variant)
-    train, val = str(shards / "train-{0..1}.tar"), str(shards / "val-0.tar")
-    run(settings(checkpoint=path, train=train, val=val, shares=[10, 100], workers=0))
-    (file,) = tmp_path.glob(f"{variant}-few_shot-shards*-val-*.json")
-    found = json.loads(file.read_text())
-    assert [row["images"] for row in found["shares"]] == [3, 31]
-    assert found["top1"] == found["shares"][0]["logistic_regression"]["top1"]
-    assert found["settings"]["strength"] == 0.0025
-
-
 @pytest.mark.medium
 def test_two_processes_give_the_same(shards, tmp_path, free_port):
     options = {"checkpoint": "pixels", "image_size": 16, "workers": 0, "shares": [10, 30, 100]}
     options |= {"train": str(shards / "train-{0..1}.tar"), "val": str(shards / "val-0.tar")}
     one, two = results_of_one_and_two_processes(tmp_path, free_port, run, FewShotSettings, options)
+    assert [row["images"] for row in one["shares"]] == [3, 9, 31]
+    assert one["top1"] == one["shares"][0]["logistic_regression"]["top1"]
+    assert one["settings"]["strength"] == 0.0025
     for row in (*one["shares"], *two["shares"]):
         assert max(row.pop("iterations")) < 100  # rounding may cost an iteration
     same = ("top1", "top5", "shares", "train_images", "val_images", "classes", "data")

@@ -1,4 +1,5 @@
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,32 +9,28 @@ import torch.nn.functional as F
 from tessera.evaluation.features import EvaluationError, LabelledFeatures
 from tessera.evaluation.knn import KNNSettings, _nearest, _unpack, knn_accuracy, run
 from tessera.runtime.processes import exit_on_user_error
-from tests.evaluation.conftest import knn_oracle, save_encoder
+from tests.evaluation.conftest import knn_oracle, made_up, save_encoder
 from tests.launched import ROOT
 
 SHARED = ROOT.parent / "shared" / "data" / "cifar10"
+
+
+images = partial(made_up, dim=12, classes=7, spread=1.2)
 
 
 def accuracy(train, train_labels, val, val_labels, **protocol):
     return knn_accuracy(LabelledFeatures(train, train_labels), LabelledFeatures(val, val_labels), **protocol)
 
 
-def made_up(seed=0, bank=1300, scored=151, dim=12, classes=7):
-    rng = np.random.default_rng(seed)
-    centres = rng.normal(size=(classes, dim))
-    labels = [rng.integers(0, classes, n) for n in (bank, scored)]
-    features = [centres[y] + 1.2 * rng.normal(size=(len(y), dim)) for y in labels]
-    return [torch.from_numpy(x).float() for x in features], [torch.from_numpy(y) for y in labels]
-
-
 @pytest.mark.parametrize(("pass_size", "chunk"), [(1000, 2000), (40, 64), (7, 3), (90, 640)])
 def test_accuracy_is_that_of_scikit_learn_for_any_chunks(pass_size, chunk):
-    (train, val), (train_labels, val_labels) = made_up()
-    found = accuracy(train, train_labels, val, val_labels, k=(1, 20, 5), pass_size=pass_size, chunk=chunk)
+    train, val = images(1300), images(151, seed=1)
+    found = knn_accuracy(train, val, k=(1, 20, 5), pass_size=pass_size, chunk=chunk)
     assert list(found) == [1, 20, 5]
     for k, (top1, top5) in found.items():
-        chances = knn_oracle(k).fit(train.double().numpy(), train_labels.numpy()).predict_proba(val.double().numpy())
-        right = chances[np.arange(len(val)), val_labels.numpy()]
+        fitted = knn_oracle(k).fit(train.features.double().numpy(), train.labels.numpy())
+        chances = fitted.predict_proba(val.features.double().numpy())
+        right = chances[np.arange(151), val.labels.numpy()]
         ahead = (chances > right[:, None]).sum(1)
         assert top1 == np.mean((ahead < 1) & (right > 0))
         assert top5 == np.mean((ahead < 5) & (right > 0))
@@ -75,39 +72,32 @@ def test_the_nearest_of_many_equal_neighbours_are_the_first(chunk):
     assert torch.equal(found, expected)
 
 
-def test_a_class_without_a_vote_is_never_right():
-    train, labels = torch.eye(3), torch.tensor([0, 1, 2])
-    found = accuracy(train, labels, train[:1], torch.tensor([2]), k=(1, 3), temperature=0.5)
-    assert found[1] == (0.0, 0.0)
-    assert found[3] == (0.0, 1.0)
-
-
 def test_scale_of_features_and_precision_settings_do_not_matter():
-    (train, val), (train_labels, val_labels) = made_up(1)
-    expected = accuracy(train, train_labels, val, val_labels, k=(20,))
-    factors = torch.rand(len(train), 1) * 100 + 0.01
-    assert accuracy(train * factors, train_labels, val / 3, val_labels, k=(20,)) == expected
+    train, val = images(1300), images(151, seed=1)
+    expected = knn_accuracy(train, val, k=(20,))
+    factors = torch.rand(1300, 1) * 100 + 0.01
+    assert accuracy(train.features * factors, train.labels, val.features / 3, val.labels, k=(20,)) == expected
     torch.set_float32_matmul_precision("medium")
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            assert accuracy(train, train_labels, val, val_labels, k=(20,)) == expected
+            assert knn_accuracy(train, val, k=(20,)) == expected
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
 def test_what_cannot_be_scored_is_refused():
-    (train, val), (train_labels, val_labels) = made_up(bank=30)
-    for k, message in (((31,), "from 1 to 30"), ((0,), "from 1 to")):
+    train, val, nothing, broken = images(30), images(151, seed=1), images(0), images(151, seed=1)
+    broken.features[3, 2] = torch.nan
+    for scored, protocol, message in (
+        (val, {"k": (31,)}, "from 1 to 30"),
+        (val, {"k": (0,)}, "from 1 to"),
+        (val, {"k": (5,), "classes": 3}, r"less than `classes` \(3\)"),
+        (nothing, {"k": (5,)}, "Give at least one of each"),
+        (broken, {"k": (5,)}, "NaN or infinite"),
+    ):
         with pytest.raises(EvaluationError, match=message):
-            accuracy(train, train_labels, val, val_labels, k=k)
-    with pytest.raises(EvaluationError, match=r"less than `classes` \(3\)"):
-        accuracy(train, train_labels, val, val_labels, classes=3, k=(5,))
-    with pytest.raises(EvaluationError, match="Give at least one of each"):
-        accuracy(train, train_labels, val[:0], val_labels[:0], k=(5,))
-    val[3, 2] = torch.nan
-    with pytest.raises(EvaluationError, match="NaN or infinite"):
-        accuracy(train, train_labels, val, val_labels, k=(5,))
+            knn_accuracy(train, scored, **protocol)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from tessera.evaluation.linear_probe import (
 )
 from tessera.runtime.processes import exit_on_user_error, make_accelerator
 from tessera.runtime.settings import validate
-from tests.evaluation.conftest import results_of_one_and_two_processes, save_encoder
+from tests.evaluation.conftest import made_up, results_of_one_and_two_processes, save_encoder
 
 CPU = torch.device("cpu")
 
@@ -112,13 +112,6 @@ def test_crops_change_with_the_epoch_and_nothing_else():
         assert not torch.equal(crop(0, 3, 8), crop(*other))
 
 
-def made_up(images=90, dim=10, classes=4, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(classes, (images,), generator=generator)
-    centres = torch.randn(classes, dim, generator=generator)
-    return LabelledFeatures(centres[labels] + torch.randn(images, dim, generator=generator), labels)
-
-
 def train(heads, part, mask=None, epochs=3, batch_size=32):
     mask = torch.ones(len(part.labels), dtype=torch.bool) if mask is None else mask
     groups = [(heads, mask)]
@@ -127,7 +120,7 @@ def train(heads, part, mask=None, epochs=3, batch_size=32):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_each_rate_is_trained_as_alone_by_torch(masked):
-    part, rates, columns, epochs = made_up(), [0.01, 1.0, 5.0], slice(2, 9), 3
+    part, rates, columns, epochs = made_up(90, classes=4), [0.01, 1.0, 5.0], slice(2, 9), 3
     mask = torch.arange(90) % 4 > 0 if masked else torch.ones(90, dtype=torch.bool)
     heads = Heads(columns, 4, rates, seed=1, device=CPU)
     start = heads.weight.clone()
@@ -153,18 +146,6 @@ def test_each_rate_is_trained_as_alone_by_torch(masked):
         assert (heads.weight[number] - start[number]).abs().max() > 1e-3
 
 
-def test_what_the_mask_leaves_out_is_never_seen():
-    part = made_up()
-    mask = torch.arange(90) % 3 > 0
-    weights = []
-    for shift in (0.0, 100.0):
-        heads = Heads(slice(0, 10), 4, [0.5], seed=0, device=CPU)
-        changed = LabelledFeatures(part.features + shift * ~mask[:, None], (part.labels + int(shift) * ~mask) % 4)
-        train([heads], changed, mask)
-        weights.append(heads.weight)
-    assert torch.equal(*weights)
-
-
 def test_initial_weights_are_small_equal_and_without_bias():
     heads = Heads(slice(0, 400), 50, [0.1, 0.2], seed=3, device=CPU)
     assert torch.equal(heads.weight[0], heads.weight[1])
@@ -183,7 +164,7 @@ def test_every_epoch_is_another_permutation():
 
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_accuracy_counts_for_each_rate(chunk):
-    part = made_up(classes=8)
+    part = made_up(90, classes=8)
     heads = Heads(slice(0, 10), 8, [0.01, 2.0, math.inf], seed=0, device=CPU)
     train([heads], part)
     found = accuracy(heads, part, chunk)

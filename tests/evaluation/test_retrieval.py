@@ -7,15 +7,7 @@ from sklearn.metrics import average_precision_score
 
 from tessera.evaluation.features import EvaluationError, LabelledFeatures
 from tessera.evaluation.retrieval import RetrievalSettings, retrieve, run
-from tests.evaluation.conftest import FAMILIES, results_of_one_and_two_processes, save_encoder, write_shard
-
-
-def made_up(images, seed, dim=6, classes=5):
-    rng = np.random.default_rng(seed)
-    centres = np.random.default_rng(0).normal(size=(classes, dim))
-    labels = rng.integers(0, classes, images)
-    features = centres[labels] + rng.normal(size=(images, dim))
-    return LabelledFeatures(torch.from_numpy(features).float(), torch.from_numpy(labels))
+from tests.evaluation.conftest import FAMILIES, made_up, results_of_one_and_two_processes, save_encoder, write_shard
 
 
 def oracle(gallery, val=None):
@@ -36,7 +28,7 @@ def oracle(gallery, val=None):
 
 @pytest.mark.parametrize("cells", [2**25, 1000, 1])
 def test_precision_is_that_of_scikit_learn_for_any_chunks(cells):
-    gallery, val = made_up(300, 1), made_up(90, 2)
+    gallery, val = made_up(300, 1, dim=6), made_up(90, 2, dim=6)
     for scored in (val, None):
         found = retrieve(gallery, scored, cells=cells)
         expected, queries = oracle(gallery, scored)
@@ -57,16 +49,8 @@ def test_equally_similar_images_share_a_rank():
     assert retrieve(shuffled, None).mean_average_precision == pytest.approx(found, abs=1e-9)
 
 
-def test_a_small_ranking_by_hand():
-    gallery = LabelledFeatures(
-        torch.tensor([[1.0, 0.0], [1.0, 0.5], [1.0, 2.0], [0.0, 1.0]]), torch.tensor([0, 1, 0, 1])
-    )
-    query = LabelledFeatures(torch.tensor([[5.0, 0.0]]), torch.tensor([0]))
-    assert retrieve(gallery, query).mean_average_precision == pytest.approx((1 / 1 + 2 / 3) / 2)
-
-
 def test_a_query_without_a_relevant_image_is_left_out():
-    gallery = made_up(80, 4)
+    gallery = made_up(80, 4, dim=6)
     gallery.labels[7] = 99
     found = retrieve(gallery, None)
     expected, queries = oracle(gallery)

@@ -1,6 +1,5 @@
 """launch/accelerate_launch.py: exit codes and signals. The trainers are small scripts without torch."""
 
-import importlib
 import multiprocessing
 import os
 import signal
@@ -9,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tessera.launch import accelerate_launch
 
 # After a signal, saves for so many seconds. Or exits with its own code from a list.
 TRAINER = """
@@ -52,7 +52,7 @@ def _run_launcher(log: Path, arguments: list[str]) -> None:
     os.dup2(descriptor, 2)
     os.chdir(log.parent)
     sys.argv = ["accelerate_launch.py", *arguments]
-    importlib.import_module("tessera.launch.accelerate_launch").main()
+    accelerate_launch.main()
 
 
 def exit_code(launcher: BaseProcess) -> int | None:
@@ -93,11 +93,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., BaseProcess]]:
                 os.kill(pid, signal.SIGKILL)
 
 
-@pytest.fixture(scope="module")
-def module() -> ModuleType:
-    return importlib.import_module("tessera.launch.accelerate_launch")
-
-
 @pytest.mark.parametrize(
     ("codes", "asked", "expected"),
     [
@@ -125,10 +120,8 @@ def module() -> ModuleType:
         ([-10], None, 138),
     ],
 )
-def test_exit_codes_of_trainers_become_one(
-    module: ModuleType, codes: list[int], asked: signal.Signals | None, expected: int
-) -> None:
-    assert module.exit_code(codes, asked) == expected
+def test_exit_codes_of_trainers_become_one(codes: list[int], asked: signal.Signals | None, expected: int) -> None:
+    assert accelerate_launch.exit_code(codes, asked) == expected
 
 
 @pytest.mark.medium

@@ -63,7 +63,7 @@ def test_unreadable_shards_are_named(tars: Path, capsys: pytest.CaptureFixture[s
         (None, []),
     ],
 )
-def test_shards_of_a_settings_file(tmp_path: Path, data: object, found: list[str]) -> None:
+def test_shards_of_settings_and_flags(tmp_path: Path, data: object, found: list[str]) -> None:
     settings = {"data": data, "evaluation": {"train": "t.tar", "val": ["v.tar"]}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     file = ["--config", str(tmp_path / "config.yaml")]
@@ -72,9 +72,6 @@ def test_shards_of_a_settings_file(tmp_path: Path, data: object, found: list[str
     assert list(check_node.shard_patterns([*file, *flags])) == ["f.tar", "g.tar", "t.tar", "h.tar"]
     assert list(check_node.shard_patterns(["--output", str(tmp_path), "--resume"])) == [*found, "t.tar", "v.tar"]
     assert list(check_node.shard_patterns(["--output", str(tmp_path)])) == []
-
-
-def test_shards_of_an_evaluation() -> None:
     flags = ["--checkpoint", "run", "--train", "a.tar", "--train", "b.tar", "--val", '{"c.tar": 1.0}']
     assert list(check_node.shard_patterns(flags)) == ["a.tar", "b.tar", "c.tar"]
 

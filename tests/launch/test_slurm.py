@@ -61,10 +61,13 @@ def test_engines_of_this_project_have_names(slurm: Slurm, engine: list[str], fil
 
 
 def test_a_chain_waits_for_success(slurm: Slurm) -> None:
-    slurm.accepted("--gpus", "4", "--cpus", "40", "--after-pretraining", "probe,knn,few-shot,retrieval",
-                   "--partition=p", "--mem=1G", "--knn-flags=--k 20 --precision bf16",
-                   "--few-shot-flags=--shares 1,10", "--", "--seed", "3")  # fmt: skip
-    pretrain, probe, knn, few_shot, retrieval = slurm.submitted()
+    slurm.accepted(
+        "--gpus", "4", "--cpus", "40", "--partition=p", "--mem=1G", "--knn-flags=--k 20 --precision bf16",
+        "--after-pretraining", "probe,knn,few-shot,retrieval,segmentation,finetune", "--few-shot-flags=--shares 1,10",
+        "--segmentation-flags=--train scenes.tar --val=scenes-val.tar --classes 7", "--finetune-flags=--steps 5",
+        "--", "--seed", "3",
+    )  # fmt: skip
+    pretrain, probe, knn, few_shot, retrieval, segmentation, finetune = slurm.submitted()
     assert "--hold" in pretrain
     assert flags_of(pretrain)[-2:] == ["--seed", "3"]
     for argv, limit in zip((probe, knn, few_shot, retrieval), ("12", "02", "04", "02"), strict=True):
@@ -81,26 +84,11 @@ def test_a_chain_waits_for_success(slurm: Slurm) -> None:
     assert flags_of(knn) == ["knn", "--checkpoint", run, *shards, "--k", "20", "--precision", "bf16"]
     assert flags_of(few_shot) == ["few_shot", "--checkpoint", run, *shards, "--shares", "1,10"]
     assert flags_of(retrieval) == ["retrieval", "--checkpoint", run, *shards]
-    assert [call["argv"] for call in slurm.commands.calls("scontrol")] == [["release", "101"]]  # once all are there
-
-
-def test_an_evaluation_may_have_shards_of_its_own(slurm: Slurm) -> None:
-    slurm.accepted("--after-pretraining", "knn,segmentation",
-                   "--segmentation-flags=--train scenes.tar --val=scenes-val.tar --classes 7")  # fmt: skip
-    _, knn, segmentation = slurm.submitted()
-    run = str(slurm.folder / "run")
     own = ["--train", "scenes.tar", "--val=scenes-val.tar", "--classes", "7"]
     assert flags_of(segmentation) == ["segmentation", "--checkpoint", run, *own]
-    assert flags_of(knn) == ["knn", "--checkpoint", run, "--train", "a.tar", "--train", "b.tar", "--val", "v.tar"]
-
-
-def test_fine_tuning_follows_pretraining(slurm: Slurm) -> None:
-    slurm.accepted("--after-pretraining", "finetune", "--finetune-flags=--steps 5")
-    _, finetune = slurm.submitted()
-    assert "--dependency=afterok:101" in finetune
-    assert str(ROOT / "launch" / "pretrain.sbatch") in finetune
-    shards = ["--train", "a.tar", "--train", "b.tar", "--val", "v.tar"]
-    assert flags_of(finetune) == ["finetune", "--checkpoint", str(slurm.folder / "run"), *shards, "--steps", "5"]
+    assert flags_of(finetune) == ["finetune", "--checkpoint", run, *shards, "--steps", "5"]
+    assert {"--dependency=afterok:101", str(ROOT / "launch" / "pretrain.sbatch")} <= set(finetune)
+    assert [call["argv"] for call in slurm.commands.calls("scontrol")] == [["release", "101"]]  # once all are there
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

@@ -15,6 +15,7 @@ import pytest
 
 from tessera.runtime.lock import LockedError, Timing, locked
 from tessera.runtime.machine import is_running
+from tests.launched import wait_until
 
 QUICK = Timing(interval=0.05, timeout=0.6)
 PATIENT = Timing(interval=0.05, timeout=60)
@@ -67,8 +68,7 @@ def test_live_holders_are_named_and_killed_ones_replaced(tmp_path: Path, holder)
             pass
         assert time.monotonic() - began < PATIENT.timeout / 2  # at once, even on a busy machine
     os.kill(process.pid, signal.SIGKILL)  # not waited for: a zombie is dead, too
-    while is_running(process.pid, None):
-        time.sleep(0.01)
+    wait_until(lambda: not is_running(process.pid, None))
     began = time.monotonic()
     with locked(tmp_path, PATIENT):
         assert time.monotonic() - began < PATIENT.timeout / 2
@@ -155,9 +155,7 @@ def test_a_suspended_holder_ends_its_run(tmp_path: Path) -> None:
     told = []
     with locked(tmp_path, QUICK, told.append):
         later = elsewhere(tmp_path, number=2)
-        end = time.monotonic() + 20
-        while not told and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: told)
     assert told == [
         f"process 1 on node7, which started at then has taken over {tmp_path}, because this run was suspended"
     ]

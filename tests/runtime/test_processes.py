@@ -29,49 +29,31 @@ def test_runs_of_a_process_may_differ_in_precision():
         assert make_accelerator(mixed_precision=precision).mixed_precision == precision
 
 
-REPORT = "from tessera.runtime.processes import _launcher_set_threads; print(_launcher_set_threads())"
-# a launcher that sets the variable for its child, as `accelerate launch` and `torchrun` do
-LAUNCHER = f"""
-import os, subprocess, sys
-environment = {{**os.environ, "OMP_NUM_THREADS": "1"}}
-subprocess.run([sys.executable, "-c", {REPORT!r}], env=environment, check=True)
-"""
-
-
-def started(tmp_path: Path, name: str, flags: tuple[str, ...] = (), **variables: str) -> str:
-    """Return what a child of a launcher prints. The file of the launcher has the given name."""
-    script = tmp_path / f"{name}.py"
-    script.write_text(LAUNCHER)
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | variables
-    ran = subprocess.run(
-        [sys.executable, script, *flags],
-        cwd=ROOT, capture_output=True, text=True, env=environment, check=True,
-    )  # fmt: skip
-    return ran.stdout.strip()
+CORES = len(os.sched_getaffinity(0))
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]  # sets OMP_NUM_THREADS=1 if the user sets nothing
+OTHER = ["bash", "-c", 'OMP_NUM_THREADS=1 "$0" "$1"; exit', sys.executable]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc, which only Linux has")
-def test_the_number_of_threads_of_a_launcher_is_recognised(tmp_path: Path) -> None:
-    assert started(tmp_path, "accelerate_launch") == "True"
-    assert started(tmp_path, "accelerate_launch", OMP_NUM_THREADS="1") == "False"
-    assert started(tmp_path, "accelerate_launch", ("--num_cpu_threads_per_process", "1")) == "False"
-    assert started(tmp_path, "other") == "False"  # not a launcher
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc, which only Linux has")
-def test_accelerate_launch_computes_on_all_cores(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "chosen", "threads"),
+    [
+        (LAUNCH, {}, CORES - 1 if CORES > 2 else CORES),
+        (LAUNCH, {"OMP_NUM_THREADS": "1"}, 1),
+        ([*LAUNCH, "--num_cpu_threads_per_process", "1"], {}, 1),
+        (OTHER, {}, 1),
+    ],
+)
+def test_accelerate_launch_computes_on_all_cores(
+    tmp_path: Path, launcher: list[str], chosen: dict[str, str], threads: int
+) -> None:
     script = tmp_path / "script.py"
     script.write_text("from tessera.runtime.processes import make_accelerator\nmake_accelerator()\n"
                       "import torch\nprint('threads', torch.get_num_threads())")  # fmt: skip
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", script],
-        cwd=ROOT, capture_output=True, text=True, env=environment, check=True,
-    )  # fmt: skip
-    cores = len(os.sched_getaffinity(0))
-    assert f"threads {cores - 1 if cores > 2 else cores}\n" in ran.stdout
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | chosen
+    ran = subprocess.run([*launcher, script], cwd=ROOT, capture_output=True, text=True, env=environment, check=True)
+    assert f"threads {threads}\n" in ran.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,23 @@
 """Batches of shards with short arguments, and index files beside shards."""
 
 import hashlib
+import tarfile
 from pathlib import Path
 
 from tessera.data.crops import CenterCrop
-from tessera.data.loader import Reading, StreamConfig, evaluation_batches, training_batches
-from tessera.data.sampler import BatchSampler
 from tessera.data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
-from tessera.data.shards.source import DEFAULT
 from tessera.data.shards.tar import scan_tar
+from tests.data.batches import evaluation_batches, training_batches
 
 
-def train(shards, *, size=4, seed, workers=0, source=DEFAULT, block=None, window=1024, window_gb=8, **batches):
-    """Batches of a training run; `batches` are arguments of the batch sampler."""
-    stream = StreamConfig(block=block, window=window, window_gb=window_gb)
-    reading = Reading(workers=workers, source=source)
-    sampler = BatchSampler(**batches)
-    return training_batches(shards, CenterCrop(size), sampler, seed=seed, stream=stream, reading=reading)
+def train(shards, *, size=4, **settings):
+    """Batches of a training run."""
+    return training_batches(shards, CenterCrop(size), **{"window_gb": 8} | settings)
 
 
-def evaluate(shards, batch_size, *, workers=0, source=DEFAULT):
+def evaluate(shards, batch_size, **settings):
     """Batches of an evaluation."""
-    return evaluation_batches(shards, CenterCrop(4), batch_size, reading=Reading(workers=workers, source=source))
+    return evaluation_batches(shards, CenterCrop(4), batch_size=batch_size, **settings)
 
 
 def keys(index):
@@ -46,3 +42,14 @@ def add_index(paths, counts, tables=False, labelled=True, **facts):
 
 def sha256(path):
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def header(name, size, kind=b"0", format=tarfile.GNU_FORMAT):
+    """Header of a member of a tar, with any name of at most 100 bytes and any size."""
+    info = tarfile.TarInfo("x")
+    info.size, info.type = size, kind
+    raw = bytearray(info.tobuf(format))
+    raw[: len(name)] = name
+    raw[148:156] = b" " * 8
+    raw[148:156] = b"%06o\0 " % sum(raw[:512])
+    return bytes(raw)

@@ -14,19 +14,10 @@ from tessera.data.check_shards import main as check_shards
 from tessera.data.shards import ShardError, open_shards, tars
 from tessera.data.shards.open import shard_at
 from tessera.data.shards.tar import Headers, is_header, is_member, scan_tar, split_name
+from tests.data.shards.batches import header
 from tests.data.shards.servers import Server
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
-
-
-def header(name, size, kind=b"0", format=tarfile.GNU_FORMAT):
-    info = tarfile.TarInfo("x")
-    info.size, info.type = size, kind
-    raw = bytearray(info.tobuf(format))
-    raw[: len(name)] = name
-    raw[148:156] = b" " * 8
-    raw[148:156] = b"%06o\0 " % sum(raw[:512])
-    return bytes(raw)
 
 
 def padded(content):

@@ -11,8 +11,6 @@ from tessera.data.shards import ShardError, Source, expand, open_shards, open_so
 from tessera.data.shards.source import SourceConfig
 from tests.data.shards.batches import train
 
-SHARED = Path(__file__).parents[3].parent / "shared" / "data"
-
 
 def test_patterns(write_shards, tmp_path, monkeypatch):
     paths = write_shards([1] * 12)
@@ -166,22 +164,8 @@ def test_sources_of_a_mixture(write_shards):
     assert int(sources[1].sizes.sum()) == os.path.getsize(paths[1]) + os.path.getsize(paths[2])
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="the shared real images are not on this machine")
-def test_real_shards():
-    shards = open_shards(SHARED / "imagenet-sample" / "imagenet-sample-{000000..000003}.tar")
-    assert shards.images == shards.labelled.sum() == 492
-    classes = set()
-    for number in range(shards.images):
-        assert shards.image(number).startswith(b"\xff\xd8\xff")
-        classes.add(shards.label(number))
-    assert len(classes) == 492
-    packed = open_shards(SHARED / "cifar10" / "cifar10-test-000000.tar.gz")
-    assert np.bincount([packed.label(sample) for sample in range(2500)]).tolist() == [250] * 10
-
-
-@pytest.mark.skipif(not SHARED.exists(), reason="the shared real images are not on this machine")
-def test_images_before_a_position_are_not_read(monkeypatch):
-    shards = SHARED / "imagenet-sample" / "imagenet-sample-{000000..000003}.tar"
+def test_images_before_a_position_are_not_read(write_shards, monkeypatch):
+    shards = write_shards([100, 90, 3])
     read, decoded = [], []
     image, picture = Source.image, dataset.Picture
     monkeypatch.setattr(Source, "image", lambda one, number: (read.append(number), image(one, number))[1])

@@ -4,11 +4,12 @@ import multiprocessing
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from tessera.data.tools.command import spread
+from tessera.runtime.machine import is_running
+from tests.launched import wait_until
 
 
 def test_results_of_all_tasks():
@@ -38,15 +39,8 @@ def test_workers_end_with_the_command(tmp_path):
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
-    while len(list(tmp_path.glob("[0-9]*"))) < 2:
-        time.sleep(0.01)
+    wait_until(lambda: len(list(tmp_path.glob("[0-9]*"))) == 2)
     workers = [int(path.name) for path in tmp_path.glob("[0-9]*")]
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    deadline = time.monotonic() + 5
-    while any(Path(f"/proc/{worker}").exists() for worker in workers):
-        state = [Path(f"/proc/{w}/stat").read_text().split()[2] for w in workers if Path(f"/proc/{w}").exists()]
-        if set(state) <= {"Z"}:
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(is_running(worker, None) for worker in workers), 5)
