@@ -14,12 +14,7 @@ import yaml
 from tessera import encoders
 from tessera.pretrain.run import main
 from tests.launched import TINY, records
-
-
-def losses(output: Path) -> dict[int, float]:
-    found = [(r["step"], r["loss"]) for r in records(output) if "loss" in r]
-    assert len(dict(found)) == len(found), "a step stands twice"
-    return dict(found)
+from tests.pretrain.small import losses
 
 
 @pytest.mark.slow
