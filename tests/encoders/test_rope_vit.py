@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import timm
 import torch
 from torch import Tensor
 
@@ -94,45 +93,6 @@ def test_swiglu_and_masked_key_bias_are_the_formulas():
     linear = scramble(MaskedKeyBiasLinear(12, 18))
     bias = linear.bias.double() * torch.tensor([1.0] * 6 + [0.0] * 6 + [1.0] * 6)
     torch.testing.assert_close(linear(x).double(), x.double() @ linear.weight.double().T + bias, **CLOSE)
-
-
-TIMM: dict[str, Any] = {
-    "embed_dim": 48,
-    "depth": 3,
-    "num_heads": 3,
-    "patch_size": 8,
-    "img_size": 32,
-    "global_pool": "token",
-}
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "settings"),
-    [
-        ("vit_small_patch16_dinov3_qkvb", {}, {}),
-        ("vit_small_patch16_dinov3", {}, {"qkv_bias": False}),
-        ("vit_small_plus_patch16_dinov3_qkvb", {}, {"mlp": "swiglu"}),
-        ("vit_small_plus_patch16_dinov3", {"swiglu_align_to": 64}, {"swiglu_multiple": 64, "qkv_bias": False}),
-        (
-            "vit_small_patch16_dinov3_qkvb",
-            {"global_pool": "avg", "num_reg_tokens": 0},
-            {"pool": "mean", "registers": 0},
-        ),
-    ],
-)
-@torch.no_grad()
-def test_it_equals_timm_at_three_sizes(model, options, settings):
-    if "plus" in model:
-        options, settings = options | {"mlp_ratio": 8 / 3}, settings | {"mlp": "swiglu"}
-    oracle = scramble(timm.create_model(model, num_classes=0, **TIMM | options))
-    encoder = small(**settings)
-    report = load_weights(encoder, oracle.state_dict())
-    assert report.fresh == ["rope_embed.periods"]
-    for size in ((32, 32), (24, 40), (64, 48)):
-        images = images_of(2, 3, *size)
-        tokens, features = oracle.forward_features(images), encoder(images)
-        torch.testing.assert_close(features.tokens, tokens[:, oracle.num_prefix_tokens :].flatten(0, 1), **CLOSE)
-        torch.testing.assert_close(features.pooled, oracle.forward_head(tokens, pre_logits=True), **CLOSE)
 
 
 def of_transformers(**options) -> Any:

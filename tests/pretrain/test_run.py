@@ -42,28 +42,6 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(launch, tmp_path: P
 
 
 @pytest.mark.slow
-def test_one_process_equals_two_and_accumulation(launch, tmp_path: Path) -> None:
-    tiny = [*TINY, "--encoder.drop_path", "0.2"]
-    plain = [*tiny, "--dino.batch_norm", "true"]
-    runs = {
-        "one": launch([*plain, "--output", str(tmp_path / "one")]),
-        "two": launch([*plain, "--output", str(tmp_path / "two")], processes=2),
-    }
-    alone = [*tiny, "--dino.batch_norm", "false"]
-    for run in runs.values():
-        log = run.wait()
-        assert "encoder:" in log
-        assert "Warning" not in log
-    launch([*alone, "--output", str(tmp_path / "plain")]).wait()
-    launch([*alone, "--accumulate", "2", "--output", str(tmp_path / "accumulated")]).wait()
-    for a, b in (("one", "two"), ("plain", "accumulated")):
-        first, second = losses(tmp_path / a), losses(tmp_path / b)
-        assert sorted(first) == sorted(second) == list(range(1, 13))
-        for step in first:
-            assert second[step] == pytest.approx(first[step], rel=1e-5, abs=1e-5), (a, b, step)
-
-
-@pytest.mark.slow
 def test_run_folder_is_as_documented(launch, tmp_path: Path) -> None:
     output = tmp_path / "run"
     log = launch([*TINY, "--output", str(output), "--evaluate_every", "6", "--optim.lr", "4e-3"], direct=False).wait()
@@ -170,18 +148,3 @@ def test_dry_run_of_a_method_that_sums_over_processes(launch, tmp_path: Path) ->
 def test_what_cannot_work_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert main([*TINY, "--dry_run", *arguments]) == 2
     assert message in re.sub(r"\s+", " ", capsys.readouterr().err)
-
-
-@pytest.mark.slow
-def test_a_folder_with_another_run_and_another_encoder_are_refused(launch, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    launch([*TINY, "--steps", "2", "--output", str(output)]).wait()
-    before = sorted(p for p in output.rglob("*") if p.is_file())
-    refused = launch([*TINY, "--output", str(output)])
-    log = refused.wait()
-    assert "holds another run" in log
-    assert refused.process.returncode == 2
-    assert "Traceback" not in log
-    log = launch(["--output", str(output), "--resume", "--encoder.depth", "3"]).wait()
-    assert "encoder.depth is 2 in the checkpoint and 3 in this run" in re.sub(r"\s+", " ", log)
-    assert sorted(p for p in output.rglob("*") if p.is_file()) == before

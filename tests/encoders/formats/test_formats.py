@@ -22,6 +22,7 @@ IN_TIMM: list[tuple[str, dict[str, Any]]] = [
     ("vit_small", {"classes": 5, "image_size": (24, 45), "mask_token": True}),
     ("vit_small", {"classes": 5, "distillation_token": True}),
     ("vit_small", {"positions": "sincos", "patch_size": 4, "image_size": 16}),
+    ("vit_small", {"mlp": "swiglu", "layer_scale": 0.5, "norm_eps": 1e-6}),
     ("vit_small", {"qk_scale": 0.25}),  # heads are 16 wide: this is the usual factor
     ("rope_vit_small", {"mlp": "swiglu", "registers": 2}),
     ("rope_vit_small", {"qkv_bias": False, "pool": "mean", "channels": 2}),
@@ -36,6 +37,10 @@ IN_TIMM: list[tuple[str, dict[str, Any]]] = [
     ("swin_tiny", {"mlp_ratio": 2.7, "qkv_bias": False}),
     ("swin_tiny", {"window_size": 7, "image_size": 56}),
     ("twins_svt_small", {"channels": 1, "image_size": (64, 96), "window_size": (8, 2), "mask_token": True}),
+    (
+        "twins_svt_small",
+        {"window_size": (6, 2), "reductions": (3, 1), "mlp_ratios": (2.0, 3.0), "channels": 5, "image_size": (96, 48)},
+    ),
     ("twins_svt_small", TWO),
     ("twins_svt_small", FIVE),
 ]
@@ -51,14 +56,19 @@ def tokens_of(model: Any, images: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, -2)
 
 
+BEFORE_NORMS = ("patch_embed", "pos_embed", "cls_token", "attn.proj", "attn.sr", "pos_block", "fc2", "lin2", "neck.0")
+"""Weights whose outputs go into a norm."""
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3], ids=["", "epsilon counts"])
 @pytest.mark.parametrize(("variant", "settings"), IN_TIMM)
 @torch.no_grad()
-def test_timm_gives_the_same_features(variant, settings, tmp_path):
+def test_timm_gives_the_same_features(variant, settings, scale, tmp_path):
+    """Also with variances of about 1e-6 before each norm."""
     encoder = small(variant, **settings)
-    if variant == "sam_vit_b":
-        for weight in (encoder.patch_embed.proj.weight, encoder.patch_embed.proj.bias, encoder.pos_embed):
-            if weight is not None:
-                weight *= 1e-2  # so that the epsilon of the first norm counts
+    for weight_name, weight in encoder.named_parameters():
+        if any(part in weight_name for part in BEFORE_NORMS) and "norm" not in weight_name:
+            weight *= scale
     name, options, state = format_of(encoder).to_timm(encoder)
     torch.save(state, tmp_path / "weights.pth")
     model = timm.create_model(name, checkpoint_path=str(tmp_path / "weights.pth"), **options).eval()
@@ -70,6 +80,10 @@ def test_timm_gives_the_same_features(variant, settings, tmp_path):
     torch.testing.assert_close(
         encoder.logits(images) if "classes" in settings else features.pooled, model(images), **CLOSE
     )
+    if hasattr(encoder, "pyramid"):
+        maps = model.forward_intermediates(images, norm=True, intermediates_only=True)
+        for ours, theirs in zip(encoder.pyramid(images), maps, strict=True):
+            torch.testing.assert_close(ours, theirs, **CLOSE)
     again = small(variant, **settings)
     load_weights(again, model.state_dict(), "ours")
     torch.testing.assert_close(again(images).tokens, features.tokens, rtol=1e-6, atol=1e-6)

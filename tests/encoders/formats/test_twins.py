@@ -24,9 +24,12 @@ TIMM: dict[str, Any] = {
     "wss": (4, 4),
 }
 TIMM |= {"mlp_ratios": (4, 4)}
-THEIRS: dict[str, Any] = {"s1_emb_dim": 12, "s2_emb_dim": 20, "s3_emb_dim": 24, "s4_emb_dim": 36, "s1_patch_size": 2}
-THEIRS |= {"s1_local_patch_size": 4, "s2_local_patch_size": 4, "s3_local_patch_size": 2, "s3_depth": 1, "s4_depth": 1}
-THEIRS |= {"s1_global_k": 4, "s2_global_k": 2, "s3_global_k": 2, "s4_global_k": 2}
+THEIRS: dict[str, Any] = {
+    "s1_emb_dim": 12, "s2_emb_dim": 20, "s3_emb_dim": 24, "s4_emb_dim": 36, "s1_patch_size": 2,
+    "s1_local_patch_size": 4, "s2_local_patch_size": 4, "s3_local_patch_size": 2,
+    "s1_global_k": 4, "s2_global_k": 2, "s3_global_k": 2, "s4_global_k": 1,
+    "s2_depth": 2, "s3_depth": 1, "s4_depth": 2,
+}  # fmt: skip
 
 
 def timm_twins(**options) -> Any:
@@ -67,15 +70,19 @@ def test_weights_of_vit_pytorch(source, head):
     assert report.left_out == ["layers.6.weight", "layers.6.bias"] * head
     assert (set(report.used), report.fresh, report.resized) == (set(encoder.state_dict()), [], [])
     images = images_of(2, 3, 64, 128)
-    torch.testing.assert_close(encoder(images).pooled, model(images), **CLOSE)
+    features, maps = encoder(images), model.layers[:4](images)
+    torch.testing.assert_close(features.pooled, model(images), **CLOSE)
+    torch.testing.assert_close(features.tokens, maps.flatten(2).transpose(1, 2).flatten(0, 1), **CLOSE)
+    for stage, ours in enumerate(encoder.pyramid(images), start=1):
+        torch.testing.assert_close(ours, model.layers[:stage](images), **CLOSE)
 
 
 def test_description_of_vit_pytorch_and_of_unknown_heads():
     assert formats.describe(vit_pytorch_twins().state_dict()) == {
         "variant": "twins_svt_vit_pytorch",
         "dims": (12, 20, 24, 36),
-        "depths": (1, 1, 1, 1),
-        "reductions": (4, 2, 2, 2),
+        "depths": (1, 2, 1, 2),
+        "reductions": (4, 2, 2, 1),
         "patch_size": 2,
     }
     with pytest.raises(ValueError, match="The number of heads is unknown"):
@@ -127,7 +134,7 @@ def test_messages_say_what_would_fit():
     with pytest.raises(
         ValueError, match=r'has layout="meituan".* encoder has layout="vit_pytorch".* Build twins_svt_small'
     ):
-        load_weights(other(), build("twins_svt_small", depths=(1, 1, 1, 1)).state_dict())
+        load_weights(other(), build("twins_svt_small", depths=(1, 2, 1, 2)).state_dict())
     same_sizes = build("twins_svt_vit_pytorch", dims=(32, 64), depths=(2, 2)).state_dict()
     with pytest.raises(ValueError, match=r'has layout="vit_pytorch".* Build twins_svt_vit_pytorch, dims=\(32, 64\)'):
         load_weights(small(), same_sizes)

@@ -210,15 +210,6 @@ def test_published_weights_are_a_teacher(tmp_path: Path) -> None:
     torch.testing.assert_close(features.tokens, wanted[:, 1:].flatten(0, 1), rtol=1e-4, atol=1e-5)
 
 
-def test_a_run_folder_is_a_teacher(tmp_path: Path) -> None:
-    path = save_teacher(tmp_path)
-    checkpoint = tmp_path / "run" / "checkpoints" / "latest"
-    checkpoint.mkdir(parents=True)
-    for ending in (".safetensors", ".json"):
-        path.with_suffix(ending).rename(checkpoint / f"encoder{ending}")
-    assert load_teacher(str(tmp_path / "run"), 16).encoder.dim == 20
-
-
 def test_signs_of_collapse_name_the_flag_of_their_term(tmp_path: Path) -> None:
     method, batch = make(save_teacher(tmp_path))
     for term in ("pooled", "token"):
