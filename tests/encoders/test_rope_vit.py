@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera import encoders
 from tessera.encoders import build, load_weights
 from tessera.encoders.blocks import MaskedKeyBiasLinear, SwiGLU, rotate, swiglu_width
 from tessera.encoders.images import Mask, pack
@@ -288,18 +287,3 @@ def test_class_scores_with_rotary_positions():
     scores, distilled = encoder.train().logits(images)
     torch.testing.assert_close(scores, encoder.head(encoder(images).pooled), **CLOSE)
     assert distilled.shape == (2, 5)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"heads": 8}, "multiple of 4, not 6"),
-        ({"rope_shift": -1.0}, "rope_shift must be at least 0"),
-        ({"rope_rescale": 0.5}, "rope_rescale is the largest factor"),
-        ({"rope_coordinates": "both"}, "rope_coordinates of rope_vit_small must be one of separate, max, min"),
-        ({"mlp": "relu"}, "mlp of rope_vit_small must be one of gelu, swiglu"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(settings, message):
-    with pytest.raises(encoders.EncoderError, match=message):
-        build("rope_vit_small", **SMALL | settings)

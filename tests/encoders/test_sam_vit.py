@@ -107,22 +107,6 @@ def test_positions_take_one_tensor_of_all_pairs():
     assert bias._base.shape == (2, 3, 5, 7, 5, 7)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"heads": 5}, "dim. of 48 does not split into 5 heads"),
-        ({"image_size": (24, 3)}, "24 x 3 pixels is smaller than a patch of 4"),
-        ({"global_blocks": (1, 3)}, r"block indices from 0 to 2, not \(1, 3\)"),
-        ({"window_size": -1}, "window_size must be at least 0"),
-        ({"depth": 0}, "depth must be at least 1"),
-        ({"out_dim": 0}, "out_dim must be at least 1"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        SAMViT(**SMALL | settings)
-
-
 @torch.no_grad()
 def test_the_neck_follows_the_last_block():
     encoder, images = small(), images_of(2, 3, 24, 36)

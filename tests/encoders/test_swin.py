@@ -190,17 +190,3 @@ def test_initial_values():
         assert weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert encoder.mask_token.std().item() == pytest.approx(0.02, rel=0.3)
     assert not any(layer.bias.any() for layer in (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"heads": (2,)}, "depths has 2 entries, and heads has 1. Give one entry per stage"),
-        ({"heads": (2, 5)}, "width 48 of stage 2 does not split into 5 heads"),
-        ({"depths": (2, 0)}, "depths must be at least 1, not 0"),
-        ({"window_size": 0}, "window_size must be at least 1"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Swin(**SMALL | settings)

@@ -164,23 +164,6 @@ def test_initial_values_are_those_of_the_published_code():
     assert not block.attn.kv.bias.any()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"heads": 5}, "24 does not split into 5 heads"),
-        ({"depths": (1, 2)}, "depths has 2 entries, but dims defines 3 stages"),
-        ({"reductions": (4, 0, 1)}, "reductions must be at least 1, not 4, 0, 1"),
-        ({"dims": (), "depths": (), "heads": 1, "mlp_ratios": 2.0, "reductions": 1}, "dims must be at least 1"),
-        ({"patch_size": 0}, "patch_size must be at least 1"),
-        ({"head_dim": 0}, "head_dim must be at least 1"),
-        ({"image_size": (24, 0)}, "image_size must be at least 1, not 24, 0"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Twins(**SMALL | settings)
-
-
 def test_a_pyramid_of_other_channels_is_refused():
     with pytest.raises(ValueError, match="build the encoder with channels=N"):
         small().pyramid(images_of(2, 2, 24, 24))

@@ -142,22 +142,6 @@ def test_initial_values_are_those_of_dino_and_of_mae():
     assert not dino.blocks[0].mlp.fc1.bias.any()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"heads": 5}, "dim. of 48 does not split into 5 heads"),
-        ({"head_dim": 0}, "head_dim must be at least 1"),
-        ({"class_token": False}, "class_token=False needs pool"),
-        ({"representation_size": 8}, "needs classes"),
-        ({"image_size": (32, 7)}, "32 x 7 pixels is smaller than a patch of 8"),
-        ({"depth": 0}, "depth must be at least 1"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        ViT(**SMALL | settings)
-
-
 def test_class_scores_need_classes():
     with pytest.raises(ValueError, match="classes=N"):
         small().logits(images_of(2, 3, 32, 32))

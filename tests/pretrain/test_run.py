@@ -13,6 +13,7 @@ import yaml
 
 from tessera import encoders
 from tessera.pretrain.run import main
+from tessera.runtime.machine import is_running
 from tests.launched import TINY, records
 from tests.pretrain.small import losses
 
@@ -96,23 +97,14 @@ def test_when_one_process_dies_the_other_stops_within_a_minute(launch, tmp_path:
     output = tmp_path / "run"
     run = launch([*TINY, "--steps", "100000", "--output", str(output)], processes=2)
     run.wait_for(lambda: (output / "metrics.jsonl").exists() and len(records(output)) > 2)
-    trainers = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _is_trainer(int(pid), run.process.pid)]
+    trainers = run.children()
     assert len(trainers) == 2
     os.kill(trainers[1], signal.SIGKILL)
     killed = time.monotonic()
     run.process.wait(60)
     assert time.monotonic() - killed < 60
     assert run.process.returncode != 0
-    assert not any(_is_trainer(pid, run.process.pid) for pid in trainers)
-
-
-def _is_trainer(pid: int, launcher: int) -> bool:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        command = Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return False
-    return int(fields[1]) == launcher and fields[0] != "Z" and "run.py" in command
+    assert not any(is_running(pid, None) for pid in trainers)
 
 
 @pytest.mark.slow

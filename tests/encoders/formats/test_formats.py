@@ -1,5 +1,6 @@
 """What the weight format of every family promises: into timm, from its own weights, and described by them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tessera.encoders import WeightsError, build, load_weights
 from tessera.encoders.formats.checkpoint import format_of
 from tests.encoders.helpers import CLOSE, SMALL, images_of, small
 
+State = dict[str, Any]
 FIVE = {"depths": (2,) * 5, "dims": (32,) * 5, "heads": 1, "reductions": 1, "window_size": 2, "image_size": 128}
 TWO = {name: value if name == "image_size" or value in (1, 2) else value[:2] for name, value in FIVE.items()}
 IN_TIMM: list[tuple[str, dict[str, Any]]] = [
@@ -246,3 +248,59 @@ def test_weights_are_described_by_their_variant(variant, settings):
     if variant.startswith("navit"):  # its tables say how many rows and columns, also of a square
         again.settings["image_size"] = encoder.settings["image_size"]
     assert again.settings == encoder.settings
+
+
+def without(name: str) -> Callable[[State], State]:
+    return lambda state: {key: tensor for key, tensor in state.items() if key != name}
+
+
+def beside(**tensors: Any) -> Callable[[State], State]:
+    return lambda state: state | {key.replace("__", "."): tensor for key, tensor in tensors.items()}
+
+
+UNRECOGNISED = "format of the weights is not recognised. Known formats: a ViT"
+REFUSED: list[tuple[str, dict[str, Any], Callable[[State], State], str]] = [
+    *((variant, {}, beside(extra__weight=torch.ones(2)), "Unknown to the encoder: extra.weight") for variant in SMALL),
+    ("vit_small", {}, without("blocks.1.norm2.bias"), "Missing from the checkpoint: blocks.1.norm2.bias"),
+    ("vit_small", {}, beside(backbone__extra=torch.ones(2)), "Unknown to the encoder: extra"),
+    ("vit_small", {"classes": 9}, without("head.bias"), "Missing from the checkpoint: head.bias"),
+    ("vit_small", {}, without("pos_embed"), "Missing from the checkpoint: pos_embed"),
+    ("vit_small", {}, beside(norm__bias=torch.ones(2)), r"norm.bias \(2,\), not \(48,\)"),
+    ("vit_small", {}, without("patch_embed.proj.weight"), UNRECOGNISED),
+    ("vit_small", {}, beside(epoch=3), "has no state dict where source"),
+    ("twins_svt_small", {}, without("blocks.1.0.norm2.bias"), "Missing from the checkpoint: blocks.1.0.norm2.bias"),
+    ("twins_svt_small", {}, without("patch_embeds.0.proj.weight"), "Missing from the .*: patch_embeds.0.proj.weight"),
+    ("twins_svt_small", {}, beside(norm__bias=torch.ones(2)), r"norm.bias \(2,\), not \(64,\)"),
+    ("twins_svt_small", {}, without("blocks.0.0.attn.qkv.weight"), UNRECOGNISED),
+    ("sam_vit_b", {}, without("neck.2.weight"), "Missing from the checkpoint: neck.2.weight"),
+    ("sam_vit_b", {}, without("pos_embed"), "Missing from the checkpoint: pos_embed. .*absolute_positions"),
+    ("sam_vit_b", {}, without("patch_embed.proj.weight"), UNRECOGNISED),
+    ("sam_vit_b", {}, beside(norm__bias=torch.ones(2)), "Unknown to the encoder: norm.bias"),
+]
+
+
+@pytest.mark.parametrize(("variant", "settings", "change", "message"), REFUSED)
+def test_weights_that_do_not_fit_change_nothing(variant, settings, change, message):
+    encoder, state = small(variant, **settings), small(variant, **settings).state_dict()
+    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    with pytest.raises(WeightsError, match=message):
+        load_weights(encoder, change(state))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dim": 48}, r"build an encoder with dim=24, depths=\(2, 2, 3\), heads=\(1, 2, 4\) with patch_size=4"),
+        ({"depths": (2, 2, 2)}, r"This encoder has width 24, depths \(2, 2, 2\)"),
+        ({"depths": (2, 2), "heads": (1, 2)}, "build an encoder with dim=24"),
+        ({"heads": (2, 4, 8)}, r"heads \(1, 2, 4\) and patches of 4"),
+        ({"patch_size": 2}, "with patch_size=4"),
+        ({"mlp_ratio": 2.0}, "Encoder settings to look at: mlp_ratio"),
+        ({"qkv_bias": False}, "Encoder settings to look at: qkv_bias"),
+        ({"patch_norm": False}, "Encoder settings to look at: patch_norm"),
+    ],
+)
+def test_messages_say_which_swin_would_fit(settings, message):
+    with pytest.raises(WeightsError, match=message):
+        load_weights(small("swin_tiny", **settings), small("swin_tiny").state_dict())
