@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,22 +16,21 @@ from tessera.encoders.randomness import random_keys
 from tessera.encoders.rope import RotaryPositions
 from tessera.encoders.vit import ViT
 from tests.encoders import helpers
-from tests.encoders.helpers import images_of, mask_of, same, scramble
+from tests.encoders.helpers import images_of, same, scramble
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 SMALL = helpers.SMALL["rope_vit_small"]
 small = partial(helpers.small, "rope_vit_small")
 
 
-def naive_angles(grid: tuple[int, int], periods: Tensor, coordinates: str = "separate") -> Tensor:
-    """The angles of each patch, (N, d / 2) float64, patch by patch."""
+def naive_angles(grid, periods: Tensor, coordinates: str = "separate", factor=(1, 1), shift=(0, 0)) -> Tensor:
+    """The angles of each patch, (N, d / 2) float64, patch by patch. Coordinates are shifted, then scaled."""
     h, w = grid
     sides = {"separate": (h, w), "max": (max(h, w),) * 2, "min": (min(h, w),) * 2}[coordinates]
     rows = []
-    for i in range(h):
-        for j in range(w):
-            places = [2 * (i + 0.5) / sides[0] - 1, 2 * (j + 0.5) / sides[1] - 1]
-            rows.append([2 * math.pi * place / float(period) for place in places for period in periods])
+    for place in product(range(h), range(w)):
+        places = [(2 * (place[k] + 0.5) / sides[k] - 1 + float(shift[k])) * float(factor[k]) for k in range(2)]
+        rows.append([2 * math.pi * at / float(period) for at in places for period in periods])
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -61,18 +61,9 @@ def test_rotations_are_the_formula(grid, coordinates):
 def test_random_coordinates_are_shifted_then_scaled():
     rope = RotaryPositions(16, 2)
     factors, shifts = torch.tensor([[0.5, 2.0], [1.5, 0.7]]), torch.tensor([[0.1, -0.2], [0.0, 0.3]])
-    tables = rope.table((3, 4), factors, shifts)
-    for table, factor, shift in zip(tables, factors.double(), shifts.double(), strict=True):
-        angles = []
-        for i in range(3):
-            for j in range(4):
-                places = [
-                    (2 * (i + 0.5) / 3 - 1 + shift[0]) * factor[0],
-                    (2 * (j + 0.5) / 4 - 1 + shift[1]) * factor[1],
-                ]
-                angles.append([2 * math.pi * float(place) / float(p) for place in places for p in rope.periods])
-        expected = torch.tensor(angles, dtype=torch.float64)
-        torch.testing.assert_close(table.double(), torch.stack([expected.sin(), expected.cos()]), rtol=0, atol=4e-6)
+    for table, factor, shift in zip(rope.table((3, 4), factors, shifts), factors, shifts, strict=True):
+        angles = naive_angles((3, 4), rope.periods, factor=factor, shift=shift)
+        torch.testing.assert_close(table.double(), torch.stack([angles.sin(), angles.cos()]), rtol=0, atol=4e-6)
 
 
 def test_swiglu_and_masked_key_bias_are_the_formulas():
@@ -251,34 +242,6 @@ def test_a_vit_with_rotary_positions_is_a_rope_vit():
     plain = build("vit_small", **SMALL, positions="rope", **alike).eval()
     plain.load_state_dict(rope.state_dict())
     assert same(plain(images), rope(images))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"pool": "all", "class_token": False, "registers": 0},
-        {"pool": "mean", "distillation_token": True},
-        {"head_dim": 20, "qk_norm": True, "patch_norm": True},
-        {"cls_norm": True, "registers": 0, "mlp": "swiglu"},
-    ],
-)
-@torch.no_grad()
-def test_all_settings_of_a_vit_combine_with_rotary_positions(settings):
-    """Packed, and with hidden tokens dropped, each image gets the features that it gets alone."""
-    encoder, views = small(**settings), [images_of(2, 3, 24, 40), images_of(1, 3, 32, 16)]
-    packed = pack(views, 8)
-    mask = mask_of(packed.grids, [3, 9, 2])
-    for drop in (False, True):
-        found = encoder(packed, mask, drop=True) if drop else encoder(packed)
-        hidden = mask.hidden.split(packed.lengths.tolist())
-        alone = []
-        for image, own in zip((image[None] for view in views for image in view), hidden, strict=True):
-            one = Mask.from_hidden(own, encoder.grids(image))
-            alone.append(encoder(image, one, drop=True) if drop else encoder(image))
-        torch.testing.assert_close(found.pooled, torch.cat([f.pooled for f in alone]), **CLOSE)
-        torch.testing.assert_close(found.tokens, torch.cat([f.tokens for f in alone]), **CLOSE)
-    if settings.get("pool") == "all":  # the mean of all normed tokens
-        torch.testing.assert_close(found.pooled[2], alone[2].tokens.mean(0), **CLOSE)
 
 
 @torch.no_grad()
