@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tessera.encoders import build
 from tessera.encoders.swin import VARIANTS, Swin, make_windows
-from tests.encoders.helpers import CLOSE, first_input, images_of, mask_of, scramble
+from tests.encoders.helpers import CLOSE, first_input, images_of, scramble
 
 EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-10}  # in float64
 SMALL: dict[str, Any] = {
@@ -105,32 +105,6 @@ def test_stages_equal_the_formula_pixel_by_pixel(size, window, strength):
         torch.testing.assert_close(features.tokens.unflatten(0, (2, -1))[image], tokens, **EXACT)
         torch.testing.assert_close(features.pooled[image], tokens.mean(0), **EXACT)
         assert features.grids[image].tolist() == list(expected[1].shape[:2])
-
-
-@torch.no_grad()
-def test_masked_images_equal_transformers():
-    swin = pytest.importorskip("transformers.models.swin", reason="transformers is not installed")
-    size = {"embed_dim": 24, "depths": (2, 3), "num_heads": (2, 4), "window_size": 4, "patch_size": 2, "image_size": 32}
-    oracle = scramble(swin.SwinModel(swin.SwinConfig(**size, use_absolute_embeddings=True), use_mask_token=True))
-    encoder = Swin(**SMALL | {"image_size": 32}, absolute_positions=True, mask_token=True).eval()
-    renamed = "embeddings.patch_embeddings.projection=patch_embed.proj embeddings.norm=patch_embed.norm embeddings.= "
-    renamed += "position_embeddings=absolute_pos_embed encoder.= relative_position_bias.relative=relative o_proj=proj "
-    renamed += "layernorm_before=norm1 layernorm_after=norm2 layernorm.=norm. q_proj=qkv attention.=attn."
-    weights, state = oracle.state_dict(), {}
-    for name, tensor in weights.items():
-        if "q_proj" in name:
-            tensor = torch.cat([weights[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")])
-        for pair in renamed.split():
-            name = name.replace(*pair.split("="))
-        state[name] = tensor[0] if name == "mask_token" else tensor
-    encoder.load_state_dict({name: tensor for name, tensor in state.items() if "_proj" not in name})
-    images = images_of(2, 3, 32, 32)
-    mask = mask_of(encoder.grids(images), 30)
-    patches = mask.hidden.view(2, 8, 8).repeat_interleave(2, 1).repeat_interleave(2, 2)
-    result = oracle(images, bool_masked_pos=patches.flatten(1))
-    features = encoder(images, mask)
-    torch.testing.assert_close(features.tokens, result.last_hidden_state.flatten(0, 1), **CLOSE)
-    torch.testing.assert_close(features.pooled, result.pooler_output, **CLOSE)
 
 
 def test_windows_that_are_alike_need_no_mask():

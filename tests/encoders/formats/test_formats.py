@@ -32,6 +32,7 @@ IN_TIMM: list[tuple[str, dict[str, Any]]] = [
     ("sam_vit_b", {"norm_eps": 1e-5, "qkv_bias": False, "mlp_ratio": 2.0, "channels": 2}),
     ("sam_vit_b", {"image_size": (33, 20), "mask_token": True}),
     ("sam_vit_b", {"window_size": 0}),
+    ("sam_vit_b", {"window_size": 3}),  # of 6 tokens a side, which windows of 4 do not divide
     ("sam_vit_b", {"relative_positions": False, "out_dim": 7}),
     ("sam_vit_b", {"absolute_positions": False, "global_blocks": (0, 2)}),
     ("swin_tiny", {"window_size": 8, "image_size": (32, 64)}),
