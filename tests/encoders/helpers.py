@@ -28,7 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "swin_tiny": {"dim": 24, "depths": (2, 2, 3), "heads": (1, 2, 4), "window_size": 4, "image_size": 64},
     "twins_svt_small": {"dims": (32, 64), "depths": (2, 2), "heads": (1, 2), "reductions": (2, 1), "window_size": 4},
     "twins_svt_vit_pytorch": {
-        "dims": (12, 20, 24, 36), "depths": (1, 1, 1, 1), "window_size": (4, 4, 2, 7), "reductions": (4, 2, 2, 2),
+        "dims": (12, 20, 24, 36), "depths": (1, 2, 1, 2), "window_size": (4, 4, 2, 7), "reductions": (4, 2, 2, 1),
         "patch_size": 2,
     },
     "navit_small": {

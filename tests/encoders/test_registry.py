@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tessera.encoders import VARIANTS, EncoderError, build, family, supported
+from tests.encoders.helpers import small
 from tests.launched import ROOT
 
 
@@ -55,6 +56,50 @@ def test_settings_of_a_wrong_kind_are_refused(name, value):
 def test_settings_without_effect_and_unknown_choices_are_refused(variant, settings, message):
     with pytest.raises(EncoderError, match=message):
         build(variant, **settings)
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings", "message"),
+    [
+        ("vit_small", {"heads": 5}, "dim. of 48 does not split into 5 heads"),
+        ("vit_small", {"head_dim": 0}, "head_dim must be at least 1"),
+        ("vit_small", {"class_token": False}, "class_token=False needs pool"),
+        ("vit_small", {"representation_size": 8}, "needs classes"),
+        ("vit_small", {"image_size": (32, 7)}, "32 x 7 pixels is smaller than a patch of 8"),
+        ("vit_small", {"depth": 0}, "depth must be at least 1"),
+        ("rope_vit_small", {"heads": 8}, "multiple of 4, not 6"),
+        ("rope_vit_small", {"rope_shift": -1.0}, "rope_shift must be at least 0"),
+        ("rope_vit_small", {"rope_rescale": 0.5}, "rope_rescale is the largest factor"),
+        ("rope_vit_small", {"rope_coordinates": "both"}, "rope_coordinates of .* must be one of separate, max, min"),
+        ("rope_vit_small", {"mlp": "relu"}, "mlp of rope_vit_small must be one of gelu, swiglu"),
+        ("sam_vit_b", {"heads": 5}, "dim. of 48 does not split into 5 heads"),
+        ("sam_vit_b", {"image_size": (24, 3)}, "24 x 3 pixels is smaller than a patch of 4"),
+        ("sam_vit_b", {"global_blocks": (1, 3)}, r"block indices from 0 to 2, not \(1, 3\)"),
+        ("sam_vit_b", {"window_size": -1}, "window_size must be at least 0"),
+        ("sam_vit_b", {"depth": 0}, "depth must be at least 1"),
+        ("sam_vit_b", {"out_dim": 0}, "out_dim must be at least 1"),
+        ("swin_tiny", {"heads": (2,)}, "depths has 3 entries, and heads has 1. Give one entry per stage"),
+        ("swin_tiny", {"heads": (2, 5, 4)}, "width 48 of stage 2 does not split into 5 heads"),
+        ("swin_tiny", {"depths": (2, 0, 1)}, "depths must be at least 1, not 0"),
+        ("swin_tiny", {"window_size": 0}, "window_size must be at least 1"),
+        ("twins_svt_small", {"heads": 5}, "32 does not split into 5 heads"),
+        ("twins_svt_small", {"depths": (1, 2, 1)}, "depths has 3 entries, but dims defines 2 stages"),
+        ("twins_svt_small", {"reductions": (4, 0)}, "reductions must be at least 1, not 4, 0"),
+        ("twins_svt_small", {"dims": (), "depths": (), "heads": 1, "reductions": 1}, "dims must be at least 1"),
+        ("twins_svt_small", {"patch_size": 0}, "patch_size must be at least 1"),
+        ("twins_svt_small", {"head_dim": 0}, "head_dim must be at least 1"),
+        ("twins_svt_small", {"image_size": (24, 0)}, "image_size must be at least 1, not 24, 0"),
+        ("navit_small", {"head_dim": None, "heads": 5}, "48 does not split into 5 heads. .* set head_dim"),
+        ("navit_small", {"head_dim": 0}, "head_dim must be at least 1, not 0"),
+        ("navit_small", {"depth": 0}, "depth must be at least 1, not 0"),
+        ("navit_small", {"token_drop": 1.0}, "token_drop is a fraction .* less than 1, not 1.0"),
+        ("navit_small", {"token_drop_full": -0.1}, "token_drop_full is a fraction .* less than 1, not -0.1"),
+        ("navit_small", {"image_size": (3, 16)}, "3 x 16 pixels is smaller than a patch of 4"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(variant, settings, message):
+    with pytest.raises(EncoderError, match=message):
+        small(variant, **settings)
 
 
 def test_supported_settings_are_those_that_the_variant_takes():

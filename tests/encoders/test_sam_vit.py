@@ -25,49 +25,6 @@ def small(**settings) -> Any:
     return scramble(SAMViT(**SMALL | settings))
 
 
-def state_of_transformers(oracle: torch.nn.Module) -> dict[str, torch.Tensor]:
-    theirs = "patch_embed.projection layers. layer_norm1 layer_norm2 neck.conv1 neck.norm1 neck.conv2 neck.norm2"
-    ours = "patch_embed.proj blocks. norm1 norm2 neck.0 neck.1 neck.2 neck.3"
-    state = {}
-    for name, tensor in oracle.state_dict().items():
-        for old, new in zip(theirs.split(), ours.split(), strict=True):
-            name = name.replace(old, new)
-        state[name] = tensor
-    return state
-
-
-def transformers_sam(**settings) -> Any:
-    sam = pytest.importorskip("transformers.models.sam.modeling_sam", reason="transformers is not installed")
-    size = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "output_channels": 20}
-    size |= {"patch_size": 4, "image_size": 24, "window_size": 4, "global_attn_indexes": [1]}
-    config = sam.SamVisionConfig(**size | settings)
-    config._attn_implementation = "eager"
-    return scramble(sam.SamVisionModel(config)).vision_encoder
-
-
-@pytest.mark.parametrize(
-    ("settings", "ours", "size"),
-    [
-        ({}, {}, 24),  # 6 tokens a side in windows of 4: filled up to 8
-        ({"window_size": 3}, {"window_size": 3}, 24),  # windows divide
-        ({"window_size": 0}, {"window_size": 0}, 24),
-        ({"qkv_bias": False, "mlp_dim": 96}, {"qkv_bias": False, "mlp_ratio": 2.0}, 24),
-        ({"use_rel_pos": False}, {"relative_positions": False}, 24),
-        ({"use_abs_pos": False}, {"absolute_positions": False}, 24),
-    ],
-)
-@torch.no_grad()
-def test_map_equals_transformers(settings, ours, size):
-    oracle, encoder = transformers_sam(**settings), SAMViT(**SMALL | ours).eval()
-    encoder.load_state_dict(state_of_transformers(oracle))
-    images = images_of(2, 3, size, size)
-    expected = oracle(images).last_hidden_state
-    torch.testing.assert_close(encoder.feature_map(images), expected, **CLOSE)
-    features = encoder(images)
-    torch.testing.assert_close(features.tokens, expected.permute(0, 2, 3, 1).flatten(0, 2), **CLOSE)
-    torch.testing.assert_close(features.pooled, expected.mean((2, 3)), **CLOSE)
-
-
 @pytest.mark.parametrize("size", [(24, 24), (20, 36), (8, 60), (4, 4), (37, 29)])
 @torch.no_grad()
 def test_relative_tables_serve_other_sizes_as_published(size):
@@ -105,22 +62,6 @@ def test_positions_take_one_tensor_of_all_pairs():
     assert bias.shape == (2, 3, 35, 35)
     assert bias.is_contiguous()
     assert bias._base.shape == (2, 3, 5, 7, 5, 7)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"heads": 5}, "dim. of 48 does not split into 5 heads"),
-        ({"image_size": (24, 3)}, "24 x 3 pixels is smaller than a patch of 4"),
-        ({"global_blocks": (1, 3)}, r"block indices from 0 to 2, not \(1, 3\)"),
-        ({"window_size": -1}, "window_size must be at least 0"),
-        ({"depth": 0}, "depth must be at least 1"),
-        ({"out_dim": 0}, "out_dim must be at least 1"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        SAMViT(**SMALL | settings)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.state import AcceleratorState, GradientState
 
 from tests.launched import Launched
 
@@ -20,6 +21,16 @@ class Together:
         """Wait for the end of all runs, which must succeed."""
         log = self.launched.wait(1800)
         assert self.launched.process.returncode == 0, log[-5000:]
+
+
+@pytest.fixture
+def fresh_engine() -> Iterator[None]:
+    """Begin and end without the settings of accelerate, which keeps them for the whole process."""
+    for after in (False, True):
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        if not after:
+            yield
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.base import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import Section
+from tests.launched import records
 from tests.ranks import on_processes  # noqa: F401, tests of other folders import it from here
 from tests.teachers import small_settings
 
@@ -59,6 +60,13 @@ def arguments(method: str, variant: str, output: Path, *more: str) -> list[str]:
     if "drop_path" in inspect.signature(encoders.family(variant)).parameters:
         chosen["--encoder.drop_path"] = "0"
     return [*(word for pair in chosen.items() for word in pair), *more]
+
+
+def losses(output: Path) -> dict[int, float]:
+    """Return the loss of each step of a run."""
+    found = [(record["step"], record["loss"]) for record in records(output) if "loss" in record]
+    assert len(dict(found)) == len(found), "a step stands twice"
+    return dict(found)
 
 
 def settings(name: str = "dino") -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tessera.pretrain.methods import METHODS
 from tests.pretrain.small import SECTIONS, STEPS, make, saver
 
 
-@pytest.fixture(params=["dino", "dinov2", "dinov3", "mae"])
+@pytest.fixture(params=METHODS)
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, dict[str, torch.Tensor]]:
     """Return a run folder with two checkpoints, the method's name, and the tensors of the newer checkpoint."""
     accelerator, engine = make(0, request.param)
@@ -40,33 +40,26 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-PARTS = {
-    ("dino", "encoder"): "teacher.encoder.",
-    ("dino", "student"): "student.encoder.",
-    ("dino", "teacher"): "teacher.encoder.",
-    ("dinov2", "encoder"): "teacher.encoder.",
-    ("dinov2", "student"): "student.encoder.",
-    ("dinov2", "teacher"): "teacher.encoder.",
-    ("dinov3", "encoder"): "teacher.encoder.",
-    ("dinov3", "student"): "student.encoder.",
-    ("dinov3", "teacher"): "teacher.encoder.",
-    ("mae", "encoder"): "encoder.",
-}
+def prefixes(held: dict[str, torch.Tensor]) -> dict[str, str]:
+    """The encoders of a method: the part that an export calls them, and the start of the names of their tensors."""
+    if any(name.startswith("encoder.") for name in held):
+        return {"encoder": "encoder."}
+    return {"encoder": "teacher.encoder.", "student": "student.encoder.", "teacher": "teacher.encoder."}
 
 
 def test_an_encoder_is_one_for_everything_that_takes_encoders(run, tmp_path: Path) -> None:
     folder, name, held = run
     for chosen in ("encoder", "student", "teacher"):
         output = tmp_path / f"{chosen}.safetensors"
-        if (name, chosen) not in PARTS:
-            with pytest.raises(ValueError, match=f"MAE has no {chosen}. Use --part encoder"):
+        if chosen not in prefixes(held):
+            with pytest.raises(ValueError, match=f"{METHODS[name].__name__} has no {chosen}. Use --part encoder"):
                 export.export(folder, output, chosen)
             assert not output.exists()
             continue
         said = export.export(folder, output, chosen)
         assert f"{chosen} of {name} after 6 steps" in said
         loaded = encoders.load(output)
-        assert equal(dict(loaded.state_dict()), part(held, PARTS[name, chosen]))
+        assert equal(dict(loaded.state_dict()), part(held, prefixes(held)[chosen]))
         other = encoders.build(**loaded.settings)
         encoders.load_weights(other, output)  # as --init_from does
         assert equal(dict(other.state_dict()), dict(loaded.state_dict()))
@@ -77,7 +70,7 @@ def test_an_encoder_is_one_for_everything_that_takes_encoders(run, tmp_path: Pat
         assert same, ending
     older = tmp_path / "older.safetensors"
     export.export(folder / "checkpoints" / "step-00000003", older)
-    before = {n: t - 1 for n, t in part(held, PARTS[name, "encoder"]).items()}
+    before = {n: t - 1 for n, t in part(held, prefixes(held)["encoder"]).items()}
     torch.testing.assert_close(load_file(older), before, rtol=0, atol=1e-5)
 
 
@@ -95,11 +88,8 @@ def test_a_whole_method_goes_on_where_it_was(run, tmp_path: Path) -> None:
     assert equal(dict(method.state_dict()), held)
     assert equal(dict(export.load(output).state_dict()), held)
     assert output.stat().st_mode & 0o777 == 0o666 & ~_mask()
-    if name != "mae":
+    if "center" in held:
         assert held["center"].abs().min() > 0
-        assert {"center", "student.head.last_layer.weight_v", "teacher.head.mlp.0.weight"} <= load_file(output).keys()
-    else:
-        assert "decoder.pred.weight" in load_file(output)
     output.with_suffix(".json").unlink()
     with pytest.raises(ValueError, match=r"and method\.json are not an exported method"):
         export.load(output)

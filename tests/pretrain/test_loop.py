@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import GradientState
 from torch import Tensor, nn
 
 from tessera import encoders
@@ -31,19 +29,11 @@ from tessera.pretrain.monitoring.recorder import Recorder
 from tessera.pretrain.optim import ema
 from tessera.pretrain.resolve import make_accelerator, resolve
 from tessera.runtime import preemption
+from tests.ranks import on_processes
 from tests.views import batch_of
 
 MOMENTUM = 0.9
-
-
-@pytest.fixture(autouse=True)
-def fresh_engine() -> Iterator[None]:
-    """accelerate keeps its settings for the whole process: each test begins without any."""
-    for state in (AcceleratorState, GradientState):
-        state._reset_state(*([True] if state is AcceleratorState else []))
-    yield
-    for state in (AcceleratorState, GradientState):
-        state._reset_state(*([True] if state is AcceleratorState else []))
+pytestmark = pytest.mark.usefixtures("fresh_engine")
 
 
 class Root(torch.autograd.Function):
@@ -356,12 +346,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         assert manifest.wrong_sizes(path) == manifest.wrong_checksums(path) == []
 
 
-def _process(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )  # fmt: skip
+def _process(rank: int, folder: str) -> None:
     config = settings("--steps", "3", "--accumulate", "2")
     run = make(Faulty(config), config, Path(folder))
     if rank == 0:
@@ -385,7 +370,7 @@ def _process(rank: int, port: int, folder: str) -> None:
 
 @pytest.mark.medium
 def test_nan_on_one_of_two_processes_is_skipped_on_both(tmp_path: Path, free_port: int) -> None:
-    mp.start_processes(_process, (free_port, str(tmp_path)), nprocs=2, start_method="forkserver")
+    on_processes(_process, free_port, str(tmp_path))
     (snapshots, last, rank_of_all), (others, other_last, other_rank) = (
         torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
     )

@@ -13,13 +13,9 @@ import yaml
 
 from tessera import encoders
 from tessera.pretrain.run import main
+from tessera.runtime.machine import is_running
 from tests.launched import TINY, records
-
-
-def losses(output: Path) -> dict[int, float]:
-    found = [(r["step"], r["loss"]) for r in records(output) if "loss" in r]
-    assert len(dict(found)) == len(found), "a step stands twice"
-    return dict(found)
+from tests.pretrain.small import losses
 
 
 @pytest.mark.slow
@@ -44,28 +40,6 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(launch, tmp_path: P
     knn = [{r["step"]: r["knn_top1"] for r in records(f) if "knn_top1" in r} for f in (whole, broken)]
     assert knn[0] == knn[1]
     assert sorted(knn[0]) == [0, 12]
-
-
-@pytest.mark.slow
-def test_one_process_equals_two_and_accumulation(launch, tmp_path: Path) -> None:
-    tiny = [*TINY, "--encoder.drop_path", "0.2"]
-    plain = [*tiny, "--dino.batch_norm", "true"]
-    runs = {
-        "one": launch([*plain, "--output", str(tmp_path / "one")]),
-        "two": launch([*plain, "--output", str(tmp_path / "two")], processes=2),
-    }
-    alone = [*tiny, "--dino.batch_norm", "false"]
-    for run in runs.values():
-        log = run.wait()
-        assert "encoder:" in log
-        assert "Warning" not in log
-    launch([*alone, "--output", str(tmp_path / "plain")]).wait()
-    launch([*alone, "--accumulate", "2", "--output", str(tmp_path / "accumulated")]).wait()
-    for a, b in (("one", "two"), ("plain", "accumulated")):
-        first, second = losses(tmp_path / a), losses(tmp_path / b)
-        assert sorted(first) == sorted(second) == list(range(1, 13))
-        for step in first:
-            assert second[step] == pytest.approx(first[step], rel=1e-5, abs=1e-5), (a, b, step)
 
 
 @pytest.mark.slow
@@ -123,23 +97,14 @@ def test_when_one_process_dies_the_other_stops_within_a_minute(launch, tmp_path:
     output = tmp_path / "run"
     run = launch([*TINY, "--steps", "100000", "--output", str(output)], processes=2)
     run.wait_for(lambda: (output / "metrics.jsonl").exists() and len(records(output)) > 2)
-    trainers = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _is_trainer(int(pid), run.process.pid)]
+    trainers = run.children()
     assert len(trainers) == 2
     os.kill(trainers[1], signal.SIGKILL)
     killed = time.monotonic()
     run.process.wait(60)
     assert time.monotonic() - killed < 60
     assert run.process.returncode != 0
-    assert not any(_is_trainer(pid, run.process.pid) for pid in trainers)
-
-
-def _is_trainer(pid: int, launcher: int) -> bool:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        command = Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return False
-    return int(fields[1]) == launcher and fields[0] != "Z" and "run.py" in command
+    assert not any(is_running(pid, None) for pid in trainers)
 
 
 @pytest.mark.slow
@@ -175,18 +140,3 @@ def test_dry_run_of_a_method_that_sums_over_processes(launch, tmp_path: Path) ->
 def test_what_cannot_work_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert main([*TINY, "--dry_run", *arguments]) == 2
     assert message in re.sub(r"\s+", " ", capsys.readouterr().err)
-
-
-@pytest.mark.slow
-def test_a_folder_with_another_run_and_another_encoder_are_refused(launch, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    launch([*TINY, "--steps", "2", "--output", str(output)]).wait()
-    before = sorted(p for p in output.rglob("*") if p.is_file())
-    refused = launch([*TINY, "--output", str(output)])
-    log = refused.wait()
-    assert "holds another run" in log
-    assert refused.process.returncode == 2
-    assert "Traceback" not in log
-    log = launch(["--output", str(output), "--resume", "--encoder.depth", "3"]).wait()
-    assert "encoder.depth is 2 in the checkpoint and 3 in this run" in re.sub(r"\s+", " ", log)
-    assert sorted(p for p in output.rglob("*") if p.is_file()) == before

@@ -14,14 +14,11 @@ from pathlib import Path
 import pytest
 
 from tessera.data.demo import demo_shards
-from tests.launched import ROOT, TINY, Launched, records
+from tests.launched import ROOT, TINY, Launched
+from tests.pretrain.small import losses
 
 KILLS = 2
 STEPS = 30
-
-
-def losses(output: Path) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in records(output) if "loss" in record}
 
 
 def kill(run: Launched, rng: random.Random, longest: float) -> None:

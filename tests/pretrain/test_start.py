@@ -45,6 +45,8 @@ def test_student_teacher_and_heads_go_on(name: str, tmp_path: Path) -> None:
             assert torch.equal(own[key], tensor), key
         if key.startswith("teacher.encoder."):  # a Gram teacher starts from the teacher
             assert torch.equal(own[key.replace("teacher.encoder.", "gram_teacher.")], tensor), key
+        if ".head." in key and name == "dinov2":  # both heads start from the shared one
+            assert torch.equal(own[key.replace(".head.", ".ibot_head.")], tensor), key
 
 
 @pytest.mark.parametrize("name", ["dino", "nothing"])

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
 from tessera.data.batch import Batch
 from tessera.pretrain.checkpoints import resume
@@ -14,14 +13,7 @@ from tessera.runtime import preemption
 from tests.pretrain.small import on_processes
 from tests.pretrain.test_loop import Faulty, make, raw, settings
 
-
-@pytest.fixture(autouse=True)
-def fresh_engine() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_engine")
 
 
 def batches(rank: int, interrupted: int | None, last: int) -> Iterator[Batch]:

@@ -1,5 +1,6 @@
 """What the weight format of every family promises: into timm, from its own weights, and described by them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tessera.encoders import WeightsError, build, load_weights
 from tessera.encoders.formats.checkpoint import format_of
 from tests.encoders.helpers import CLOSE, SMALL, images_of, small
 
+State = dict[str, Any]
 FIVE = {"depths": (2,) * 5, "dims": (32,) * 5, "heads": 1, "reductions": 1, "window_size": 2, "image_size": 128}
 TWO = {name: value if name == "image_size" or value in (1, 2) else value[:2] for name, value in FIVE.items()}
 IN_TIMM: list[tuple[str, dict[str, Any]]] = [
@@ -22,6 +24,7 @@ IN_TIMM: list[tuple[str, dict[str, Any]]] = [
     ("vit_small", {"classes": 5, "image_size": (24, 45), "mask_token": True}),
     ("vit_small", {"classes": 5, "distillation_token": True}),
     ("vit_small", {"positions": "sincos", "patch_size": 4, "image_size": 16}),
+    ("vit_small", {"mlp": "swiglu", "layer_scale": 0.5, "norm_eps": 1e-6}),
     ("vit_small", {"qk_scale": 0.25}),  # heads are 16 wide: this is the usual factor
     ("rope_vit_small", {"mlp": "swiglu", "registers": 2}),
     ("rope_vit_small", {"qkv_bias": False, "pool": "mean", "channels": 2}),
@@ -29,6 +32,7 @@ IN_TIMM: list[tuple[str, dict[str, Any]]] = [
     ("sam_vit_b", {"norm_eps": 1e-5, "qkv_bias": False, "mlp_ratio": 2.0, "channels": 2}),
     ("sam_vit_b", {"image_size": (33, 20), "mask_token": True}),
     ("sam_vit_b", {"window_size": 0}),
+    ("sam_vit_b", {"window_size": 3}),  # of 6 tokens a side, which windows of 4 do not divide
     ("sam_vit_b", {"relative_positions": False, "out_dim": 7}),
     ("sam_vit_b", {"absolute_positions": False, "global_blocks": (0, 2)}),
     ("swin_tiny", {"window_size": 8, "image_size": (32, 64)}),
@@ -36,6 +40,10 @@ IN_TIMM: list[tuple[str, dict[str, Any]]] = [
     ("swin_tiny", {"mlp_ratio": 2.7, "qkv_bias": False}),
     ("swin_tiny", {"window_size": 7, "image_size": 56}),
     ("twins_svt_small", {"channels": 1, "image_size": (64, 96), "window_size": (8, 2), "mask_token": True}),
+    (
+        "twins_svt_small",
+        {"window_size": (6, 2), "reductions": (3, 1), "mlp_ratios": (2.0, 3.0), "channels": 5, "image_size": (96, 48)},
+    ),
     ("twins_svt_small", TWO),
     ("twins_svt_small", FIVE),
 ]
@@ -51,14 +59,19 @@ def tokens_of(model: Any, images: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, -2)
 
 
+BEFORE_NORMS = ("patch_embed", "pos_embed", "cls_token", "attn.proj", "attn.sr", "pos_block", "fc2", "lin2", "neck.0")
+"""Weights whose outputs go into a norm."""
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3], ids=["", "epsilon counts"])
 @pytest.mark.parametrize(("variant", "settings"), IN_TIMM)
 @torch.no_grad()
-def test_timm_gives_the_same_features(variant, settings, tmp_path):
+def test_timm_gives_the_same_features(variant, settings, scale, tmp_path):
+    """Also with variances of about 1e-6 before each norm."""
     encoder = small(variant, **settings)
-    if variant == "sam_vit_b":
-        for weight in (encoder.patch_embed.proj.weight, encoder.patch_embed.proj.bias, encoder.pos_embed):
-            if weight is not None:
-                weight *= 1e-2  # so that the epsilon of the first norm counts
+    for weight_name, weight in encoder.named_parameters():
+        if any(part in weight_name for part in BEFORE_NORMS) and "norm" not in weight_name:
+            weight *= scale
     name, options, state = format_of(encoder).to_timm(encoder)
     torch.save(state, tmp_path / "weights.pth")
     model = timm.create_model(name, checkpoint_path=str(tmp_path / "weights.pth"), **options).eval()
@@ -70,6 +83,10 @@ def test_timm_gives_the_same_features(variant, settings, tmp_path):
     torch.testing.assert_close(
         encoder.logits(images) if "classes" in settings else features.pooled, model(images), **CLOSE
     )
+    if hasattr(encoder, "pyramid"):
+        maps = model.forward_intermediates(images, norm=True, intermediates_only=True)
+        for ours, theirs in zip(encoder.pyramid(images), maps, strict=True):
+            torch.testing.assert_close(ours, theirs, **CLOSE)
     again = small(variant, **settings)
     load_weights(again, model.state_dict(), "ours")
     torch.testing.assert_close(again(images).tokens, features.tokens, rtol=1e-6, atol=1e-6)
@@ -232,3 +249,59 @@ def test_weights_are_described_by_their_variant(variant, settings):
     if variant.startswith("navit"):  # its tables say how many rows and columns, also of a square
         again.settings["image_size"] = encoder.settings["image_size"]
     assert again.settings == encoder.settings
+
+
+def without(name: str) -> Callable[[State], State]:
+    return lambda state: {key: tensor for key, tensor in state.items() if key != name}
+
+
+def beside(**tensors: Any) -> Callable[[State], State]:
+    return lambda state: state | {key.replace("__", "."): tensor for key, tensor in tensors.items()}
+
+
+UNRECOGNISED = "format of the weights is not recognised. Known formats: a ViT"
+REFUSED: list[tuple[str, dict[str, Any], Callable[[State], State], str]] = [
+    *((variant, {}, beside(extra__weight=torch.ones(2)), "Unknown to the encoder: extra.weight") for variant in SMALL),
+    ("vit_small", {}, without("blocks.1.norm2.bias"), "Missing from the checkpoint: blocks.1.norm2.bias"),
+    ("vit_small", {}, beside(backbone__extra=torch.ones(2)), "Unknown to the encoder: extra"),
+    ("vit_small", {"classes": 9}, without("head.bias"), "Missing from the checkpoint: head.bias"),
+    ("vit_small", {}, without("pos_embed"), "Missing from the checkpoint: pos_embed"),
+    ("vit_small", {}, beside(norm__bias=torch.ones(2)), r"norm.bias \(2,\), not \(48,\)"),
+    ("vit_small", {}, without("patch_embed.proj.weight"), UNRECOGNISED),
+    ("vit_small", {}, beside(epoch=3), "has no state dict where source"),
+    ("twins_svt_small", {}, without("blocks.1.0.norm2.bias"), "Missing from the checkpoint: blocks.1.0.norm2.bias"),
+    ("twins_svt_small", {}, without("patch_embeds.0.proj.weight"), "Missing from the .*: patch_embeds.0.proj.weight"),
+    ("twins_svt_small", {}, beside(norm__bias=torch.ones(2)), r"norm.bias \(2,\), not \(64,\)"),
+    ("twins_svt_small", {}, without("blocks.0.0.attn.qkv.weight"), UNRECOGNISED),
+    ("sam_vit_b", {}, without("neck.2.weight"), "Missing from the checkpoint: neck.2.weight"),
+    ("sam_vit_b", {}, without("pos_embed"), "Missing from the checkpoint: pos_embed. .*absolute_positions"),
+    ("sam_vit_b", {}, without("patch_embed.proj.weight"), UNRECOGNISED),
+    ("sam_vit_b", {}, beside(norm__bias=torch.ones(2)), "Unknown to the encoder: norm.bias"),
+]
+
+
+@pytest.mark.parametrize(("variant", "settings", "change", "message"), REFUSED)
+def test_weights_that_do_not_fit_change_nothing(variant, settings, change, message):
+    encoder, state = small(variant, **settings), small(variant, **settings).state_dict()
+    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    with pytest.raises(WeightsError, match=message):
+        load_weights(encoder, change(state))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dim": 48}, r"build an encoder with dim=24, depths=\(2, 2, 3\), heads=\(1, 2, 4\) with patch_size=4"),
+        ({"depths": (2, 2, 2)}, r"This encoder has width 24, depths \(2, 2, 2\)"),
+        ({"depths": (2, 2), "heads": (1, 2)}, "build an encoder with dim=24"),
+        ({"heads": (2, 4, 8)}, r"heads \(1, 2, 4\) and patches of 4"),
+        ({"patch_size": 2}, "with patch_size=4"),
+        ({"mlp_ratio": 2.0}, "Encoder settings to look at: mlp_ratio"),
+        ({"qkv_bias": False}, "Encoder settings to look at: qkv_bias"),
+        ({"patch_norm": False}, "Encoder settings to look at: patch_norm"),
+    ],
+)
+def test_messages_say_which_swin_would_fit(settings, message):
+    with pytest.raises(WeightsError, match=message):
+        load_weights(small("swin_tiny", **settings), small("swin_tiny").state_dict())

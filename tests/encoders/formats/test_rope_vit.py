@@ -168,16 +168,6 @@ def test_files_of_dinov2_are_described_by_the_variant(variant):
 
 
 @torch.no_grad()
-def test_gated_vits_come_back_from_timm():
-    encoder = scramble(build("vit_giant_14_dinov2_registers", dim=48, depth=2, heads=3, image_size=56))
-    name, options, state = vit.to_timm(encoder)
-    assert name == "vit_giant_patch14_dinov2"
-    model = timm.create_model(name, **options).eval()
-    model.load_state_dict(state, strict=True)
-    torch.testing.assert_close(model(LARGER), encoder(LARGER).pooled, **CLOSE)
-
-
-@torch.no_grad()
 def test_the_command_converts_files_of_meta_and_back_to_timm(tmp_path, capsys):
     source = scramble(build("rope_vit_small", dim=128, heads=2, depth=2))
     torch.save({"teacher": {f"backbone.{name}": t for name, t in dinov3_of(source).items()}}, tmp_path / "meta.pth")

@@ -46,13 +46,6 @@ def test_damage_is_named(folder: Path, harm: Callable[[Path], object], fault: st
     assert manifest.wrong_sizes(folder) == [fault]
 
 
-def test_files_without_an_entry_are_named(folder: Path) -> None:
-    listed = json.loads((folder / "manifest.json").read_text())
-    del listed["files"]["file-0"]
-    (folder / "manifest.json").write_text(json.dumps(listed))
-    assert manifest.wrong_sizes(folder) == ["file-0 is not listed in manifest.json"]
-
-
 def test_processes_share_the_checksums(folder: Path) -> None:
     for number in range(4):
         (folder / f"file-{number}").write_bytes(b"x" * (100 + number))  # as long as before

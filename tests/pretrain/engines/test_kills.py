@@ -15,7 +15,8 @@ import pytest
 from tessera.pretrain.checkpoints import resume
 from tessera.runtime import preemption, watchdog
 from tessera.runtime.machine import is_running
-from tests.launched import TINY, records, same_encoder, wait_until
+from tests.launched import TINY, same_encoder, wait_until
+from tests.pretrain.small import losses
 
 KILLS = 2
 STEPS = 24
@@ -24,12 +25,6 @@ STEPS = 24
 def shared_memory() -> set[str]:
     folder = Path("/dev/shm")
     return {path.name for path in folder.iterdir()} if folder.exists() else set()
-
-
-def losses(output: Path) -> dict[int, float]:
-    found = [(record["step"], record["loss"]) for record in records(output) if "loss" in record]
-    assert len(dict(found)) == len(found), "a step stands twice"
-    return dict(found)
 
 
 def descendants(pid: int) -> list[int]:

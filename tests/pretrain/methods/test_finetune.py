@@ -21,9 +21,9 @@ from tessera.pretrain.methods.finetune import Finetune, FinetuneConfig, mixed_cr
 from tessera.pretrain.optim.adamw import OptimConfig, learning_rate_factors, parameter_groups
 from tessera.pretrain.resolve import resolve as resolve_run
 from tessera.runtime.settings import SettingsError
+from tests.pretrain.small import MICRO
 from tests.views import batch_of
 
-VARIANTS = [name for name in encoders.VARIANTS if name.endswith("_micro")]
 IMAGENET_SIZE = RunSize(1_281_167, 1024, 125_100, classes=1000)
 
 
@@ -150,7 +150,7 @@ def test_images_without_operations_are_not_changed() -> None:
     assert 24 < changed < 44  # three of four images get an operation, which rarely changes nothing
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", MICRO)
 def test_weights_without_a_description_start_every_encoder(variant: str, tmp_path: Path) -> None:
     """Such as published weights: a torch file, whose class head and final norm are left out where they do not fit."""
     torch.manual_seed(1)

@@ -13,7 +13,6 @@ from tessera.pretrain.methods.lejepa import (
     LeJEPA,
     LeJEPAConfig,
     draw_directions,
-    invariance_loss,
     resolve,
     scaled_weight,
     sigreg,
@@ -59,20 +58,6 @@ def naive_invariance(embeddings: torch.Tensor) -> torch.Tensor:
         for v in range(views):
             total = total + ((embeddings[v, n].double() - centre) ** 2).sum()
     return total / (views * images * width)
-
-
-@pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])
-def test_terms_and_gradients_equal_naive_float64(spread: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    embeddings = (torch.randn(3, 7, 5, generator=generator) * spread + 0.3).requires_grad_()
-    directions = draw_directions(5, 9, 3, CPU)
-    for ours, naive in (
-        (sigreg(embeddings, directions), naive_sigreg(embeddings, directions)),
-        (invariance_loss(embeddings), naive_invariance(embeddings)),
-    ):
-        torch.testing.assert_close(ours.double(), naive, rtol=1e-5, atol=0)
-        (gradient,), (naive_gradient,) = (torch.autograd.grad(term, embeddings) for term in (ours, naive))
-        torch.testing.assert_close(gradient, naive_gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("images", [64, 1024])

@@ -1,5 +1,7 @@
 """Parts of teacher-student methods against torch and against their formulas in float64."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -8,9 +10,10 @@ from tessera import encoders
 from tessera.encoders.base import encode
 from tessera.encoders.images import Mask
 from tessera.pretrain.methods.heads import BatchNorm, Head
-from tessera.pretrain.methods.losses import sinkhorn
+from tessera.pretrain.methods.losses import NEAREST, koleo_loss, sinkhorn
 from tessera.pretrain.methods.teacher_student import PendingCenter
-from tests.pretrain.small import on_processes
+from tessera.runtime.errors import UserError
+from tests.pretrain.small import MICRO, on_processes
 
 
 def test_sinkhorn_balances_rows_and_prototypes() -> None:
@@ -18,12 +21,20 @@ def test_sinkhorn_balances_rows_and_prototypes() -> None:
     many = sinkhorn(logits, 0.5, iterations=100)
     torch.testing.assert_close(many.sum(1), torch.ones(24), rtol=1e-5, atol=0)
     torch.testing.assert_close(many.sum(0), torch.full((8,), 3.0), rtol=1e-3, atol=0)
-    q = np.exp(logits.double().numpy() / 0.5)  # three iterations, naively
-    for _ in range(3):
-        q = q / q.sum(0, keepdims=True) / 8
-        q = q / q.sum(1, keepdims=True) / 24
-    torch.testing.assert_close(sinkhorn(logits, 0.5).double().numpy(), q * 24, rtol=1e-4, atol=1e-6)
+    three = torch.from_numpy(_naive_sinkhorn(logits.double().numpy() / 0.5))
+    torch.testing.assert_close(sinkhorn(logits, 0.5).double(), three, rtol=1e-4, atol=1e-6)
     assert sinkhorn(logits * 1000, 0.04).isfinite().all()
+
+
+def test_koleo_of_equal_images_is_finite() -> None:
+    features = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
+    x = torch.cat([features, features]).requires_grad_()
+    loss = koleo_loss(x)
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert loss.item() == pytest.approx(-math.log(NEAREST), rel=1e-6)
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+    with pytest.raises(UserError, match="at least two images"):
+        koleo_loss(features[:1])
 
 
 def test_batch_norm_equals_torch() -> None:
@@ -76,7 +87,7 @@ def test_the_centre_is_a_running_mean_over_the_rows_of_a_step() -> None:
         pending.move(center, 0.8)
 
 
-@pytest.mark.parametrize("variant", ["vit_micro", "navit_micro", "swin_micro"])
+@pytest.mark.parametrize("variant", MICRO)
 def test_views_are_encoded_as_one_by_one(variant: str) -> None:
     torch.manual_seed(0)
     encoder = encoders.build(variant, mask_token=True).eval()

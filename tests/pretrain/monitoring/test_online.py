@@ -78,6 +78,7 @@ def test_knn_and_linear_probe_equal_scikit_learn(shards, preprocessing: Preproce
     assert scores == {"knn_top1": pytest.approx(expected), "linear_top1": pytest.approx(linear)}
     assert online_knn.evaluate(encoder) == scores
     assert make(paths, linear_iterations=0)[0].evaluate(encoder) == {"knn_top1": scores["knn_top1"]}
+    assert make(paths, pictures=0)[0].first_images(preprocessing).shape == (0, 3, SIDE, SIDE)
     shown = online_knn.first_images(preprocessing)
     torch.testing.assert_close(shown, normalised(images["val"][:2], preprocessing), rtol=1e-5, atol=1e-5)
 
@@ -109,33 +110,6 @@ def test_leaves_mode_random_numbers_and_gradients_as_they_were(shards) -> None:
     assert encoder.blocks[0].training  # pyright: ignore
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None for p in encoder.parameters())
-
-
-def test_held_out_images_are_the_first_as_the_encoder_sees_them(shards) -> None:
-    paths, images = shards
-    online_knn, encoder = make(paths, pictures=3)
-    torch.testing.assert_close(
-        online_knn.first_images(encoder.preprocessing), normalised(images["val"][:3]), rtol=1e-5, atol=1e-5
-    )
-    assert make(paths, pictures=0)[0].first_images(encoder.preprocessing).shape == (0, 3, SIDE, SIDE)
-
-
-def _evaluate_knn(rank: int, paths: dict[str, str], folder: str) -> None:
-    mp.set_start_method("fork", force=True)  # of the loader's workers, as it is under a launcher
-    online_knn, encoder = make(paths)
-    torch.save((online_knn.evaluate(encoder), online_knn.first_images(encoder.preprocessing)), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.medium
-def test_two_processes_equal_one(shards, tmp_path: Path, free_port: int) -> None:
-    online_knn, encoder = make(shards[0])
-    expected = online_knn.evaluate(encoder)
-    on_processes(_evaluate_knn, free_port, shards[0], str(tmp_path))
-    for rank in range(2):
-        score, held_out = torch.load(tmp_path / f"{rank}.pt")
-        assert score == expected
-        assert torch.equal(held_out, online_knn.first_images(encoder.preprocessing))
 
 
 @pytest.fixture
@@ -201,20 +175,30 @@ def test_labels_of_other_classes_and_shared_shards_are_refused(classes, tmp_path
         classifier(classes[0] | {"train": classes[0]["val"]})
 
 
-def _evaluate_classifier(rank: int, paths: dict[str, str], folder: str) -> None:
+def evaluated(kind: str, paths: dict[str, str]) -> tuple[Any, ...]:
+    """Scores of an encoder or of a classifier, and the held-out images."""
+    if kind == "classifier":
+        accuracy, method = classifier(paths)
+        return (accuracy.evaluate(method),)
+    online_knn, encoder = make(paths)
+    return online_knn.evaluate(encoder), online_knn.first_images(encoder.preprocessing).tolist()
+
+
+def _evaluate(rank: int, kind: str, paths: dict[str, str], folder: str) -> None:
     mp.set_start_method("fork", force=True)  # of the loader's workers, as it is under a launcher
-    accuracy, method = classifier(paths)
-    torch.save(accuracy.evaluate(method), f"{folder}/{rank}.pt")
+    torch.save(evaluated(kind, paths), f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.medium
-def test_two_processes_measure_the_same_classifier_accuracy(classes, tmp_path: Path, free_port: int) -> None:
-    accuracy, method = classifier(classes[0])
-    expected = accuracy.evaluate(method)
-    on_processes(_evaluate_classifier, free_port, classes[0], str(tmp_path))
+@pytest.mark.parametrize(("kind", "images"), [("knn", "shards"), ("classifier", "classes")])
+def test_two_processes_equal_one(
+    kind: str, images: str, tmp_path: Path, free_port: int, request: pytest.FixtureRequest
+) -> None:
+    paths = request.getfixturevalue(images)[0]
+    on_processes(_evaluate, free_port, kind, paths, str(tmp_path))
     for rank in range(2):
-        assert torch.load(tmp_path / f"{rank}.pt") == expected
+        assert torch.load(tmp_path / f"{rank}.pt") == evaluated(kind, paths)
 
 
 def test_the_result_lies_with_the_encoder_that_was_fine_tuned(classes, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tessera.pretrain.optim.adamw import (
     parameter_groups,
 )
 from tessera.pretrain.optim.schedules import cosine
+from tests.pretrain.small import MICRO
 
 RESOLVED = OptimConfig(
     encoder_lr_factor=1.0,
@@ -64,7 +65,7 @@ UNDECAYED = {
 }
 
 
-@pytest.mark.parametrize("variant", [name for name in encoders.VARIANTS if name.endswith("_micro")])
+@pytest.mark.parametrize("variant", MICRO)
 @pytest.mark.parametrize("prefix", ["encoder.", "student.encoder."])
 def test_weight_decay_leaves_alone_what_the_papers_do(variant: str, prefix: str) -> None:
     settings, exempt = UNDECAYED[variant]
@@ -147,7 +148,7 @@ def test_layer_decay_equals_timm() -> None:
     assert all(group["lr"] == lr * group["lr_factor"] for group in optimizer.param_groups)
 
 
-@pytest.mark.parametrize("variant", [name for name in encoders.VARIANTS if name.endswith("_micro")])
+@pytest.mark.parametrize("variant", MICRO)
 def test_every_encoder_has_layers_from_0_to_depth_plus_1(variant: str) -> None:
     with torch.device("meta"):
         encoder = encoders.build(variant)
