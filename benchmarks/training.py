@@ -23,7 +23,7 @@ from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.config import RunConfig, settings_model
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.base import Method
+from tessera.pretrain.methods.method import Method
 from tessera.pretrain.resolve import make_accelerator, resolve
 from tessera.runtime.settings import validate
 
@@ -116,13 +116,13 @@ class Records:
     pictures = skipped = close = save = wait = ignore
 
 
-def as_run(config: RunConfig, accelerator: Accelerator, method: Method, engine: Engine) -> loop.Run:
+def as_run(config: RunConfig, accelerator: Accelerator, method: Method, engine: Engine) -> loop.TrainingRun:
     """Return a run without data, evaluation and checkpoints."""
     records: Any = Records()
-    return loop.Run(config, Path(), accelerator, method, engine, records, None, records, IMAGES, TrainState())
+    return loop.TrainingRun(config, Path(), accelerator, method, engine, records, None, records, IMAGES, TrainState())
 
 
-def make_run(config: RunConfig) -> loop.Run:
+def make_run(config: RunConfig) -> loop.TrainingRun:
     """Build the method and its engine as a pretraining run does, and return the run."""
     accelerator, engine_class = make_accelerator(config)
     torch.manual_seed(0)
@@ -130,7 +130,7 @@ def make_run(config: RunConfig) -> loop.Run:
     return as_run(config, accelerator, method, engine_class(accelerator, method, config.optim))
 
 
-def train(run: loop.Run, batch: Batch) -> list[dict[str, Any]]:
+def train(run: loop.TrainingRun, batch: Batch) -> list[dict[str, Any]]:
     """Run the training loop to its last step on one batch, again and again. Return the records of its metrics."""
     loop.train(run, itertools.repeat(batch))
     records: Any = run.recorder

@@ -27,7 +27,7 @@ from rich.filesize import decimal
 
 from tessera.data.decode import FORMATS, ImageError, decode
 from tessera.data.maps import IGNORED, checked_map
-from tessera.data.shards.errors import MAKE_INDEX_AGAIN, REPLACE_INDEX, RESTORE_SHARD, SampleError, ShardError
+from tessera.data.shards.failures import MAKE_INDEX_AGAIN, REPLACE_INDEX, RESTORE_SHARD, SampleError, ShardError
 from tessera.data.shards.index import (
     CLASSES,
     FOLDER_INDEX,
@@ -46,11 +46,11 @@ from tessera.data.shards.tar import LARGEST_LABEL, Index, scan_tar
 from tessera.data.shards.tars import Tar, folder_of, name_of, read_classes
 from tessera.data.statistics import histogram, moments
 from tessera.data.tiff import is_tiff
-from tessera.data.tools.command import run_command, say, spread
-from tessera.runtime import streams
-from tessera.runtime.errors import printable
+from tessera.data.tools.offline import run_command, say, spread
+from tessera.runtime import stdio
 from tessera.runtime.files import atomic_write
 from tessera.runtime.settings import Positional, Settings, flags, validate
+from tessera.runtime.user_error import printable
 
 PROGRAM = "tessera check_shards"
 MOST_SHOWN = 10  # maximum number of printed problems of each kind
@@ -379,5 +379,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    streams.protect()
+    stdio.protect()
     sys.exit(main())

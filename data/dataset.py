@@ -20,7 +20,7 @@ from tessera.data.decode import MAX_PIXELS, ImageError, Picture
 from tessera.data.maps import checked_map, cut_map
 from tessera.data.sampler import MixtureSampler, sample_rng
 from tessera.data.shards import ShardError, Source, UnreadableError
-from tessera.data.shards.errors import ResourceError
+from tessera.data.shards.failures import ResourceError
 from tessera.data.shards.tar import MAP
 
 MOST_SKIPPED = 100

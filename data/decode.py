@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tessera.data.headers import HeaderError, check_png, check_sides, holds_all_pixels, is_jpeg, is_png, read_jpeg
 from tessera.data.tiff import check_range, eight_bits, is_tiff, read_tiff
-from tessera.runtime.errors import printable
+from tessera.runtime.user_error import printable
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 """Names of the image formats that Pillow is allowed to decode."""

@@ -34,16 +34,16 @@ import PIL
 from pydantic import Field, model_validator
 from rich.filesize import decimal
 
-from tessera.data.shards.errors import ShardError
+from tessera.data.shards.failures import ShardError
 from tessera.data.shards.index import CLASSES, FolderIndex, ShardEntry, parse_classes, write_folder
 from tessera.data.shards.listing import NO_LABEL, REASONS, Listing, list_folder
 from tessera.data.shards.open import ENDINGS
 from tessera.data.shards.tar import IMAGES, MAP
 from tessera.data.statistics import moments
-from tessera.data.tools.command import run_command, say, spread
 from tessera.data.tools.inputs import find_maps, list_file, renumber
+from tessera.data.tools.offline import run_command, say, spread
 from tessera.data.tools.pack import LeftOut, Recipe, Record, prepare, read, shared_keys, write_shard
-from tessera.runtime import streams
+from tessera.runtime import stdio
 from tessera.runtime.files import atomic_write
 from tessera.runtime.settings import Positional, flags, validate
 
@@ -347,5 +347,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    streams.protect()
+    stdio.protect()
     sys.exit(main())

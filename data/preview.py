@@ -4,7 +4,7 @@
     tessera preview SHARDS --method dino|lejepa|mae [settings of the run] [--output SHEET.png]
 
 With `--method` or `--config`, the sheet shows the crops and masks that a run with these settings draws first. This
-sheet depends on the methods, so this command starts `pretrain/preview.py` to draw it.
+sheet depends on the methods, so this command starts `pretrain/crop_preview.py` to draw it.
 """
 
 import math
@@ -100,6 +100,6 @@ def caption_of(opened: Source, number: int) -> str:
 
 if __name__ == "__main__":
     if any(word.partition("=")[0] in OF_A_RUN for word in sys.argv[1:]):
-        os.execv(sys.executable, [sys.executable, "-m", "tessera.pretrain.preview", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-m", "tessera.pretrain.crop_preview", *sys.argv[1:]])
     with exit_on_user_error():
         run(parse(PreviewSettings))

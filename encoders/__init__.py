@@ -3,7 +3,7 @@
 from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from tessera.encoders.errors import EncoderError, WeightsError
 from tessera.encoders.formats.checkpoint import load_weights
-from tessera.encoders.formats.report import Report
+from tessera.encoders.formats.loading import Report
 from tessera.encoders.registry import VARIANTS, build, family, supported
 from tessera.encoders.saving import WEIGHTS, describe_published, load, places, read_description, read_step, save
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 from tessera.encoders.errors import EncoderError
-from tessera.runtime.errors import printable
+from tessera.runtime.user_error import printable
 
 LARGEST = 2**16
 """Largest magnitude of a number in the settings, such as a width or a side in pixels."""

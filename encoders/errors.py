@@ -1,6 +1,6 @@
 """Errors of encoders and of their weight files."""
 
-from tessera.runtime.errors import UserError
+from tessera.runtime.user_error import UserError
 
 
 class EncoderError(UserError, ValueError):

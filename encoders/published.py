@@ -10,7 +10,7 @@ from types import ModuleType
 
 from tessera.encoders.base import Preprocessing
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.formats.report import State
+from tessera.encoders.formats.loading import State
 
 PREFIX = "timm:"
 

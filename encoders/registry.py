@@ -23,7 +23,7 @@ from tessera.encoders.sam_vit import SAMViT
 from tessera.encoders.swin import Swin
 from tessera.encoders.twins import Twins
 from tessera.encoders.vit import ViT
-from tessera.runtime.errors import printable
+from tessera.runtime.user_error import printable
 
 VARIANTS: dict[str, dict[str, Any]] = {
     name: {"family": family, **settings}

@@ -16,10 +16,10 @@ from tessera.encoders.base import IMAGENET, Encoder, Preprocessing
 from tessera.encoders.checks import check_finite, check_settings
 from tessera.encoders.errors import EncoderError, WeightsError
 from tessera.encoders.formats.checkpoint import load_weights, read, recognise
-from tessera.encoders.formats.report import check_names, check_shapes, check_values
+from tessera.encoders.formats.loading import check_names, check_shapes, check_values
 from tessera.encoders.registry import build, family
-from tessera.runtime.errors import printable
 from tessera.runtime.files import atomic_write, read_bounded
+from tessera.runtime.user_error import printable
 
 DESCRIPTION_BYTES = 2**20
 """Largest size in bytes of the .json file of an encoder."""

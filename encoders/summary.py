@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from tessera import encoders
 from tessera.encoders.base import Encoder
 from tessera.encoders.errors import EncoderError
-from tessera.runtime import streams
+from tessera.runtime import stdio
 
 
 @dataclass
@@ -171,5 +171,5 @@ def row(variant: str, image_size: int | None, settings: dict[str, Any]) -> list[
 
 
 if __name__ == "__main__":
-    streams.protect()
+    stdio.protect()
     main()

@@ -21,9 +21,9 @@ from tessera.encoders.base import IMAGENET, Encoder
 from tessera.encoders.errors import EncoderError, WeightsError
 from tessera.encoders.formats import transformers_export
 from tessera.encoders.formats.checkpoint import format_of, load_weights, read, recognise, unwrap
-from tessera.encoders.formats.report import Report
+from tessera.encoders.formats.loading import Report
 from tessera.encoders.summary import setting
-from tessera.runtime import streams
+from tessera.runtime import stdio
 from tessera.runtime.files import atomic_write
 
 
@@ -153,5 +153,5 @@ def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    streams.protect()
+    stdio.protect()
     main()

@@ -34,7 +34,7 @@ from tessera.evaluation.features import (
 )
 from tessera.evaluation.results import Evaluation, check_output, write_result
 from tessera.evaluation.splits import check_labels, open_labelled_splits
-from tessera.runtime import streams
+from tessera.runtime import stdio
 from tessera.runtime.collectives import all_gather
 from tessera.runtime.processes import exit_on_user_error, make_accelerator
 from tessera.runtime.settings import Settings, parse
@@ -85,7 +85,7 @@ LabelledSettingsT = TypeVar("LabelledSettingsT", bound=LabelledSettings)
 
 def main(settings: type[SettingsT], run: Callable[[SettingsT], Any]) -> None:
     """Run a command with the settings from its command line."""
-    streams.protect()
+    stdio.protect()
     with exit_on_user_error():
         run(parse(settings))
 

@@ -26,9 +26,9 @@ from tessera.encoders import published
 from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from tessera.encoders.images import Images
 from tessera.runtime.collectives import all_gather, all_reduce_sum
-from tessera.runtime.errors import UserError
 from tessera.runtime.progress import track
 from tessera.runtime.settings import Settings
+from tessera.runtime.user_error import UserError
 
 PIXELS = "pixels"
 EPSILON = 1e-6

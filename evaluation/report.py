@@ -13,7 +13,7 @@ from pydantic import Field
 from rich.console import Console
 
 from tessera.evaluation.command import main
-from tessera.evaluation.reporting.features import examine
+from tessera.evaluation.reporting.neighbours import examine
 from tessera.evaluation.reporting.page import render, run_pictures
 from tessera.evaluation.reporting.runs import ReportError, read_runs
 from tessera.evaluation.reporting.table import make_table, print_table, to_csv, to_markdown

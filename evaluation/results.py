@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tessera import encoders
-from tessera.runtime.errors import UserError
 from tessera.runtime.files import atomic_write
 from tessera.runtime.machine import versions
+from tessera.runtime.user_error import UserError
 
 SPLITS = ("train", "training", "val", "valid", "validation", "test", "held-out")
 """File names that tell the split, but not the data set."""
@@ -68,7 +68,7 @@ def result_path(evaluation: Evaluation, time: datetime.datetime) -> Path | None:
     parts = [evaluation.name, data_name(evaluation.data), *([] if step is None else [f"step-{step:08d}"])]
     stem = "-".join([*parts, time.strftime("%Y%m%dT%H%M%SZ")])
     folder = encoder.parent
-    # launch/progress.py keeps the encoder of a checkpoint in OUTPUT/evaluation/step-...
+    # launch/status.py keeps the encoder of a checkpoint in OUTPUT/evaluation/step-...
     of_a_step = folder.name.startswith("step-") and folder.parent.name in ("checkpoints", "evaluation")
     run = folder.parent.parent if of_a_step else folder
     in_run = of_a_step or (run / "checkpoints").is_dir() or (run / "config.yaml").is_file()

@@ -38,7 +38,7 @@ from tessera.launch.jobs import (
     submit_chain,
     write_record,
 )
-from tessera.launch.progress import follow, status
+from tessera.launch.status import follow, status
 
 CPUS_PER_GPU = 8
 FLAGS_OF_SUBMIT = ("--config", "--output", "--resume")

@@ -14,7 +14,7 @@ from tessera.evaluation.features import resolve_checkpoint
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.export import load_run
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.base import Method
+from tessera.pretrain.methods.method import Method
 from tessera.pretrain.preflight import dry_forward
 from tessera.runtime.collectives import broadcast_object, patient_group, rank
 from tessera.runtime.settings import SettingsError

@@ -8,7 +8,6 @@ from tessera import encoders
 from tessera.encoders import published
 from tessera.pretrain.config import RunConfig, settings_model
 from tessera.pretrain.methods import METHODS
-from tessera.runtime.errors import printable
 from tessera.runtime.settings import (
     SettingsError,
     flags,
@@ -20,6 +19,7 @@ from tessera.runtime.settings import (
     suggestion,
     validate,
 )
+from tessera.runtime.user_error import printable
 
 PRESETS = Path(__file__).parent.parent / "configs"
 

@@ -20,8 +20,8 @@ from tessera.pretrain.methods import METHODS
 from tessera.pretrain.monitoring.collapse import HealthConfig
 from tessera.pretrain.monitoring.sinks import MetricsConfig
 from tessera.pretrain.optim.adamw import OptimConfig
-from tessera.runtime.errors import printable
 from tessera.runtime.settings import Derived, Section, Settings, SettingsError, derived, suggestion
+from tessera.runtime.user_error import printable
 
 
 class DataConfig(Section, frozen=True):

@@ -22,16 +22,16 @@ from torch import nn
 
 from tessera import encoders
 from tessera.encoders.checks import MOST_BLOCKS
-from tessera.encoders.formats.report import check_names, check_shapes, check_values
+from tessera.encoders.formats.loading import check_names, check_shapes, check_values
 from tessera.pretrain.checkpoints.resume import CheckpointError, list_checkpoints, read_trainer, verify
 from tessera.pretrain.engines.local_state import read, unsharded
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.base import Method
-from tessera.runtime import streams
+from tessera.pretrain.methods.method import Method
+from tessera.runtime import stdio
 from tessera.runtime.collectives import RankError, broadcast_object, patient_group, run_on_all_ranks
-from tessera.runtime.errors import UserError, printable
 from tessera.runtime.files import atomic_write, read_bounded
 from tessera.runtime.settings import validate
+from tessera.runtime.user_error import UserError, printable
 
 MAX_BYTES = 2**24
 """Largest size in bytes of the .json file of an exported method."""
@@ -253,5 +253,5 @@ def _save(method: nn.Module, described: dict[str, Any], output: Path) -> None:
 
 
 if __name__ == "__main__":
-    streams.protect()
+    stdio.protect()
     main()

@@ -20,13 +20,12 @@ from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.engines import Engine
-from tessera.pretrain.folder import claimed, delete_run, newest_checkpoint
-from tessera.pretrain.loop import Run, train
-from tessera.pretrain.methods.base import Method
+from tessera.pretrain.loop import TrainingRun, train
+from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, write_accuracy
 from tessera.pretrain.monitoring.recorder import Recorder, record_start
 from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
-from tessera.pretrain.preflight import Plan, report
+from tessera.pretrain.preflight import Plan, print_plan
 from tessera.pretrain.resolve import (
     agree,
     make_accelerator,
@@ -35,6 +34,7 @@ from tessera.pretrain.resolve import (
     resolve,
     training_shards,
 )
+from tessera.pretrain.run_folder import claimed, delete_run, newest_checkpoint
 from tessera.runtime.collectives import first_of_node_first, run_on_all_ranks
 from tessera.runtime.files import atomic_write
 from tessera.runtime.preemption import saving_on_interrupt
@@ -112,7 +112,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if config.dry_run:
         if accelerator.is_main_process:
             own = Plan(prepared.sources, images, accelerator.num_processes, workers(config, accelerator))
-            report(config, method, own)
+            print_plan(config, method, own)
         return
     accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
     if config.overwrite:
@@ -136,7 +136,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         saving_on_interrupt(),
         Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver,
     ):
-        run = Run(config, output, accelerator, method, engine, recorder, knn, saver, images, position, accuracy)
+        run = TrainingRun(config, output, accelerator, method, engine, recorder, knn, saver, images, position, accuracy)
         train(run, iter(batches))
     finish_run(run)
 
@@ -236,7 +236,7 @@ def announce(given: RunConfig, config: RunConfig, images: int, engine: Engine) -
         log.info("settings derived from the data, the batch size and the length of the run: %s", ", ".join(derived))
 
 
-def finish_run(run: Run) -> None:
+def finish_run(run: TrainingRun) -> None:
     """Write the trained encoder to encoder.safetensors, and each other encoder to encoder-NAME.safetensors. Print the
     scores, and a command for the linear probe.
 

@@ -23,17 +23,17 @@ from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines import Engine
-from tessera.pretrain.methods.base import Method
-from tessera.pretrain.monitoring import pictures, verdict
+from tessera.pretrain.methods.method import Method
+from tessera.pretrain.monitoring import feature_maps, verdict
 from tessera.pretrain.monitoring.collapse import CollapseAlarm
 from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN
-from tessera.pretrain.monitoring.progress import Progress
+from tessera.pretrain.monitoring.progress_bar import Progress
 from tessera.pretrain.monitoring.recorder import Recorder
 from tessera.pretrain.optim.adamw import apply_schedules, clip_gradients
 from tessera.pretrain.optim.running_statistics import StepStatistics
 from tessera.runtime import preemption
 from tessera.runtime.collectives import all_reduce_sum, gather_objects, world_size
-from tessera.runtime.errors import UserError
+from tessera.runtime.user_error import UserError
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class NonFiniteError(UserError, RuntimeError):
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """Objects of a pretraining run that the training loop uses."""
 
     config: RunConfig
@@ -89,7 +89,7 @@ class Step:
     """Metrics that the method returned, averaged over the forward passes of this process in this step."""
 
 
-def training_step(run: Run, batches: Iterable[Batch], *, discard: bool = False) -> Step:
+def training_step(run: TrainingRun, batches: Iterable[Batch], *, discard: bool = False) -> Step:
     """Run one optimizer step. `batches` yields `config.accumulate` batches of this process, one per forward pass.
 
     If `discard` is True on any process, the step is neither applied nor counted.
@@ -148,7 +148,7 @@ def _agree(loss: Tensor, norm: Tensor, discard: bool) -> list[float]:
     return (all_reduce_sum(torch.stack([loss, norm, *flags])) / world_size()).tolist()
 
 
-def train(run: Run, batches: Iterator[Batch]) -> None:
+def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
     """Train from the step in `run.state` to the last step. Also record metrics, evaluate and save checkpoints.
 
     `batches` starts at the step in `run.state` and yields `config.accumulate` batches per step.
@@ -161,7 +161,7 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
     config, state = run.config, run.state
     alarm = CollapseAlarm(config.health, run.steps, run.method.rank_hint, state.alarm)
     progress = Progress(run.steps, state.step, enabled=run.accelerator.is_main_process)
-    window, save_due, micro_batches = Window(), False, list[Batch]()
+    meter, save_due, micro_batches = Meter(), False, list[Batch]()
     if state.step == 0 or state.unscored:
         _record_and_score(run, state.unscored, None, alarm)
         state.unscored = {}
@@ -170,20 +170,20 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
         while state.step < run.steps:
             started = time.perf_counter()
             micro_batches, waits = _next_batches(run, batches, micro_batches)
-            window.add(config.batch_size, time.perf_counter() - started, micro_batches)
+            meter.add(config.batch_size, time.perf_counter() - started, micro_batches)
             if config.evaluation.pictures and state.step == 0:
                 _record_pictures(run, _pictures(run, _on_device(run, micro_batches[0])))
             result = training_step(run, (_on_device(run, batch) for batch in micro_batches), discard=waits)
             if result.discarded:
-                _save(run, window, exiting=True, keep_old=state.skipped_in_a_row > 0)
+                _save(run, meter, exiting=True, keep_old=state.skipped_in_a_row > 0)
                 _exit(run)
             if not result.updated:
                 _report_skipped(run, result, micro_batches)
             stop = result.stop and state.step < run.steps
-            progress.update(state.step, result.loss, window.images_per_second, window.data_wait)
+            progress.update(state.step, result.loss, meter.images_per_second, meter.data_wait)
             evaluate = _due(config.evaluate_every, state.step)
             if _due(config.record_every, state.step) or evaluate or state.step == run.steps:
-                record = _record(run, result, window)
+                record = _record(run, result, meter)
                 if stop and evaluate:
                     # An evaluation would delay the stop. The resumed run evaluates this step.
                     state.unscored = record
@@ -193,19 +193,19 @@ def train(run: Run, batches: Iterator[Batch]) -> None:
                 progress.line(record)
                 for message in alarm.check(record, run.method.collapse_signs(record)).values():
                     log.log(logging.WARNING if run.recorder else logging.DEBUG, message)
-                window = Window()
+                meter = Meter()
             save_due = save_due or state.step % config.checkpoint_every == 0
             # After a skipped step, wait until a step updates the weights: a checkpoint now could replace the last one
             # from before the loss became non-finite.
             if (save_due and result.updated) or state.step == run.steps or stop:
                 save_due = False
-                _save(run, window, exiting=stop, keep_old=not result.updated)
+                _save(run, meter, exiting=stop, keep_old=not result.updated)
             if stop:
                 _exit(run)
     run.saver.wait()
 
 
-def _next_batches(run: Run, batches: Iterator[Batch], previous: list[Batch]) -> tuple[list[Batch], bool]:
+def _next_batches(run: TrainingRun, batches: Iterator[Batch], previous: list[Batch]) -> tuple[list[Batch], bool]:
     """Return the batches of the next step, and a flag that tells `training_step` to discard the step.
 
     If this process was asked to stop while it waits for data, return the batches of the previous step, and True. The
@@ -224,15 +224,15 @@ def _next_batches(run: Run, batches: Iterator[Batch], previous: list[Batch]) -> 
         return previous, True
 
 
-def _save(run: Run, window: "Window", *, exiting: bool, keep_old: bool) -> None:
-    """Write a checkpoint. Exclude the time that this takes from the training time in `window`."""
+def _save(run: TrainingRun, meter: "Meter", *, exiting: bool, keep_old: bool) -> None:
+    """Write a checkpoint. Exclude the time that this takes from the training time in `meter`."""
     started = time.perf_counter()
-    _count_corrupt(run, window)
+    _count_corrupt(run, meter)
     run.saver.save(run.state, run.method.trained_encoder(), exiting=exiting, keep_old=keep_old)
-    window.leave_out(time.perf_counter() - started)
+    meter.leave_out(time.perf_counter() - started)
 
 
-def _exit(run: Run) -> NoReturn:
+def _exit(run: TrainingRun) -> NoReturn:
     """Raise `Preempted` to end a run that received a stop signal and has written its last checkpoint."""
     if run.recorder:
         run.recorder.close()
@@ -240,7 +240,7 @@ def _exit(run: Run) -> NoReturn:
     raise preemption.Preempted(preemption.message(run.state.step))
 
 
-class Window:
+class Meter:
     """Training time, waiting time, images and corrupt images since metrics were last recorded."""
 
     def __init__(self) -> None:
@@ -267,13 +267,13 @@ class Window:
         return self.waited / max(time.perf_counter() - self.started, 1e-9)
 
 
-def _count_corrupt(run: Run, window: Window) -> None:
+def _count_corrupt(run: TrainingRun, meter: Meter) -> None:
     """Add the number of corrupt images in all processes' windows to `run.state`, and reset the count. Collective."""
-    run.state.corrupt_images += int(all_reduce_sum(torch.tensor(window.corrupt)))
-    window.corrupt = 0
+    run.state.corrupt_images += int(all_reduce_sum(torch.tensor(meter.corrupt)))
+    meter.corrupt = 0
 
 
-def _on_device(run: Run, batch: Batch) -> Batch:
+def _on_device(run: TrainingRun, batch: Batch) -> Batch:
     """Move a batch of the loader to the device of this process, and normalise it as input for the method."""
     return to_model_input(batch.to(run.accelerator.device, non_blocking=True), compile=run.config.compile)
 
@@ -282,9 +282,9 @@ def _due(every: int | None, step: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
+def _record(run: TrainingRun, result: Step, meter: Meter) -> dict[str, Any]:
     """Return the training metrics of this step, averaged over processes, without evaluation metrics. Collective."""
-    _count_corrupt(run, window)
+    _count_corrupt(run, meter)
     names = sorted(result.metrics)
     means: list[float] = []
     if names:
@@ -300,8 +300,8 @@ def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
         "lr": max(moving),
         "weight_decay": max(decays),
         "grad_norm": result.grad_norm,
-        "images_per_second": window.images_per_second,
-        "data_wait": window.data_wait,
+        "images_per_second": meter.images_per_second,
+        "data_wait": meter.data_wait,
         "skipped_steps": run.state.skipped_steps,
         "corrupt_images": run.state.corrupt_images,
     }
@@ -310,7 +310,7 @@ def _record(run: Run, result: Step, window: Window) -> dict[str, Any]:
     return record | dict(zip(names, means, strict=True)) | run.method.health()
 
 
-def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None, alarm: CollapseAlarm) -> None:
+def _record_and_score(run: TrainingRun, record: dict[str, Any], batch: Batch | None, alarm: CollapseAlarm) -> None:
     """Write the metrics of a step.
 
     Before the first step, after the last step and every `evaluate_every` steps, also run the evaluation, print its
@@ -327,7 +327,10 @@ def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None, ala
             log.info("%s", _verdict(run, run.online_knn, record, alarm))
             if run.recorder and run.config.evaluation.pictures:
                 images = run.online_knn.first_images(encoder.preprocessing)
-                shown |= {"attention": pictures.attention(encoder, images), "pca": pictures.pca(encoder, images)}
+                shown |= {
+                    "attention": feature_maps.attention(encoder, images),
+                    "pca": feature_maps.pca(encoder, images),
+                }
         if run.accuracy is not None:
             record |= _classify(run, run.accuracy)
         _record_pictures(run, {name: picture for name, picture in shown.items() if picture is not None})
@@ -335,7 +338,7 @@ def _record_and_score(run: Run, record: dict[str, Any], batch: Batch | None, ala
         run.recorder.scalars({"step": step, "images": run.state.images} | record)
 
 
-def _classify(run: Run, evaluation: Accuracy) -> dict[str, float]:
+def _classify(run: TrainingRun, evaluation: Accuracy) -> dict[str, float]:
     """Evaluate the classifier, add its accuracies to the scores of the run, log and return them. Collective."""
     found = evaluation.evaluate(run.engine.gather_full_parameters(run.method))
     scores = verdict.Scores(run.state.scores)
@@ -345,7 +348,7 @@ def _classify(run: Run, evaluation: Accuracy) -> dict[str, float]:
     return found
 
 
-def _verdict(run: Run, online_knn: OnlineKNN, record: dict[str, Any], alarm: CollapseAlarm) -> str:
+def _verdict(run: TrainingRun, online_knn: OnlineKNN, record: dict[str, Any], alarm: CollapseAlarm) -> str:
     """Add the accuracies in `record` to the scores of the run, and return a one-line verdict on the run."""
     step, scores = run.state.step, verdict.Scores(run.state.scores)
     scores.add(step, record)
@@ -358,12 +361,12 @@ def _verdict(run: Run, online_knn: OnlineKNN, record: dict[str, Any], alarm: Col
     return verdict.line(scores, online_knn.config.k, online_knn.queries, found, advice)
 
 
-def _record_pictures(run: Run, shown: dict[str, np.ndarray]) -> None:
+def _record_pictures(run: TrainingRun, shown: dict[str, np.ndarray]) -> None:
     if run.recorder:
         run.recorder.pictures(run.state.step, shown)
 
 
-def _pictures(run: Run, batch: Batch) -> dict[str, np.ndarray]:
+def _pictures(run: TrainingRun, batch: Batch) -> dict[str, np.ndarray]:
     """Return pictures by name: the crops of a batch, and the method's predictions for this batch. Collective."""
     images = run.config.evaluation.pictures
     shown = {"crops": crops(batch, images)}
@@ -375,7 +378,7 @@ def _pictures(run: Run, batch: Batch) -> dict[str, np.ndarray]:
     return shown
 
 
-def _report_skipped(run: Run, result: Step, batches: list[Batch]) -> None:
+def _report_skipped(run: TrainingRun, result: Step, batches: list[Batch]) -> None:
     """Log that a step was skipped, and write the names of its samples to skipped.jsonl unless float16 overflowed.
 
     Raises:

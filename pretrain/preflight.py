@@ -23,7 +23,7 @@ from tessera.encoders.attention import only_torchs_kernel
 from tessera.encoders.base import IMAGENET, Encoder
 from tessera.encoders.unused import ON_META
 from tessera.pretrain.config import RunConfig, to_yaml
-from tessera.pretrain.methods.base import Method
+from tessera.pretrain.methods.method import Method
 from tessera.runtime.collectives import alone
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """Data and processes of a run, as input of `report`."""
+    """Data and processes of a run, as input of `print_plan`."""
 
     shards: Sources
     images: int
@@ -122,7 +122,7 @@ def _kept_bytes(method: Method, precision: str, images: int) -> int:
     return sum(size for address, size in kept.items() if address not in weights)
 
 
-def report(config: RunConfig, method: Method, run: Plan) -> None:
+def print_plan(config: RunConfig, method: Method, run: Plan) -> None:
     """Print the resolved settings of the run, and a table of its length, data and memory use."""
     each = config.batch_size // run.processes // config.accumulate
     activations = activation_bytes(method, config.precision, each)

@@ -24,7 +24,7 @@ from tessera.pretrain.config import EncoderConfig, RunConfig
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.export import find_on_main
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.base import Method, RunSize
+from tessera.pretrain.methods.method import Method, RunSize
 from tessera.runtime import processes
 from tessera.runtime.collectives import broadcast_object, gather_objects
 from tessera.runtime.machine import keep_freed_memory

@@ -6,10 +6,10 @@ import logging
 import os
 import sys
 
-from tessera.runtime import preemption, streams
+from tessera.runtime import preemption, stdio
 
 if __name__ == "__main__":
-    streams.protect()
+    stdio.protect()
     faulthandler.enable()  # a crashed process, or a loader worker that hangs, prints its stack
     preemption.end_with_launcher()
     preemption.listen()  # handle signals before the imports below, which take seconds
@@ -26,7 +26,7 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
 from tessera.data.shards import ShardError
 from tessera.pretrain.command_line import load
 from tessera.runtime import watchdog
-from tessera.runtime.errors import UserError, without_controls
+from tessera.runtime.user_error import UserError, without_controls
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from tessera.runtime.errors import UserError
+from tessera.runtime.user_error import UserError
 
 VISIBILITY_TIMEOUT = 35.0
 """Seconds to wait for a file that another node wrote to a shared disk. NFS can show a new file up to 30 s late, because

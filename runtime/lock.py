@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from tessera.runtime.collectives import RankError
-from tessera.runtime.errors import printable
 from tessera.runtime.machine import is_running, machine_id, start_time
-from tessera.runtime.streams import tell
+from tessera.runtime.stdio import tell
+from tessera.runtime.user_error import printable
 
 log = logging.getLogger(__name__)
 NAME = re.compile(r"\.lock-(\d{8,12})")

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tessera.runtime.errors import UserError
 from tessera.runtime.machine import command_line, is_launcher, signal_at_end_of_parent
-from tessera.runtime.streams import tell
+from tessera.runtime.stdio import tell
+from tessera.runtime.user_error import UserError
 
 EXIT_CODE = 75
 """Exit code of a run that was preempted and has saved a checkpoint: EX_TEMPFAIL of sysexits.h (try again later)."""

@@ -13,8 +13,8 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 
 from tessera.runtime import preemption, watchdog
-from tessera.runtime.errors import UserError, without_controls
 from tessera.runtime.machine import command_line, is_launcher
+from tessera.runtime.user_error import UserError, without_controls
 
 AGAIN = "Start the command again."
 

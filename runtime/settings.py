@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from tessera.runtime.errors import UserError, printable, without_controls
+from tessera.runtime.user_error import UserError, printable, without_controls
 from tessera.runtime.yaml_text import YAMLError, parse_yaml, read_yaml_file
 
 WIDTH = 120  # characters in a line of the short help

@@ -26,9 +26,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tessera.runtime.errors import UserError
 from tessera.runtime.preemption import Preempted
-from tessera.runtime.streams import tell
+from tessera.runtime.stdio import tell
+from tessera.runtime.user_error import UserError
 
 EXIT_CODE = 69
 """Exit code of a process that exits because another process is lost or has failed: EX_UNAVAILABLE of sysexits.h."""

@@ -5,8 +5,8 @@ from typing import Any
 
 import yaml
 
-from tessera.runtime.errors import UserError, printable
 from tessera.runtime.files import read_bounded
+from tessera.runtime.user_error import UserError, printable
 
 MAX_BYTES = 2**18
 """Largest size of a settings file in bytes."""

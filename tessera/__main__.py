@@ -11,7 +11,7 @@ import difflib
 import runpy
 import sys
 
-from tessera.runtime import streams
+from tessera.runtime import stdio
 
 COMMANDS = {
     "pretrain": ("tessera.pretrain.run", "pretrain an encoder"),
@@ -38,7 +38,7 @@ NUM_PROCESSES = ("--gpus", "--num_gpus", "--devices", "--processes", "--nproc_pe
 
 def main() -> None:
     """Run the command that the command line names."""
-    streams.protect()
+    stdio.protect()
     words = sys.argv[1:]
     place = next((i for i, word in enumerate(words) if word in COMMANDS), None)
     if place is None:

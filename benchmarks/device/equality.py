@@ -18,7 +18,7 @@ from tessera.data.crops import MultiCrop, MultiCropConfig
 from tessera.pretrain import loop
 from tessera.pretrain.build import build_method
 from tessera.pretrain.methods import METHODS, pretraining_methods
-from tessera.pretrain.methods.base import Method
+from tessera.pretrain.methods.method import Method
 
 PIXELS = 1e-3
 """Largest difference of a normalised pixel after the colour changes."""
@@ -80,7 +80,7 @@ def loss_and_gradient(method: Method, batch: Batch, *, bf16: bool) -> tuple[floa
     return float(loss.detach()), torch.cat(parts)
 
 
-def small_run(name: str, **settings: Any) -> loop.Run:
+def small_run(name: str, **settings: Any) -> loop.TrainingRun:
     """Return a run of a method with the smallest ViT."""
     return make_run(make_config(name, "vit_micro", IMAGES, own=METHODS[name].small_settings, **settings))
 

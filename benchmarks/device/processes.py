@@ -68,7 +68,7 @@ def shared(engine: str, expected: list[float]) -> Row:
     return {"engine": found["engine"], "loss": expected[0], "largest difference": difference, "ok": ok}
 
 
-def trained(processes: int) -> tuple[loop.Run, list[float]]:
+def trained(processes: int) -> tuple[loop.TrainingRun, list[float]]:
     """Return a run after some steps, and its losses.
 
     A single process has the batches of two processes, one after the other.

@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tessera.runtime.errors import printable
+from tessera.runtime.user_error import printable
 
 RESULTS, LOG, TABLE = "results.jsonl", "log.txt", "results.md"
 """Names of the files in the output folder."""

@@ -95,7 +95,7 @@ def speed(case: Case, window: int, *, compile: bool) -> Row:
     return found | ({"graphs": counters["stats"]["unique_graphs"]} if compile else {})
 
 
-def case_run(case: Case, **settings: Any) -> loop.Run:
+def case_run(case: Case, **settings: Any) -> loop.TrainingRun:
     """Return a run in bf16. The smallest encoder gets small settings of the method, too."""
     method, variant, images = case
     own = METHODS[method].small_settings if variant.endswith("_micro") else {}

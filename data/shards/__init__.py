@@ -1,9 +1,9 @@
 """Tar shards and folders of images: expand the patterns that a user gives, open them, and read their samples."""
 
 from tessera.data.shards.cache import cache_folder as cache_folder
-from tessera.data.shards.errors import MOST_LISTED as MOST_LISTED
-from tessera.data.shards.errors import ShardError as ShardError
-from tessera.data.shards.errors import UnreadableError as UnreadableError
+from tessera.data.shards.failures import MOST_LISTED as MOST_LISTED
+from tessera.data.shards.failures import ShardError as ShardError
+from tessera.data.shards.failures import UnreadableError as UnreadableError
 from tessera.data.shards.open import Shards as Shards
 from tessera.data.shards.open import Sources as Sources
 from tessera.data.shards.open import WeightedShards as WeightedShards

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tessera.data.shards.errors import EXHAUSTED, ResourceError
+from tessera.data.shards.failures import EXHAUSTED, ResourceError
 from tessera.runtime.machine import process_fields
 from tessera.runtime.preemption import check_wait
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tessera.data.shards.errors import SampleError, ShardError, unreadable, warn_once
+from tessera.data.shards.failures import SampleError, ShardError, unreadable, warn_once
 from tessera.data.shards.listing import Listing, list_folder
 from tessera.data.shards.source import DEFAULT, Shard, SourceConfig
 from tessera.data.shards.tar import IMAGES, Index
-from tessera.runtime.errors import printable
+from tessera.runtime.user_error import printable
 
 
 @dataclass(frozen=True)

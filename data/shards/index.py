@@ -19,10 +19,10 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
-from tessera.data.shards.errors import REPLACE_INDEX, ShardError
+from tessera.data.shards.failures import REPLACE_INDEX, ShardError
 from tessera.data.shards.tar import LARGEST_MEMBER, Index
-from tessera.runtime.errors import CONTROL, printable
 from tessera.runtime.files import atomic_write
+from tessera.runtime.user_error import CONTROL, printable
 
 FOLDER_INDEX = "index.json"
 TABLE = ".index"

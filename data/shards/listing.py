@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tessera.data.shards.errors import ShardError, is_exhausted
+from tessera.data.shards.failures import ShardError, is_exhausted
 from tessera.data.shards.tar import IMAGES, LARGEST_MEMBER, MAP
-from tessera.runtime.errors import printable
+from tessera.runtime.user_error import printable
 
 TRAINING_SETS = {"train", "training"}
 SETS = {*TRAINING_SETS, "val", "valid", "validation", "test", "testing"}

@@ -18,7 +18,7 @@ import numpy as np
 from braceexpand import braceexpand
 
 from tessera.data.shards import index, remote
-from tessera.data.shards.errors import (
+from tessera.data.shards.failures import (
     MAKE_INDEX_AGAIN,
     MAKE_SHARD_AGAIN,
     MOST_LISTED,
@@ -31,8 +31,8 @@ from tessera.data.shards.folder import ImageFolder, holds_images
 from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, parse_folder
 from tessera.data.shards.source import DEFAULT, Shard, Source, SourceConfig
 from tessera.data.shards.tars import LocalTar, PackedTar, RemoteTar, Tar, folder_of
-from tessera.runtime.errors import CONTROL, printable
 from tessera.runtime.progress import track
+from tessera.runtime.user_error import CONTROL, printable
 
 ENDINGS = (".tar", ".tar.gz")
 """Ends of the file names of shards."""

@@ -25,10 +25,10 @@ import fsspec.config
 from fsspec.core import url_to_fs
 
 from tessera.data.shards.cache import Sink
-from tessera.data.shards.errors import MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError, causes, is_exhausted, unreadable
+from tessera.data.shards.failures import MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError, causes, is_exhausted, unreadable
 from tessera.data.shards.source import SourceConfig
-from tessera.runtime.errors import printable
 from tessera.runtime.preemption import WaitInterruptedError, check_wait
+from tessera.runtime.user_error import printable
 
 PIPE = "pipe:"
 READ_SIZE = 2**20  # bytes

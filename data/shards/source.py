@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import Field
 
 from tessera.data.shards.cache import CacheError, cache_folder
-from tessera.data.shards.errors import (
+from tessera.data.shards.failures import (
     MAKE_INDEX_AGAIN,
     ResourceError,
     SampleError,

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tessera.data.shards.errors import MAKE_SHARD_AGAIN, ShardError, unreadable
-from tessera.runtime.errors import printable
+from tessera.data.shards.failures import MAKE_SHARD_AGAIN, ShardError, unreadable
+from tessera.runtime.user_error import printable
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 """File name extensions of images in a shard."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from tessera.data.shards import remote
 from tessera.data.shards.cache import CHECKSUM, Cache, Sink, cache_folder, checksum, first_version, is_intact
-from tessera.data.shards.errors import (
+from tessera.data.shards.failures import (
     MAKE_INDEX_AGAIN,
     MAKE_SHARD_AGAIN,
     SampleError,
@@ -30,7 +30,7 @@ from tessera.data.shards.errors import (
 from tessera.data.shards.index import CLASSES, LARGEST_CLASSES, LARGEST_TABLE, TABLE, parse_classes, parse_table
 from tessera.data.shards.source import Shard, SourceConfig
 from tessera.data.shards.tar import LARGEST_MEMBER, Index, is_described, is_member, scan_tar
-from tessera.runtime.errors import printable
+from tessera.runtime.user_error import printable
 
 KEPT_FILES = 128
 """Maximum number of local tars that a process keeps open."""

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tessera.data.shards.errors import ShardError
+from tessera.data.shards.failures import ShardError
 from tessera.data.shards.listing import MISSING, NO_LABEL, File, Listing, Maps, file_facts
 from tessera.data.shards.tar import LARGEST_LABEL, MAP
-from tessera.runtime.errors import printable
+from tessera.runtime.user_error import printable
 
 Row = tuple[str, str | None]
 """Path of an image, and its label (None if the image has no label)."""

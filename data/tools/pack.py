@@ -22,7 +22,7 @@ from webdataset.writer import TarWriter
 from tessera.data.decode import ImageError, decode
 from tessera.data.headers import is_jpeg, is_png
 from tessera.data.maps import checked_map
-from tessera.data.shards.errors import ShardError, is_exhausted
+from tessera.data.shards.failures import ShardError, is_exhausted
 from tessera.data.shards.index import write_table
 from tessera.data.shards.listing import MISSING, NO_LABEL, REASONS, Listing
 from tessera.data.shards.tar import LABEL, MAP, scan_tar

@@ -26,7 +26,7 @@ from tessera.encoders import published
 from tessera.encoders.base import Encoder
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.formats import navit, rope_vit, sam_vit, swin, twins, vit
-from tessera.encoders.formats.report import (
+from tessera.encoders.formats.loading import (
     Report,
     Source,
     State,
@@ -41,7 +41,7 @@ from tessera.encoders.sam_vit import SAMViT
 from tessera.encoders.swin import Swin
 from tessera.encoders.twins import Twins
 from tessera.encoders.vit import ViT
-from tessera.runtime.errors import printable
+from tessera.runtime.user_error import printable
 
 
 class Format(Protocol):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.formats.report import Report, State
+from tessera.encoders.formats.loading import Report, State
 
 CHUNKED = re.compile(r"blocks\.\d+\.(\d+)\.")
 """Pattern of block names in DINOv2's training code, `blocks.CHUNK.BLOCK.`. BLOCK is the index of the block in the whole

@@ -11,8 +11,7 @@ from torch import Tensor
 from tessera.encoders import vit
 from tessera.encoders.blocks import Block, MaskedKeyBiasLinear, NormedPatchEmbed, SwiGLU
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.formats.names import from_dinov3, from_transformers, of_eva, of_transformers
-from tessera.encoders.formats.report import (
+from tessera.encoders.formats.loading import (
     Report,
     Source,
     State,
@@ -24,6 +23,7 @@ from tessera.encoders.formats.report import (
     depth_of,
     split_off,
 )
+from tessera.encoders.formats.names import from_dinov3, from_transformers, of_eva, of_transformers
 from tessera.encoders.layers import modules_of
 from tessera.encoders.rope import RotaryPositions
 from tessera.encoders.vit import ViT

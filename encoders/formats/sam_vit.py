@@ -8,7 +8,7 @@ from typing import Any
 from tessera.encoders import sam_vit
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.formats import vit
-from tessera.encoders.formats.report import (
+from tessera.encoders.formats.loading import (
     Report,
     Source,
     State,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tessera.encoders import swin
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.formats.report import Report, Source, State, adapt_channels, check_equivalent, check_names
+from tessera.encoders.formats.loading import Report, Source, State, adapt_channels, check_equivalent, check_names
 from tessera.encoders.formats.vit import grid_of
 from tessera.encoders.layers import PreNormBlock, modules_of, resize_table
 from tessera.encoders.swin import Swin, window_sizes

@@ -8,7 +8,7 @@ from torch import Tensor
 from tessera.encoders.base import Encoder
 from tessera.encoders.blocks import Block, NormedPatchEmbed, SwiGLU, swiglu_width
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.formats.report import State, check_equivalent
+from tessera.encoders.formats.loading import State, check_equivalent
 from tessera.encoders.formats.rope_vit import has_masked_bias, rope_base, unlike_dinov3
 from tessera.encoders.layers import modules_of
 from tessera.encoders.vit import ViT

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tessera.encoders import twins
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.formats.report import (
+from tessera.encoders.formats.loading import (
     Report,
     Source,
     State,

@@ -14,15 +14,7 @@ from torch import Tensor
 from tessera.encoders import vit
 from tessera.encoders.blocks import Block, MaskedKeyBiasLinear, NormedPatchEmbed
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.formats.names import (
-    from_dinov2,
-    from_transformers,
-    from_vit_pytorch,
-    of_eva,
-    of_transformers,
-    of_vit_pytorch,
-)
-from tessera.encoders.formats.report import (
+from tessera.encoders.formats.loading import (
     Report,
     Source,
     State,
@@ -33,6 +25,14 @@ from tessera.encoders.formats.report import (
     check_size,
     depth_of,
     split_off,
+)
+from tessera.encoders.formats.names import (
+    from_dinov2,
+    from_transformers,
+    from_vit_pytorch,
+    of_eva,
+    of_transformers,
+    of_vit_pytorch,
 )
 from tessera.encoders.layers import modules_of, resize_table, sincos_table
 from tessera.encoders.vit import ViT

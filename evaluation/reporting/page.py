@@ -13,7 +13,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from tessera.evaluation.reporting.curves import charts, looks, to_svg
-from tessera.evaluation.reporting.features import Group
+from tessera.evaluation.reporting.neighbours import Group
 from tessera.evaluation.reporting.runs import RunFolder
 from tessera.evaluation.reporting.table import MISSING, Table
 

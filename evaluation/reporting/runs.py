@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 
 from tessera.encoders import WEIGHTS
 from tessera.evaluation.results import data_name
-from tessera.runtime.errors import UserError
 from tessera.runtime.settings import SettingsError, flattened, read_yaml
+from tessera.runtime.user_error import UserError
 
 SCORES = {"top1": "", "mean_iou": " (mIoU)", "mean_average_precision": " (mAP)"}
 """Keys of a result file that can hold the score (0 to 1), with the text to append to the name of the protocol. If a

@@ -34,9 +34,9 @@ from tessera.pretrain.checkpoints import manifest
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.local_state import read
 from tessera.runtime.collectives import RankError, gather_objects, rank, run_on_all_ranks, wait_for_path, world_size
-from tessera.runtime.errors import printable
 from tessera.runtime.files import read_bounded
 from tessera.runtime.settings import flattened
+from tessera.runtime.user_error import printable
 
 log = logging.getLogger(__name__)
 STEP = re.compile(r"step-(\d{8,})")

@@ -6,8 +6,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from tessera.pretrain.engines import fsdp2, zero
-from tessera.pretrain.engines.base import Engine
 from tessera.pretrain.engines.ddp import DDP
+from tessera.pretrain.engines.engine import Engine
 from tessera.pretrain.engines.fsdp2 import FSDP2
 from tessera.pretrain.engines.zero import ZeRO
 from tessera.runtime.settings import SettingsError

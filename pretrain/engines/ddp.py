@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tessera.data.batch import Batch
-from tessera.pretrain.engines.base import Engine, allocate_moments, build_optimizer, local_state, trainable
+from tessera.pretrain.engines.engine import Engine, allocate_moments, build_optimizer, local_state, trainable
 from tessera.pretrain.engines.local_state import LocalTensor, unsharded
-from tessera.pretrain.methods.base import Method
+from tessera.pretrain.methods.method import Method
 from tessera.pretrain.optim.adamw import OptimConfig
 
 

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tessera.data.batch import Batch
-from tessera.pretrain.engines.base import Engine, allocate_moments, build_optimizer, local_state, trainable
+from tessera.pretrain.engines.engine import Engine, allocate_moments, build_optimizer, local_state, trainable
 from tessera.pretrain.engines.local_state import LocalTensor, unsharded
 from tessera.pretrain.engines.meta_copy import MetaCopy, meta_parameters
-from tessera.pretrain.methods.base import Method
+from tessera.pretrain.methods.method import Method
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.optim.running_statistics import running_statistics
 from tessera.runtime.collectives import broadcast, local

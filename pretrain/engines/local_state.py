@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from tessera.pretrain.engines.metadata import Reader
+from tessera.pretrain.engines.metadata import CheckpointReader
 from tessera.runtime.collectives import rank, world_size
 
 # torch warns if there is no process group, but runs of one process need none
@@ -210,7 +210,7 @@ def read(state: LocalState, folder: Path, *, strict: bool = True, group: dist.Pr
     """
     load(
         {},
-        storage_reader=Reader(folder),
+        storage_reader=CheckpointReader(folder),
         planner=_LoadPlanner(state, strict=strict),
         process_group=group,
         no_dist=not dist.is_initialized(),

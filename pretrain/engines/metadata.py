@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import metadata as of_torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
-from tessera.runtime.errors import UserError, printable
 from tessera.runtime.files import read_bounded
+from tessera.runtime.user_error import UserError, printable
 
 MAX_BYTES = 2**30
 """Largest size of the file in bytes. The file holds a few hundred bytes for each tensor of each process."""
@@ -66,7 +66,7 @@ class _Unpickler(pickle.Unpickler):
         raise MetadataError("it holds a persistent id, which no checkpoint needs")
 
 
-class Reader(FileSystemReader):
+class CheckpointReader(FileSystemReader):
     """Reader of checkpoint files that runs no code of the files.
 
     Raises:

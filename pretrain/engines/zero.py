@@ -11,10 +11,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from tessera.data.batch import Batch
-from tessera.pretrain.engines.base import MOMENTS, AdamWState, Engine, allocate_moments, build_optimizer, trainable
+from tessera.pretrain.engines.engine import MOMENTS, AdamWState, Engine, allocate_moments, build_optimizer, trainable
 from tessera.pretrain.engines.local_state import LocalTensor, unsharded
 from tessera.pretrain.engines.meta_copy import MetaCopy
-from tessera.pretrain.methods.base import Method
+from tessera.pretrain.methods.method import Method
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import SettingsError
 

@@ -1,13 +1,13 @@
 """Training methods by name (`--method`)."""
 
-from tessera.pretrain.methods.base import Method
 from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.methods.dinov2 import DINOv2
 from tessera.pretrain.methods.dinov3 import DINOv3
 from tessera.pretrain.methods.distill import Distill
-from tessera.pretrain.methods.finetune import Finetune
 from tessera.pretrain.methods.lejepa import LeJEPA
 from tessera.pretrain.methods.mae import MAE
+from tessera.pretrain.methods.method import Method
+from tessera.pretrain.methods.supervised import Finetune
 
 METHODS: dict[str, type[Method]] = {
     "dino": DINO,

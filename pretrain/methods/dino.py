@@ -16,9 +16,9 @@ from tessera.data.batch import Batch
 from tessera.data.crops import MultiCrop, sides
 from tessera.encoders.base import Encoder, encode
 from tessera.encoders.unused import freeze_unused
-from tessera.pretrain.methods.base import RunSize, full_precision
 from tessera.pretrain.methods.cross_entropy import crop_loss
 from tessera.pretrain.methods.heads import Head
+from tessera.pretrain.methods.method import RunSize, full_precision
 from tessera.pretrain.methods.teacher_student import (
     TeacherStudent,
     TeacherStudentConfig,

@@ -26,10 +26,10 @@ from tessera.data.masking import MaskedMultiCrop
 from tessera.encoders.base import Encoder, encode
 from tessera.encoders.segments import copy_to_device
 from tessera.encoders.unused import freeze_unused
-from tessera.pretrain.methods.base import RunSize, full_precision
 from tessera.pretrain.methods.cross_entropy import crop_loss, token_loss
 from tessera.pretrain.methods.heads import Head
 from tessera.pretrain.methods.losses import koleo_loss, token_weights
+from tessera.pretrain.methods.method import RunSize, full_precision
 from tessera.pretrain.methods.teacher_student import (
     TeacherStudent,
     TeacherStudentConfig,

@@ -23,9 +23,9 @@ from tessera.data.batch import Batch, View
 from tessera.data.collate import Transform
 from tessera.data.crops import MixedCrops, ResizedView
 from tessera.encoders.base import Encoder
-from tessera.pretrain.methods.base import Method, RunSize, full_precision
 from tessera.pretrain.methods.dinov2 import DINOv2, DINOv2Config, second_head
 from tessera.pretrain.methods.losses import Centering, gram_loss
+from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.methods.teacher_student import TERMS, default_momentum, head_defaults
 from tessera.pretrain.optim import ema
 from tessera.pretrain.optim.adamw import OptimConfig

@@ -26,7 +26,7 @@ from tessera.encoders.errors import EncoderError
 from tessera.encoders.randomness import restarted_draws
 from tessera.encoders.unused import freeze_unused
 from tessera.encoders.weights import fitting
-from tessera.pretrain.methods.base import Method, RunSize, full_precision
+from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.monitoring.collapse import effective_rank
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import SettingsError

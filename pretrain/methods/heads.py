@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera.pretrain.methods.base import full_precision
+from tessera.pretrain.methods.method import full_precision
 from tessera.runtime.collectives import all_reduce_sum
 
 

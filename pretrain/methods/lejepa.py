@@ -23,8 +23,8 @@ from tessera.data.crops import SMALL_SIDE, Areas, MultiCrop, MultiCropConfig, by
 from tessera.encoders.base import Encoder, encode
 from tessera.encoders.segments import copy_to_device
 from tessera.encoders.unused import freeze_unused
-from tessera.pretrain.methods.base import Method, RunSize, full_precision
 from tessera.pretrain.methods.heads import BatchNorm
+from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.monitoring.collapse import effective_rank
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.collectives import all_reduce_sum, world_size

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tessera.encoders.images import Mask
 from tessera.runtime.collectives import all_gather_rows, all_reduce_max, all_reduce_sum, rank
-from tessera.runtime.errors import UserError
+from tessera.runtime.user_error import UserError
 
 Centering = Literal["mean", "sinkhorn"]
 

@@ -25,7 +25,7 @@ from tessera.encoders.navit import NaViT
 from tessera.encoders.segments import copy_to_device
 from tessera.encoders.unused import freeze_unused
 from tessera.encoders.vit import ViT
-from tessera.pretrain.methods.base import Method, RunSize, full_precision
+from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.monitoring.collapse import effective_rank
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.collectives import all_reduce_max

@@ -17,8 +17,8 @@ from tessera.data.batch import View
 from tessera.data.crops import MultiCropConfig
 from tessera.encoders.base import Encoder
 from tessera.encoders.formats.checkpoint import load_weights
-from tessera.pretrain.methods.base import Method, RunSize, full_precision
 from tessera.pretrain.methods.losses import Centering, teacher_distribution
+from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.monitoring.collapse import effective_rank
 from tessera.pretrain.optim import ema
 from tessera.pretrain.optim.schedules import cosine, linear

@@ -9,8 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from tessera.runtime.collectives import all_reduce_sum
-from tessera.runtime.errors import UserError
 from tessera.runtime.settings import Section
+from tessera.runtime.user_error import UserError
 
 EQUAL = 1e-5
 """Features count as equal if their differences from the mean are smaller than this fraction of their norm."""

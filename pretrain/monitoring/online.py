@@ -28,7 +28,7 @@ from tessera.evaluation.knn import knn_accuracy
 from tessera.evaluation.results import Evaluation, write_result
 from tessera.evaluation.splits import check_labels, open_labelled_splits
 from tessera.pretrain.config import EvaluationConfig, RunConfig
-from tessera.pretrain.methods.base import Method
+from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring.verdict import Scores
 from tessera.runtime.collectives import all_gather, all_reduce_max, all_reduce_sum
 

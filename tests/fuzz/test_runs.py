@@ -26,7 +26,7 @@ from tessera.pretrain.engines.metadata import read_metadata
 from tessera.pretrain.export import export
 from tessera.pretrain.export import load as load_method
 from tessera.pretrain.resolve import resolve
-from tessera.runtime.errors import UserError
+from tessera.runtime.user_error import UserError
 from tests.fuzz.cases import MOST_BYTES, bounded, damage, damaged, limited_addresses, run, seeds, status
 from tests.pretrain.small import make, saver
 

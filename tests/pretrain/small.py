@@ -19,7 +19,7 @@ from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.config import CheckpointConfig
 from tessera.pretrain.engines.ddp import DDP
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.base import Method, RunSize
+from tessera.pretrain.methods.method import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import Section
 from tests.launched import records

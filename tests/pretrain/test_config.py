@@ -17,8 +17,8 @@ from tessera.pretrain.methods.mae import MAE
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
-from tessera.runtime.errors import UserError
 from tessera.runtime.settings import SettingsError, settings_of
+from tessera.runtime.user_error import UserError
 from tests.teachers import small_teacher
 
 SHARDS = ["--data", "somewhere.tar"]

@@ -21,9 +21,9 @@ from tessera.pretrain import loop
 from tessera.pretrain.checkpoints import manifest, resume, save
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
-from tessera.pretrain.loop import NonFiniteError, Run, train, training_step
-from tessera.pretrain.methods.base import Method
+from tessera.pretrain.loop import NonFiniteError, TrainingRun, train, training_step
 from tessera.pretrain.methods.dino import DINO
+from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring.collapse import CollapseError, effective_rank
 from tessera.pretrain.monitoring.recorder import Recorder
 from tessera.pretrain.optim import ema
@@ -89,11 +89,11 @@ def settings(*arguments: str) -> RunConfig:
     return resolve(load([*tiny.split(), *arguments]), 1000)
 
 
-def make(method: Method, config: RunConfig, output: Path = Path()) -> Run:
+def make(method: Method, config: RunConfig, output: Path = Path()) -> TrainingRun:
     accelerator, engine_class = make_accelerator(config)
     engine = engine_class(accelerator, method, config.optim)
     to = save.Saver(output / "checkpoints", accelerator, engine, config.model_dump(mode="json"), config.checkpoint)
-    return Run(config, output, accelerator, method, engine, None, None, to, images=64)
+    return TrainingRun(config, output, accelerator, method, engine, None, None, to, images=64)
 
 
 def integers(images: int, seed: int = 0, keys: list[str] | None = None) -> Batch:

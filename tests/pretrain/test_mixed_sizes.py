@@ -9,9 +9,9 @@ import roofline
 from tessera.data.demo import demo_shards
 from tessera.pretrain.build import build_method
 from tessera.pretrain.command_line import load
+from tessera.pretrain.crop_preview import crop_cells, first_images
 from tessera.pretrain.methods.dinov3 import DINOv3
 from tessera.pretrain.preflight import activation_bytes
-from tessera.pretrain.preview import crop_cells, first_images
 from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
 from tests.launched import same_encoder, timeless

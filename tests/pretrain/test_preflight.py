@@ -17,9 +17,9 @@ from tessera.data.shards import open_sources
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.base import Method
 from tessera.pretrain.methods.dino import DINO
-from tessera.pretrain.preflight import Plan, activation_bytes, dry_forward, report, state_bytes
+from tessera.pretrain.methods.method import Method
+from tessera.pretrain.preflight import Plan, activation_bytes, dry_forward, print_plan, state_bytes
 from tessera.pretrain.resolve import resolve
 from tests.evaluation.conftest import write_shard
 from tests.pretrain import small
@@ -114,7 +114,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         write_shard(tmp_path / f"{name}.tar", np.zeros((count, 16, 16, 3), np.uint8), None)
     config = settings("--accumulate", "2", "--checkpoint_every", "3", "--checkpoint.keep", "1")
     method = dino(config)
-    report(config, method, Plan(open_sources(str(tmp_path / "*.tar")), 50, 2, 3))
+    print_plan(config, method, Plan(open_sources(str(tmp_path / "*.tar")), 50, 2, 3))
     said = re.sub(r"[ │┃]+", " ", capsys.readouterr().out)
     trained = sum(p.numel() for p in method.student.parameters() if p.requires_grad)
     for part in (

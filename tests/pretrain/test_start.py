@@ -12,7 +12,7 @@ from tessera.pretrain.checkpoints.resume import CheckpointError, TrainState
 from tessera.pretrain.command_line import load
 from tessera.pretrain.export import load_run
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.base import Method, RunSize
+from tessera.pretrain.methods.method import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main

@@ -18,7 +18,7 @@ from tessera.encoders.base import Encoder, Features
 from tessera.encoders.images import Images, Mask
 from tessera.encoders.unused import freeze_unused
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.base import Method, RunSize
+from tessera.pretrain.methods.method import Method, RunSize
 from tessera.pretrain.optim import ema
 from tessera.pretrain.optim.adamw import OptimConfig
 

@@ -17,7 +17,7 @@ from tessera import encoders
 from tessera.data.demo import demo_shards
 from tessera.data.make_shards import main as make_shards
 from tessera.pretrain.run import main
-from tessera.runtime.errors import UserError
+from tessera.runtime.user_error import UserError
 from tests.launched import ROOT, TINY, records
 
 SMALL = {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tessera.data.shards import open_shards
-from tessera.data.shards.errors import ShardError
+from tessera.data.shards.failures import ShardError
 from tessera.data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table, write_folder, write_table
 from tessera.data.shards.tar import scan_tar
 from tests.data.shards.batches import add_index

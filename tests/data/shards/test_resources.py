@@ -16,7 +16,7 @@ from tessera.data.loader import Reading, evaluation_batches
 from tessera.data.shards import ShardError, open_shards, remote, tars
 from tessera.data.shards import cache as caches
 from tessera.data.shards.cache import Cache, CacheError, cache_folder
-from tessera.data.shards.errors import ResourceError, unreadable
+from tessera.data.shards.failures import ResourceError, unreadable
 from tessera.data.shards.open import shard_at
 from tessera.data.shards.source import SourceConfig
 from tessera.data.workers import WorkersError

@@ -9,7 +9,7 @@ import webdataset
 
 from tessera.data.shards import open_shards, tar
 from tessera.data.shards.cache import cache_folder
-from tessera.data.shards.errors import ShardError
+from tessera.data.shards.failures import ShardError
 from tessera.data.shards.open import shard_at
 from tests.data.shards.batches import header, keys
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tessera.data.tools.command import spread
+from tessera.data.tools.offline import spread
 from tessera.runtime.machine import is_running
 from tests.launched import wait_until
 

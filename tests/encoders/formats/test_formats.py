@@ -297,9 +297,9 @@ def test_weights_that_do_not_fit_change_nothing(variant, settings, change, messa
         ({"depths": (2, 2), "heads": (1, 2)}, "build an encoder with dim=24"),
         ({"heads": (2, 4, 8)}, r"heads \(1, 2, 4\) and patches of 4"),
         ({"patch_size": 2}, "with patch_size=4"),
-        ({"mlp_ratio": 2.0}, "Encoder settings to look at: mlp_ratio"),
-        ({"qkv_bias": False}, "Encoder settings to look at: qkv_bias"),
-        ({"patch_norm": False}, "Encoder settings to look at: patch_norm"),
+        ({"mlp_ratio": 2.0}, "encoder settings: mlp_ratio"),
+        ({"qkv_bias": False}, "encoder settings: qkv_bias"),
+        ({"patch_norm": False}, "encoder settings: patch_norm"),
     ],
 )
 def test_messages_say_which_swin_would_fit(settings, message):

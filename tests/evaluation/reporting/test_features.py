@@ -10,7 +10,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from tessera import encoders
 from tessera.evaluation.features import extract
-from tessera.evaluation.reporting.features import examine
+from tessera.evaluation.reporting.neighbours import examine
 from tessera.evaluation.reporting.runs import read_runs
 from tests.evaluation.conftest import save_encoder
 from tests.evaluation.reporting.made import make_run, record

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tessera.evaluation.reporting.features import Group, Seen, Tile
+from tessera.evaluation.reporting.neighbours import Group, Seen, Tile
 from tessera.evaluation.reporting.page import machine_facts, render, run_pictures
 from tessera.evaluation.reporting.runs import RunFolder, read_runs
 from tessera.evaluation.reporting.table import make_table

@@ -22,7 +22,7 @@ from torch import Tensor
 from tessera.data.batch import Batch
 from tessera.encoders.images import PackedImages
 from tessera.pretrain.methods import METHODS, cross_entropy
-from tessera.pretrain.methods.base import Method
+from tessera.pretrain.methods.method import Method
 from tessera.pretrain.run import main
 
 RANK, PROCESSES = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

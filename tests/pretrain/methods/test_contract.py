@@ -12,7 +12,7 @@ from tessera import encoders
 from tessera.data.batch import Batch
 from tessera.encoders.randomness import random_keys
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.base import Method, RunSize
+from tessera.pretrain.methods.method import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
 from tests.pretrain import small
 from tests.pretrain.small import MICRO, on_processes

@@ -8,9 +8,9 @@ import torch
 
 from tessera import encoders
 from tessera.data.batch import Batch
-from tessera.pretrain.methods.base import RunSize
 from tessera.pretrain.methods.dino import DINO, DINOConfig, resolve
 from tessera.pretrain.methods.heads import Head
+from tessera.pretrain.methods.method import RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
 from tests.views import batch_of, crops_of
 

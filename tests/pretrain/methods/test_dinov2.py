@@ -9,8 +9,8 @@ from torch import Tensor
 from tessera import encoders
 from tessera.data.batch import Batch, View
 from tessera.encoders.images import Mask
-from tessera.pretrain.methods.base import RunSize
 from tessera.pretrain.methods.dinov2 import DINOv2, DINOv2Config, resolve
+from tessera.pretrain.methods.method import RunSize
 from tessera.pretrain.optim.adamw import OptimConfig, parameter_groups
 
 

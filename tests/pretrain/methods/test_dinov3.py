@@ -11,9 +11,9 @@ from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch, View
 from tessera.data.collate import collate
-from tessera.pretrain.methods.base import RunSize
 from tessera.pretrain.methods.dinov3 import DINOv3, DINOv3Config, resized, resolve
 from tessera.pretrain.methods.losses import gram_loss
+from tessera.pretrain.methods.method import RunSize
 from tessera.pretrain.optim.adamw import OptimConfig, apply_schedules, parameter_groups
 from tests.pretrain.methods.test_dinov2 import batch
 

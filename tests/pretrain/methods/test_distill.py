@@ -12,8 +12,8 @@ from tessera import encoders
 from tessera.data.augment import normalize
 from tessera.data.batch import Batch
 from tessera.encoders.base import IMAGENET, Features, Preprocessing
-from tessera.pretrain.methods.base import RunSize
 from tessera.pretrain.methods.distill import Distill, DistillConfig, load_teacher, match_loss, resized_tokens, resolve
+from tessera.pretrain.methods.method import RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.preflight import dry_forward
 from tessera.runtime.settings import SettingsError

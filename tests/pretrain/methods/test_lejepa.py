@@ -8,7 +8,6 @@ import torch
 
 from tessera import encoders
 from tessera.data.batch import Batch
-from tessera.pretrain.methods.base import RunSize
 from tessera.pretrain.methods.lejepa import (
     LeJEPA,
     LeJEPAConfig,
@@ -17,6 +16,7 @@ from tessera.pretrain.methods.lejepa import (
     scaled_weight,
     sigreg,
 )
+from tessera.pretrain.methods.method import RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
 from tests.views import batch_of, crops_of
 

@@ -12,8 +12,8 @@ from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.collate import collate
 from tessera.encoders.images import Mask, PackedImages, pack
-from tessera.pretrain.methods.base import RunSize
 from tessera.pretrain.methods.mae import MAE, MAEConfig, mae_loss, resolve
+from tessera.pretrain.methods.method import RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
 from tests.views import batch_of
 

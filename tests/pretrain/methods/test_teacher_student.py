@@ -12,7 +12,7 @@ from tessera.encoders.images import Mask
 from tessera.pretrain.methods.heads import BatchNorm, Head
 from tessera.pretrain.methods.losses import NEAREST, koleo_loss, sinkhorn
 from tessera.pretrain.methods.teacher_student import PendingCenter
-from tessera.runtime.errors import UserError
+from tessera.runtime.user_error import UserError
 from tests.pretrain.small import MICRO, on_processes
 
 

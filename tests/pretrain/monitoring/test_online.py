@@ -19,7 +19,7 @@ from tessera.encoders.base import IMAGENET, Encoder, Preprocessing
 from tessera.evaluation.features import EvaluationError
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import EvaluationConfig
-from tessera.pretrain.methods.finetune import Finetune, FinetuneConfig
+from tessera.pretrain.methods.supervised import Finetune, FinetuneConfig
 from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, write_accuracy
 from tessera.pretrain.monitoring.verdict import Scores, accuracy_line
 from tessera.pretrain.resolve import resolve

@@ -13,7 +13,7 @@ from tessera.pretrain.command_line import load
 from tessera.pretrain.monitoring import sinks
 from tessera.pretrain.monitoring.recorder import Recorder
 from tessera.pretrain.monitoring.sinks import MetricsConfig
-from tessera.runtime.errors import UserError
+from tessera.runtime.user_error import UserError
 
 PICTURE = np.full((4, 6, 3), 7, dtype=np.uint8)
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from tessera.pretrain.methods.base import RunSize
 from tessera.pretrain.methods.dino import DINO
+from tessera.pretrain.methods.method import RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.optim.running_statistics import StepStatistics, running_statistics
 from tests.pretrain.small import on_processes

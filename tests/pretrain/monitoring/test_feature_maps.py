@@ -9,7 +9,7 @@ from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch, View
 from tessera.encoders.base import Encoder, Preprocessing
-from tessera.pretrain.monitoring import pictures
+from tessera.pretrain.monitoring import feature_maps
 from tests.evaluation.conftest import Known
 from tests.views import GAP, cell, pixels
 
@@ -20,7 +20,7 @@ def test_attention_is_the_class_tokens_over_the_patches_alone() -> None:
     row = torch.tensor([[0.9, 0.0, 0.0, 0.0, 0.1, 0.2, 0.4, 0.0], [0.0, 0.5, 0.3, 0.1, 0.05, 0.05, 0.0, 0.025]])
     attention[0, :, 0] = row
     images = to_model_input(Batch([View(pixels(1, 3, 8, 8), 1)])).views[0].images
-    picture = pictures.attention(Known(torch.zeros(1, 4, 5), attention), images, side=8)
+    picture = feature_maps.attention(Known(torch.zeros(1, 4, 5), attention), images, side=8)
     assert picture is not None
     np.testing.assert_array_equal(cell(picture, 0, 0, 8), pixels(1, 3, 8, 8)[0].permute(1, 2, 0).numpy())
     for head, brightest in enumerate((0.4, 0.05)):
@@ -33,9 +33,11 @@ def test_attention_is_the_class_tokens_over_the_patches_alone() -> None:
 def test_attention_of_encoders_without_class_token_is_none() -> None:
     images = torch.randn(2, 3, 16, 16)
     settings = {"depth": 1, "dim": 24, "heads": 2, "image_size": 16}
-    assert pictures.attention(encoders.build("vit_micro", pool="mean", class_token=False, **settings), images) is None
-    assert pictures.attention(Encoder(), images) is None
-    picture = pictures.attention(encoders.build("vit_micro", registers=2, **settings).eval(), images, side=16)
+    assert (
+        feature_maps.attention(encoders.build("vit_micro", pool="mean", class_token=False, **settings), images) is None
+    )
+    assert feature_maps.attention(Encoder(), images) is None
+    picture = feature_maps.attention(encoders.build("vit_micro", registers=2, **settings).eval(), images, side=16)
     assert picture is not None
     assert picture.shape == (2 * (16 + GAP), (1 + 2) * (16 + GAP), 3)
 
@@ -45,7 +47,7 @@ def test_pca_shows_the_components_of_all_images_together() -> None:
     scales = torch.tensor([9.0, 5.0, 3.0, 0.1, 0.1, 0.1])
     tokens = torch.randn(3, 4, 6, generator=generator) * scales + 4.0
     images = to_model_input(Batch([View(pixels(3, 3, 8, 8), 1)])).views[0].images
-    picture = pictures.pca(Known(tokens, tokens), images, side=8)
+    picture = feature_maps.pca(Known(tokens, tokens), images, side=8)
     assert picture.shape == (2 * (8 + GAP), 3 * (8 + GAP), 3)
     flat = tokens.flatten(0, 1).double().numpy()
     fitted = PCA(3).fit(flat)
@@ -72,12 +74,12 @@ def test_images_with_any_number_of_channels_are_shown(channels: int) -> None:
         shown = shown.repeat(3, 2)
     elif channels == 2:
         shown = np.concatenate([shown, np.zeros((8, 8, 1), np.uint8)], 2)
-    attention = pictures.attention(encoder, images, side=8)
+    attention = feature_maps.attention(encoder, images, side=8)
     assert attention is not None
-    for picture in (pictures.pca(encoder, images, side=8), attention):
+    for picture in (feature_maps.pca(encoder, images, side=8), attention):
         np.testing.assert_array_equal(cell(picture, 0, 0, 8), shown[..., :3])
 
 
 def test_pca_of_tokens_that_are_all_alike_is_a_picture_too() -> None:
-    picture = pictures.pca(Known(torch.ones(2, 4, 6), torch.ones(2, 1, 4, 4)), torch.zeros(2, 3, 8, 8), side=8)
+    picture = feature_maps.pca(Known(torch.ones(2, 4, 6), torch.ones(2, 1, 4, 4)), torch.zeros(2, 3, 8, 8), side=8)
     assert picture.shape == (2 * (8 + GAP), 2 * (8 + GAP), 3)

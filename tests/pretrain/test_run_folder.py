@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tessera.pretrain.command_line import load
-from tessera.pretrain.folder import claimed, delete_run, newest_checkpoint
 from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
+from tessera.pretrain.run_folder import claimed, delete_run, newest_checkpoint
 from tessera.runtime.settings import SettingsError
 from tests.launched import TINY, records
 

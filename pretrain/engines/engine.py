@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tessera.data.batch import Batch
 from tessera.pretrain.engines.local_state import LocalTensor
 from tessera.pretrain.engines.meta_copy import M, MetaCopy
-from tessera.pretrain.methods.base import Method
+from tessera.pretrain.methods.method import Method
 from tessera.pretrain.optim.adamw import OptimConfig, adamw
 from tessera.runtime.collectives import local
 

@@ -25,7 +25,7 @@ from tessera.encoders.randomness import BITS, next_keys
 from tessera.encoders.segments import copy_to_device
 from tessera.encoders.unused import freeze_unused
 from tessera.encoders.vit import ViT
-from tessera.pretrain.methods.base import Method, RunSize, full_precision
+from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import Section, SettingsError
 

@@ -12,14 +12,14 @@ import pytest
 
 from tessera.pretrain import run
 from tessera.runtime import preemption
-from tessera.runtime.errors import printable, without_controls
 from tessera.runtime.files import atomic_write
+from tessera.runtime.user_error import printable, without_controls
 from tests.launched import ROOT, TINY, newest_step, records
 
 CHILD = """
 import sys
-from tessera.runtime import streams
-streams.protect()
+from tessera.runtime import stdio
+stdio.protect()
 opened = open(sys.argv[1], "w")
 {body}
 opened.write("content")
@@ -33,7 +33,7 @@ def child(tmp_path: Path, body: str, **options) -> tuple[int, str]:
 
 
 def test_messages_for_a_closed_stream_go_into_no_file(tmp_path: Path) -> None:
-    body = "print('lost', file=sys.stderr); print('lost', flush=True); streams.tell('lost'); sys.stdin.read()"
+    body = "print('lost', file=sys.stderr); print('lost', flush=True); stdio.tell('lost'); sys.stdin.read()"
     closed = {"preexec_fn": lambda: [os.close(number) for number in (0, 1, 2)]}
     assert child(tmp_path, body.replace("sys.stdin.read()", "pass"), **closed) == (0, "content")
 
@@ -41,7 +41,7 @@ def test_messages_for_a_closed_stream_go_into_no_file(tmp_path: Path) -> None:
 def test_writes_to_broken_streams_are_dropped(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
-    body = "for _ in range(9): print('x' * 9999, file=sys.stderr); print('x' * 9999, flush=True); streams.tell('x')"
+    body = "for _ in range(9): print('x' * 9999, file=sys.stderr); print('x' * 9999, flush=True); stdio.tell('x')"
     assert child(tmp_path, body, stdout=write, stderr=write) == (0, "content")
     os.close(write)
     with open("/dev/full", "w") as full:

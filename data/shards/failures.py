@@ -5,7 +5,7 @@ import functools
 import logging
 from collections.abc import Iterator
 
-from tessera.runtime.errors import UserError
+from tessera.runtime.user_error import UserError
 
 MOST_LISTED = 20
 """Maximum number of shards that one error message lists."""

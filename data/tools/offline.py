@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from tessera.runtime.errors import UserError, printable
 from tessera.runtime.machine import signal_at_end_of_parent
 from tessera.runtime.progress import track
+from tessera.runtime.user_error import UserError, printable
 
 TaskT = TypeVar("TaskT")
 ResultT = TypeVar("ResultT")

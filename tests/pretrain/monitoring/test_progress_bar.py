@@ -2,7 +2,7 @@
 
 import pytest
 
-from tessera.pretrain.monitoring.progress import duration, speed
+from tessera.pretrain.monitoring.progress_bar import duration, speed
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from tessera.encoders.images import Mask, PackedImages
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.job import first_batches
-from tessera.runtime import streams
+from tessera.runtime import stdio
 from tessera.runtime.processes import exit_on_user_error
 from tessera.runtime.settings import Settings, SettingsError, help_text, validate
 
@@ -163,6 +163,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    streams.protect()
+    stdio.protect()
     with exit_on_user_error():
         main(sys.argv[1:])

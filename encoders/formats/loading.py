@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tessera.encoders.errors import WeightsError
-from tessera.runtime.errors import printable
+from tessera.runtime.user_error import printable
 
 SMALLEST = 1e-6
 """Threshold for weights near zero. Trained and newly initialised encoders have far larger weights."""

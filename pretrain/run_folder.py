@@ -13,9 +13,9 @@ from tessera import encoders
 from tessera.pretrain.checkpoints import resume
 from tessera.pretrain.config import RunConfig
 from tessera.runtime.collectives import broadcast_object, rank, run_on_all_ranks
-from tessera.runtime.errors import printable
 from tessera.runtime.lock import locked
 from tessera.runtime.settings import SettingsError
+from tessera.runtime.user_error import printable
 
 PARTS = (
     "config.yaml",

@@ -16,7 +16,7 @@ from tessera.data.masking import MaskedCrop
 from tessera.data.sampler import BatchSampler
 from tessera.encoders.images import Mask, pack
 from tessera.pretrain.command_line import load
-from tessera.pretrain.preview import crop_cells, first_images, hidden_tokens, main, split
+from tessera.pretrain.crop_preview import crop_cells, first_images, hidden_tokens, main, split
 from tessera.runtime.settings import SettingsError
 
 SMALL = ["--encoder", "vit_micro", "--batch_size", "64", "--seed", "3"]
