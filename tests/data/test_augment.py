@@ -95,7 +95,7 @@ def colors_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return partial(augment_colors, compile=request.param != "separate")
 
 
-def test_a_batch_gets_what_each_image_would_get_alone(colors_of):
+def test_batches_equal_single_images_of_torchvision(colors_of):
     view, p = pictures(96), drawn(96)
     found = colors_of(view, p) * STD + MEAN
     for i in range(len(view)):
@@ -142,7 +142,7 @@ def test_a_crop_does_not_depend_on_its_batch():
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
 
 
-def test_memory_order_and_the_callers_pixels_are_left_alone():
+def test_memory_order_and_input_are_kept():
     view, p = pictures(9), drawn(9)
     before = view.clone()
     interleaved = augment_colors(view.contiguous(memory_format=torch.channels_last), p)

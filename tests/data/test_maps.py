@@ -160,7 +160,7 @@ def test_broken_and_missing_maps_are_named(write_tar):
         evaluation_batches(path, views, 2, labels=False, reading=Reading(maps=3))
 
 
-def test_the_index_knows_maps_and_old_tables_still_load(write_tar, tmp_path):
+def test_the_index_knows_maps(write_tar, tmp_path):
     content = [png(noise(n, 8, 8)) for n in range(3)]
     plain, some = [], []
     for n, one in enumerate(content):

@@ -33,7 +33,7 @@ def pictures(count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 1.0), (0.8, 0.0), (0.0, 1.0), (0.0, 0.0)])
-def test_images_are_mixed_as_a_loop_over_pixels_does(mixup: float, cutmix: float) -> None:
+def test_images_are_mixed_as_by_a_loop(mixup: float, cutmix: float) -> None:
     images, parameters = pictures(10), draw_mix(generators(keys(10)), SIZE, mixup, cutmix)
     mixed = mix_images(images, parameters)
     x = images.double()
@@ -108,7 +108,7 @@ def test_noise_is_normal_and_differs_between_images() -> None:
     assert torch.isfinite(noise).all()
 
 
-def test_parameters_do_not_depend_on_the_split_over_processes() -> None:
+def test_parameters_do_not_depend_on_the_split() -> None:
     own = keys(12)
     whole = draw_mix(generators(own), SIZE, 0.8, 1.0)
     boxes = draw_erased(generators(own), SIZE, 0.5)

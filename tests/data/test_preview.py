@@ -15,9 +15,10 @@ from tessera.data.preview import PreviewSettings, read_cells, run
 from tessera.data.shards import ShardError, open_shards
 from tessera.data.sheet import Cell, as_rgb, write_sheet
 from tessera.runtime.settings import flags, validate
+from tests.launched import ROOT
 
 
-def command(*argv: str) -> None:
+def preview(*argv: str) -> None:
     run(validate(PreviewSettings, flags(PreviewSettings, argv, "preview.py")))
 
 
@@ -43,7 +44,7 @@ def test_images_without_label_and_corrupt_images_are_named(write_shards, write_t
 def test_the_sheet_is_a_picture_with_all_images(write_shards, tmp_path, capsys):
     write_shards([40])
     sheet = tmp_path / "new" / "sheet.png"
-    command(str(tmp_path / "*.tar"), "--output", str(sheet), "--images", "12")
+    preview(str(tmp_path / "*.tar"), "--output", str(sheet), "--images", "12")
     assert "12 of 40 images" in capsys.readouterr().out
     pixels = np.asarray(Image.open(sheet).convert("RGB"))
     shown = {tuple(color) for color in pixels.reshape(-1, 3).tolist()}
@@ -52,7 +53,7 @@ def test_the_sheet_is_a_picture_with_all_images(write_shards, tmp_path, capsys):
     assert len([color for color in shown if color[2] == 7 and color[0] == 0]) == 12
     (tmp_path / "file").touch()
     with pytest.raises(ShardError, match="--output"):
-        command(str(tmp_path / "*.tar"), "--output", str(tmp_path / "file" / "sheet.png"))
+        preview(str(tmp_path / "*.tar"), "--output", str(tmp_path / "file" / "sheet.png"))
 
 
 def test_strange_captions_are_drawn(tmp_path):
@@ -77,13 +78,8 @@ def test_settings_of_a_run_preview_its_crops(write_shards, tmp_path):
     write_shards([80])
     sheet = tmp_path / "sheet.png"
     argv = [str(tmp_path / "*.tar"), "--method", "mae", "--encoder", "vit_micro", "--mae.size", "32", "--images", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tessera.data.preview", *argv, "--batch_size", "64", "--output", str(sheet)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
+    command = [sys.executable, "-m", "tessera.data.preview", *argv, "--batch_size", "64", "--output", str(sheet)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "2 images with their crops" in done.stdout
     assert sheet.exists()

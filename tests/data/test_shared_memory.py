@@ -153,7 +153,7 @@ class Large:
         return [ViewParameters(np.array([[0, 0, *size]]), (64, 64), np.zeros(1, bool))]
 
 
-def test_evaluation_with_corrupt_images_and_several_workers(pictures, write_tar, png):
+def test_evaluation_with_corrupt_images_and_workers(pictures, write_tar, png):
     bad = write_tar("bad.tar", [("1.png", png(5)), ("2.png", b"text"), ("3.png", png(6))])
     shards = [*pictures, bad]
     alone = list(evaluation_batches(shards, Large(), batch_size=8, labels=False))

@@ -1,6 +1,5 @@
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +8,7 @@ from tessera import encoders
 from tessera.evaluation.embed import EmbedSettings, run
 from tessera.evaluation.features import EvaluationError, extract
 from tessera.runtime.processes import make_accelerator
-
-ROOT = Path(__file__).parents[2]
+from tests.launched import ROOT
 
 
 @pytest.mark.medium

@@ -72,7 +72,7 @@ def test_the_nearest_of_many_equal_neighbours_are_the_first(chunk):
     assert torch.equal(found, expected)
 
 
-def test_scale_of_features_and_precision_settings_do_not_matter():
+def test_scale_and_precision_do_not_matter():
     train, val = images(1300), images(151, seed=1)
     expected = knn_accuracy(train, val, k=(20,))
     factors = torch.rand(1300, 1) * 100 + 0.01

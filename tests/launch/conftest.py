@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.launched import ROOT
+
 HARD = [
     "two words", "it's", 'a "b"', "$HOME", "`id`", "a;b", "*", "-", "--dashes", "--x=-1", "käse/日本", "back\\slash",
     "line\nbreak", "", "!!", "#", "%j", "~", "{a,b}-{0..3}.tar",

@@ -145,7 +145,7 @@ def test_the_exit_code_is_that_of_the_trainers(start, tmp_path: Path, codes: lis
 @pytest.mark.parametrize(
     "options", [("--cpu",), ("--multi_gpu",), ("--config_file", "ddp"), ("--config_file", "fsdp2")]
 )
-def test_as_many_processes_as_asked_for_with_any_engine(start, tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_the_number_of_processes_with_any_engine(start, tmp_path: Path, options: tuple[str, ...]) -> None:
     launcher = start("codes", "0", "0", options=options)  # waits until both trainers run
     assert exit_code(launcher) == 0
 

@@ -161,8 +161,6 @@ def test_a_time_limit_costs_nothing(work: Work, undisturbed: Path) -> None:
 @pytest.mark.parametrize("engine", ["zero2", "fsdp2"])
 def test_engines_train_on_two_nodes(work: Work, engine: str) -> None:
     file = ROOT / "configs" / "accelerate" / f"{engine}.yaml"
-    if not file.exists():
-        pytest.skip(f"there is no {file.name} yet")
     output = work.folder / engine
     flags = ("--config", str(work.config), "--output", str(output), "--steps", "4")
     job = work.cluster.submit("pretrain.sbatch", *flags, options=TWO_NODES, TESSERA_ENGINE=str(file))

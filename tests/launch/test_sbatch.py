@@ -228,7 +228,7 @@ def test_a_python_without_the_project_is_reported(script: Callable[[str], Script
     assert not one.called("tessera")
 
 
-def test_new_checkpoints_are_followed_if_the_run_was_submitted(pretrain: Script) -> None:
+def test_checkpoints_of_submitted_runs_are_followed(pretrain: Script) -> None:
     assert pretrain.run("--output", "run").returncode == 0
     assert pretrain.called("tessera") == pretrain.trained()
     (pretrain.folder / "run" / "submitted").mkdir()

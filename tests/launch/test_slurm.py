@@ -132,7 +132,7 @@ def test_paths_and_flags_are_passed_unchanged(slurm: Slurm) -> None:
     assert (slurm.folder / output / "submitted" / "config.yaml").exists()
 
 
-def test_a_dry_run_touches_nothing_and_can_be_pasted(slurm: Slurm) -> None:
+def test_a_dry_run_prints_commands_to_paste(slurm: Slurm) -> None:
     before = slurm.everything()
     arguments = ["--gpus", "0", "--processes", "2", "--after-pretraining", "probe", "--every-checkpoint", "knn"]
     plan = slurm.accepted("--dry_run", *arguments, "--", *HARD, output="it's $dry")

@@ -136,7 +136,7 @@ def _take(folder: Path, start, done, results) -> None:
         results.put("refused")
 
 
-def test_exactly_one_process_takes_over_from_a_dead_holder(tmp_path: Path) -> None:
+def test_exactly_one_process_takes_over(tmp_path: Path) -> None:
     elsewhere(tmp_path, number=41)
     context = multiprocessing.get_context("fork")
     start, done, results = context.Event(), context.Event(), context.Queue()

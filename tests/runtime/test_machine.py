@@ -78,7 +78,7 @@ def test_the_users_settings_of_the_allocator_hold(name: str, value: str, monkeyp
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "None"),
     ],
 )
-def test_segments_of_cuda_grow_unless_the_user_says_otherwise(given: dict[str, str], value: str) -> None:
+def test_segments_of_cuda_grow_by_default(given: dict[str, str], value: str) -> None:
     code = (
         "import os, tessera.pretrain.run, torch\n"
         "chosen = os.environ.get('PYTORCH_ALLOC_CONF')\n"

@@ -45,7 +45,7 @@ def test_listening_records_signals_and_restores_the_handlers() -> None:
 
 
 @pytest.mark.medium
-def test_ctrl_c_saves_and_a_second_ctrl_c_interrupts(launch, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_interrupts(launch, tmp_path: Path) -> None:
     output = tmp_path / "run"
     run = launch([*TINY, "--steps", "5000", "--checkpoint_every", "5000", "--output", str(output)])
     run.wait_for(lambda: len(records(output)) > 2)
@@ -68,7 +68,7 @@ def test_ctrl_c_saves_and_a_second_ctrl_c_interrupts(launch, tmp_path: Path) -> 
 
 @pytest.mark.medium
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of a parent")
-def test_sigterm_to_accelerate_launch_saves_and_ends_the_trainer(launch, tmp_path: Path) -> None:
+def test_sigterm_to_accelerate_launch_saves(launch, tmp_path: Path) -> None:
     output = tmp_path / "run"
     given = [*TINY, "--steps", "5000", "--checkpoint_every", "5000", "--output", str(output)]
     run = launch(given, direct=False)
@@ -99,7 +99,7 @@ def test_signals_before_the_run_starts_are_kept() -> None:
             signal.signal(number, handler)
 
 
-def test_listening_outside_of_the_main_thread_sets_no_handlers() -> None:
+def test_other_threads_set_no_signal_handlers() -> None:
     handlers = []
 
     def listen() -> None:
@@ -148,9 +148,7 @@ def test_a_resumed_run_makes_the_missed_evaluation(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_a_stop_during_skipped_steps_keeps_the_older_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_between_skipped_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = [*TINY, "--checkpoint.keep", "1", "--encoder.drop_path", "0.2", "--optim.nonfinite_limit", "4"]
     with monkeypatch.context() as patch:
         _ask_before(patch, set(), bad=range(4, 7))
@@ -226,7 +224,7 @@ def _reported(log: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_signals_to_the_launcher_and_to_one_trainer_save(launch, tmp_path: Path, processes: int) -> None:
+def test_signals_to_launcher_or_trainer_save(launch, tmp_path: Path, processes: int) -> None:
     """Signals to the launcher, to its process group, to one trainer, from its first moments on."""
     rng = random.Random(processes)
     output = tmp_path / "run"

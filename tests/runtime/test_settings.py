@@ -57,7 +57,7 @@ def load(*argv: str) -> Job:
     return validate(Job, flags(Job, argv, "job"))
 
 
-def test_flags_are_typed_and_the_rest_keeps_its_default() -> None:
+def test_flags_are_typed() -> None:
     job = load("--steps", "7", "--inner.rate=0.5", "--inner.pair", "0.2,0.7")
     assert (job.steps, job.inner.rate, job.inner.pair, job.data, job.on) == (7, 0.5, (0.2, 0.7), None, True)
     assert load() == Job()
@@ -116,7 +116,7 @@ def test_a_shell_may_expand_a_glob(name: str) -> None:
             load(*other)
 
 
-def test_a_flag_takes_one_word_where_words_have_positions() -> None:
+def test_flags_before_positional_arguments() -> None:
     copy = validate(Copy, flags(Copy, ["--images", "a.tar", "b", "c"], "copy"))
     assert (copy.images.shards, copy.source, copy.others) == ("a.tar", Path("b"), ["c"])
 

@@ -32,7 +32,7 @@ def child(tmp_path: Path, body: str, **options) -> tuple[int, str]:
     return subprocess.run(command, timeout=60, **options).returncode, (tmp_path / "file").read_text()
 
 
-def test_messages_for_a_closed_stream_go_into_no_file(tmp_path: Path) -> None:
+def test_messages_for_closed_streams_are_dropped(tmp_path: Path) -> None:
     body = "print('lost', file=sys.stderr); print('lost', flush=True); stdio.tell('lost'); sys.stdin.read()"
     closed = {"preexec_fn": lambda: [os.close(number) for number in (0, 1, 2)]}
     assert child(tmp_path, body.replace("sys.stdin.read()", "pass"), **closed) == (0, "content")

@@ -160,7 +160,7 @@ def test_one_process_is_not_watched() -> None:
         assert threading.active_count() == threads
 
 
-def test_errors_of_gloo_and_nccl_for_a_lost_process() -> None:
+def test_errors_for_a_lost_process() -> None:
     gloo = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:907. GLHF!")
     nccl = dist.DistBackendError(
         "NCCL error in: x.cpp\nncclRemoteError: remote process exited or there was a network e"

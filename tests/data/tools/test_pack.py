@@ -55,7 +55,7 @@ def test_encoded_images_stand_upright_on_white(photos, tmp_path):
     assert (found["clear"] > 250).all()
 
 
-def test_quality_and_the_size_of_shards_of_encoded_images(photos, tmp_path):
+def test_quality_and_size_of_encoded_images(photos, tmp_path):
     folder = photos({f"{n}.png": picture(n, (128, 128), "PNG") for n in range(40)})  # about 49 kB
     sizes = {}
     for quality in (30, 95):
