@@ -39,7 +39,7 @@ SIZES = [(16, 16), (24, 16), (225, 225), (96, 160), (33, 33), (4, 64)]
 
 
 def make(variant: str, **settings) -> encoders.Encoder:
-    """Random weights in every parameter, so that all of them show. `variant` is one of ALL."""
+    """Random weights in every parameter, so that all of them show. `variant` is in MICRO or OTHER."""
     torch.manual_seed(0)
     name, own = OTHER.get(variant, (variant, {}))
     encoder = encoders.build(name, **own | settings)

@@ -133,6 +133,10 @@ PARAMETERS = {
     "rope_vit_large_plus": 403_915_776,
     "rope_vit_huge_plus": 840_633_600,
     "rope_vit_7b": 6_716_043_264,
+    "navit_tiny": 5_632_320,  # NaViT of vit-pytorch without its head
+    "navit_small": 22_175_616,
+    "navit_base": 87_997_440,
+    "navit_large": 307_232_512,
     "twins_svt_vit_pytorch": 251_512_096,  # TwinsSVT() of vit-pytorch without its head
 }
 

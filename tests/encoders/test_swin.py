@@ -1,4 +1,4 @@
-"""Swin Transformer against timm, transformers and formulas written out pixel by pixel."""
+"""Swin Transformer against formulas written out pixel by pixel."""
 
 import math
 from itertools import product

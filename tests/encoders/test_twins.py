@@ -1,4 +1,4 @@
-"""Twins-SVT against timm, vit-pytorch and formulas written out."""
+"""Twins-SVT against formulas written out."""
 
 import math
 from typing import Any

@@ -1,7 +1,7 @@
-"""ViT against timm, transformers and formulas written out."""
+"""ViT against timm and formulas written out."""
 
 import math
-from typing import Any
+from functools import partial
 
 import pytest
 import timm
@@ -9,13 +9,10 @@ import torch
 
 from tessera.encoders import build, load_weights
 from tessera.encoders.vit import VARIANTS, ViT
+from tests.encoders import helpers
 from tests.encoders.helpers import CLOSE, first_input, images_of, mask_of, scramble
 
-SMALL: dict[str, Any] = {"dim": 48, "depth": 3, "heads": 3, "patch_size": 8, "image_size": 32}
-
-
-def small(**settings) -> Any:
-    return scramble(ViT(**SMALL | settings))
+small = partial(helpers.small, "vit_small")
 
 
 def resized(table: torch.Tensor, grid: tuple[int, int], rule: str = "dino") -> torch.Tensor:
