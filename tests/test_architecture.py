@@ -56,7 +56,7 @@ def test_launch_stands_alone() -> None:
     """Submitting jobs needs no torch. The scripts start any project that is installed."""
     for path in (ROOT / "launch").glob("*.py"):
         assert not imported(path) & packages(*ORDER), path
-    for name in ("slurm", "jobs", "progress"):
+    for name in ("slurm", "jobs", "status"):
         allowed = sys.stdlib_module_names | {"yaml", "tessera.launch"}
         assert imported(ROOT / "launch" / f"{name}.py") <= allowed, name
 

@@ -63,7 +63,7 @@ def test_a_dry_run_checks_all_sizes_and_prints_the_memory_of_the_largest(capsys:
     assert main([*command(), "--dry_run"]) == 0
     assert "16/8: 0.5" in capsys.readouterr().out
     assert main([*command("{16/8: 1, 22/8: 1}"), "--dry_run"]) == 2
-    assert "sizes 22/8: A side is not a multiple of the 4 pixels of a token" in capsys.readouterr().err
+    assert "sizes 22/8: A side is not a multiple of 4 pixels, the side of a token" in capsys.readouterr().err
 
 
 def test_a_preview_shows_the_crops_of_the_first_step() -> None:
