@@ -163,7 +163,7 @@ def started(several: Callable, chosen: list[dict]) -> Callable[[str], Started]:
 
     def of(engine: str) -> Started:
         if engine not in running:
-            own = [given["name"] for given in chosen if given.get("engine") == engine]
+            own = [given["name"] for given in chosen if given.get("engine") == engine and "name" in given]
             running[engine] = several(own, engine=engine)
         return running[engine]
 
