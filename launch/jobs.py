@@ -152,6 +152,20 @@ def submit(job: Job, *, hold: bool = False, after: str = "") -> None:
     job.id = done.stdout.strip().splitlines()[-1].partition(";")[0]  # with several clusters, sbatch prints ID;CLUSTER
 
 
+def check(job: Job) -> None:
+    """Ask SLURM whether the job can run. SLURM does not check a job that is submitted with a hold.
+
+    Raises:
+        LaunchError: SLURM refuses the job. The message quotes SLURM.
+    """
+    command = job.command()
+    done = _run([command[0], "--test-only", *command[1:]])
+    if done.returncode:
+        raise LaunchError(
+            f"SLURM refuses the job {job.name}: {done.stderr.strip()}\nThe command was: {quoted_line(command)}"
+        )
+
+
 def submit_chain(jobs: Sequence[Job], prepare: Callable[[], None]) -> None:
     """Submit jobs. All other jobs wait for the first job. If a step fails, cancel the jobs that were submitted.
 
@@ -163,6 +177,7 @@ def submit_chain(jobs: Sequence[Job], prepare: Callable[[], None]) -> None:
     """
     first, *others = jobs
     try:
+        check(first)
         submit(first, hold=True)
         for job in others:
             submit(job, after=first.id)
