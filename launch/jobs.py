@@ -142,28 +142,33 @@ def submit(job: Job, *, hold: bool = False, after: str = "") -> None:
     Raises:
         LaunchError: SLURM refuses the job. The message quotes SLURM.
     """
-    # a job that is submitted by another job must not inherit the SLURM variables of that job's allocation
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_")) or k == "SLURM_CONF"}
-    command = job.command(hold=hold, after=after)
-    done = _run(command, inherited | job.environment)
-    if done.returncode:
-        answer = done.stderr.strip() or f"sbatch ended with {done.returncode}"
-        raise LaunchError(f"SLURM refuses the job {job.name}: {answer}\nThe command was: {quoted_line(command)}")
-    job.id = done.stdout.strip().splitlines()[-1].partition(";")[0]  # with several clusters, sbatch prints ID;CLUSTER
+    printed = _sbatch(job, job.command(hold=hold, after=after))
+    job.id = printed.strip().splitlines()[-1].partition(";")[0]  # with several clusters, sbatch prints ID;CLUSTER
 
 
 def check(job: Job) -> None:
-    """Ask SLURM whether the job can run. SLURM does not check a job that is submitted with a hold.
+    """Ask SLURM whether the job can run, without submitting it. SLURM does not check a job with a hold.
 
     Raises:
         LaunchError: SLURM refuses the job. The message quotes SLURM.
     """
-    command = job.command()
-    done = _run([command[0], "--test-only", *command[1:]])
+    sbatch, *words = job.command()
+    _sbatch(job, [sbatch, "--test-only", *words])
+
+
+def _sbatch(job: Job, command: list[str]) -> str:
+    """Run sbatch for a job, and return what it printed.
+
+    Raises:
+        LaunchError: SLURM refuses the job.
+    """
+    # a job that is submitted by another job must not inherit the SLURM variables of that job's allocation
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_")) or k == "SLURM_CONF"}
+    done = _run(command, inherited | job.environment)
     if done.returncode:
-        raise LaunchError(
-            f"SLURM refuses the job {job.name}: {done.stderr.strip()}\nThe command was: {quoted_line(command)}"
-        )
+        answer = done.stderr.strip() or f"sbatch ended with {done.returncode}"
+        raise LaunchError(f"SLURM refuses the job {job.name}: {answer}\nThe command was: {quoted_line(command)}")
+    return done.stdout
 
 
 def submit_chain(jobs: Sequence[Job], prepare: Callable[[], None]) -> None:

@@ -54,7 +54,7 @@ class Prepared(NamedTuple):
     sources: Sources
     """The opened shards."""
     fingerprint: str
-    """Hash of everything that determines the sample order; see `fingerprint`."""
+    """Hash of everything that determines the sample order; see `resolve.fingerprint`."""
 
     @property
     def images(self) -> int:

@@ -268,7 +268,7 @@ class Meter:
 
 
 def _count_corrupt(run: TrainingRun, meter: Meter) -> None:
-    """Add the number of corrupt images in all processes' windows to `run.state`, and reset the count. Collective."""
+    """Add the number of corrupt images on all processes to `run.state`, and reset the count. Collective."""
     run.state.corrupt_images += int(all_reduce_sum(torch.tensor(meter.corrupt)))
     meter.corrupt = 0
 

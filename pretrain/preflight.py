@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
@@ -23,6 +23,7 @@ from tessera.encoders.attention import only_torchs_kernel
 from tessera.encoders.base import IMAGENET, Encoder
 from tessera.encoders.unused import ON_META
 from tessera.pretrain.config import RunConfig, to_yaml
+from tessera.pretrain.engines.meta_copy import meta_parameters
 from tessera.pretrain.methods.method import Method
 from tessera.runtime.collectives import alone
 
@@ -57,8 +58,7 @@ def dry_forward(method: Method) -> None:
     transforms = transform.transforms if isinstance(transform, MixedCrops) else [transform]
     batches = [_blank_batch(method, one, [(64, 64), (32, 256), (256, 32)]).to("meta") for one in transforms]
     empty: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in method.buffers()}
-    for p in method.parameters():
-        empty[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+    empty |= meta_parameters(method)
     phantom = copy.deepcopy(method, empty)
     with torch.random.fork_rng(devices=[]):
         try:

@@ -5,8 +5,8 @@ and renames the file to `NAME` when the entry is complete. The writer holds a lo
 processes that need the entry wait for this lock. If the writer dies, the operating system releases the lock, and the
 next process writes the entry from the beginning.
 
-A writer scans the folder about once for each hundredth of the size limit that is written. If more than 95 % of the
-limit is in use, it removes the least recently used entries until 90 % are in use. It does the same if the disk is
+A writer scans the folder about twice for each hundredth of the size limit that is written. If more than 90 % of the
+limit is in use, it removes the least recently used entries until 85 % are in use. It does the same if the disk is
 nearly full. A process that has a removed entry open can still read the entry. A process that needs the entry later
 downloads or decompresses the data again.
 
@@ -32,8 +32,8 @@ from tessera.runtime.preemption import check_wait
 
 SPARE_BYTES = 2**28
 """Disk space in bytes that the cache leaves free."""
-FULL, KEPT = 0.95, 0.9  # eviction begins at the first fraction of the size limit, and ends at the second fraction
-SCANNED = 0.01  # mean number of bytes between two scans of the folder, as a fraction of the size limit
+FULL, KEPT = 0.9, 0.85  # eviction begins at the first fraction of the size limit, and ends at the second fraction
+SCANNED = 0.005  # mean number of bytes between two scans of the folder, as a fraction of the size limit
 PART = ".part"
 FROZEN = 20.0  # seconds without progress after which the holder of a lock is looked at
 POLL = 0.05  # maximum number of seconds between two attempts to get a lock

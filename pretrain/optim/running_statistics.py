@@ -13,7 +13,8 @@ from tessera.runtime.collectives import all_reduce_sum, world_size
 def running_statistics(module: nn.Module, *, training: bool = False) -> list[Tensor]:
     """Return the running statistics of a module and its submodules. If `training` is true, leave out those of modules
     in eval mode, such as teachers."""
-    parts = [part for part in module.modules() if getattr(part, "track_running_stats", False)]
+    # `_buffers` is looked at first, because this runs at every step, and a missing attribute of a module is slow
+    parts = [part for part in module.modules() if part._buffers and getattr(part, "track_running_stats", False)]
     return [buffer for part in parts if part.training or not training for buffer in part.buffers(recurse=False)]
 
 

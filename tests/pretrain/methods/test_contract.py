@@ -125,6 +125,8 @@ def test_two_processes_equal_one(name: str, settings: dict[str, Any], tmp_path: 
             torch.testing.assert_close(result["means"][key], value, rtol=1e-6, atol=0, msg=key)
         for key, gradient in whole["gradients"].items():
             assert (result["gradients"][key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6 * size, key
+            if name == "distill":  # no cosine of normed features, whose small gradients float32 rounds
+                torch.testing.assert_close(result["gradients"][key], gradient, rtol=1e-4, atol=1e-7, msg=key)
         for key, value in whole["all"].items():
             # logits are cosines, sums of products up to 1 that float32 rounds at 6e-8 each
             torch.testing.assert_close(result["all"][key], value, rtol=1e-5, atol=1e-6, msg=key)
