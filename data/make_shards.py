@@ -75,8 +75,8 @@ class MakeShards(Recipe):
     """number of worker processes"""
     labels: Literal["auto", "folders", "none"] = "auto"
     """folders: the first folder of a path is the class; none: no labels; auto: for a list or manifest, the labels in
-    the file; for a folder, like `folders` if every image is exactly one folder deep, otherwise like `none`; auto
-    refuses a folder with subfolders such as train and val, which are sets and not classes"""
+    the file; for a folder, like `folders` if there are several folders and every image is exactly one folder deep,
+    otherwise like `none`; auto refuses a folder with subfolders such as train and val, which are sets, not classes"""
     classes: Path | None = None
     """classes.json of other shards, from which the class numbers are taken"""
     maps: Path | None = None

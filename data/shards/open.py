@@ -149,7 +149,9 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
 
 
 def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
-    """Return the shard at a path, a URL or `pipe:COMMAND`. To support another subclass of `Shard`, choose it here.
+    """Return the shard at a path, a URL or `pipe:COMMAND`.
+
+    To support another kind of storage, return an instance of another subclass of `Shard` here.
 
     Raises:
         ShardError: the file does not exist, is empty, or has a name that does not end in `.tar` or `.tar.gz`; the

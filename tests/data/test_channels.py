@@ -191,7 +191,7 @@ def patched(encoded: bytes, tag: int, value: int) -> bytes:
         (tiff(COLORS[..., 0])[:20], "damaged"),
         (b"II*\0" + b"\xff" * 100, "damaged"),
         (patched(tiff(COLORS[..., 0]), 257, 10**6), "pixels are more than"),
-        (patched(tiff(COLORS[..., 0], tile=(16, 16)), 323, 2**24), "pixels are more than"),
+        (patched(tiff(COLORS[..., 0], tile=(16, 16)), 323, 2**24), "pixels, more than the limit"),
         (patched(tiff(COLORS[..., 0]), 277, 60_000), "60000 bands"),
         (patched(tiff(COLORS[..., 0]), 257, 0), "35 x 0 pixels"),
     ],
