@@ -1,11 +1,11 @@
-"""Check every member of the shards as a pretraining run checks it.
+"""Check every member of the shards in the same way as a pretraining run.
 
-The report names the contents and everything that a run would refuse. A corrupt image does not stop the check.
+The report describes the contents and lists all problems. A corrupt image does not stop the check.
 
     tessera check_shards SHARDS [options]
 
-Exit status: 0 if a run accepts all shards, 1 if the report names a problem, 2 if the command line or a pattern is
-wrong.
+Exit status: 0 if the report lists no problem, 1 if it lists a problem, 2 if the command line or a pattern is wrong, or
+if the check fails.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ PROBLEMS = {
 
 
 class CheckShards(Settings):
-    """Check shards, and report their contents and everything that a run would refuse."""
+    """Check shards, and report their contents and all problems that a run would have with them."""
 
     shards: Positional[list[str]]
     """shards to check: paths, folders, globs, brace ranges, URLs"""
@@ -85,8 +85,8 @@ class CheckShards(Settings):
 
 @dataclass
 class Facts:
-    """Results of the check of one or several shards. All sums are sums of integers, so that the result does not depend
-    on the order of shards."""
+    """Results for one or several shards. All totals are integers, so that they do not depend on the order of the
+    shards."""
 
     path: str = ""
     images: int = 0
@@ -157,12 +157,12 @@ def check(settings: CheckShards) -> dict[str, Any]:
     paths = expand(settings.shards, settings.source)
     if of_images := [path for path in paths if os.path.isdir(path)]:
         raise ShardError(
-            f"{of_images[0]}: holds images, but no shards. Make shards with "
-            f"`tessera make_shards {shlex.quote(of_images[0])} SHARDS`, and name the folder SHARDS."
+            f"{of_images[0]} holds images, not shards. Run `tessera make_shards {shlex.quote(of_images[0])} SHARDS`, "
+            "then check SHARDS instead."
         )
     if settings.write_index and (urls := [path for path in paths if is_remote(path)]):
         raise ShardError(
-            f"{urls[0]}: an index cannot be written beside a remote shard. "
+            f"{urls[0]} is remote, so no index can be written beside the shard. "
             "Write the index beside a local copy of the shards, and upload the index."
         )
 
@@ -272,10 +272,10 @@ def _check_table(facts: Facts, index: Index, write: bool) -> None:
         write_table(facts.path, index)
     elif beside.exists():
         if beside.stat().st_size > LARGEST_TABLE:
-            raise ShardError(f"{beside}: a table may have {LARGEST_TABLE} bytes at most. Remove the file.")
+            raise ShardError(f"{beside} has more than {LARGEST_TABLE} bytes, the maximum for a table. Remove the file.")
         stored = parse_table(beside.read_bytes(), str(beside))
         if not all(np.array_equal(a, b) for a, b in zip(stored, index, strict=True)):
-            raise ShardError(f"{beside}: belongs to another shard. {REPLACE_INDEX}")
+            raise ShardError(f"{beside} belongs to another shard. {REPLACE_INDEX}")
 
 
 def _write_index(folder: Path, shards: list[Facts]) -> None:
@@ -300,21 +300,21 @@ def _compare_index(folder: str, shards: list[Facts], source: SourceConfig) -> li
     differences = []
     for entry in (facts.entry() for facts in shards if facts.images):
         if entry.url not in listed:
-            differences.append(f"{path}: does not list the shard {entry.url}. {REPLACE_INDEX}")
+            differences.append(f"{path} does not list the shard {entry.url}. {REPLACE_INDEX}")
             continue
         for name, value in entry.model_dump().items():
             expected = getattr(listed[entry.url], name)
             if None not in (expected, value) and expected != value:
                 differences.append(
-                    f"{path}: {name} of {entry.url} is {value}, not {expected}. Copy or make the shard again. "
-                    f"If the index is wrong: {MAKE_INDEX_AGAIN}"
+                    f"{path} lists {name} {expected} for {entry.url}, but the shard has {value}. Copy or make the "
+                    f"shard again. If the index is wrong: {MAKE_INDEX_AGAIN}"
                 )
     missing = sorted(url for url in listed if os.path.isdir(folder) and not os.path.exists(f"{folder}/{url}"))
-    return differences + [f"{path}: lists the shard {url}, which does not exist. {REPLACE_INDEX}" for url in missing]
+    return differences + [f"{path} lists the shard {url}, which does not exist. {REPLACE_INDEX}" for url in missing]
 
 
 def _compare_classes(folder: str, shards: list[Facts], source: SourceConfig) -> list[str]:
-    """Return a message if the `classes.json` of a folder does not name the classes of all labels.
+    """Return a message if the `classes.json` of a folder has no name for the largest label.
 
     Raises:
         ShardError: the `classes.json` cannot be used.
@@ -324,7 +324,7 @@ def _compare_classes(folder: str, shards: list[Facts], source: SourceConfig) -> 
     if names is None or largest < len(names):
         return []
     return [
-        f"{folder}/{CLASSES}: names {len(names)} classes, from 0 to {len(names) - 1}, but the largest label is "
+        f"{folder}/{CLASSES} has names for the {len(names)} classes 0 to {len(names) - 1}, but the largest label is "
         f"{largest}. Add the missing names at the end of the file, or remove the file."
     ]
 
@@ -347,13 +347,13 @@ def _show(report: dict[str, Any]) -> None:
         say("", f"{100 * ignored / max(pixels, 1):.1f} % of the pixels are ignored ({IGNORED})")
     print()
     if report["good"]:
-        print("a run accepts all of it" if report["decoded"] else "a run accepts the headers and labels")
+        print("a run accepts all shards" if report["decoded"] else "a run accepts the headers and labels")
     for kind, title in PROBLEMS.items():
         if lines := report[kind]:
             print(f"{len(lines):,} {title}:")
             print("\n".join(f"  {printable(line)}" for line in lines[:MOST_SHOWN]))
             if len(lines) > MOST_SHOWN:
-                print(f"  and {len(lines) - MOST_SHOWN:,} more (--output FILE names all of them)")
+                print(f"  and {len(lines) - MOST_SHOWN:,} more (--output FILE lists all of them)")
 
 
 def _describe_classes(counts: Iterable[int | str]) -> str:

@@ -1,8 +1,8 @@
-"""Decode images into upright tensors of C channels.
+"""Decode images into upright tensors with C channels.
 
-Images have H x W pixels. torchvision decodes upright JPEGs of one or three components with libjpeg-turbo. Most images
-of most data sets are such JPEGs. Pillow decodes the remaining JPEGs, and all PNGs and WebPs. Pillow decodes a JPEG to
-the same pixels as torchvision, but a little more slowly. tifffile reads TIFFs.
+Images have H x W pixels. torchvision (with libjpeg-turbo) decodes upright JPEGs with one or three components, the usual
+images in most data sets. Pillow decodes the remaining JPEGs, and all PNGs and WebPs. Pillow decodes a JPEG to the same
+pixels as torchvision, but a little more slowly. tifffile reads TIFFs.
 """
 
 import functools
@@ -24,9 +24,9 @@ FORMATS = ("JPEG", "PNG", "WEBP")
 ORIENTATION = 0x0112
 """EXIF tag that holds the orientation. Orientations are 1 to 8, and 1 is upright."""
 FLIPPED_COLUMNS, FLIPPED_ROWS, TRANSPOSED = (2, 3, 6, 7), (3, 4, 7, 8), (5, 6, 7, 8)
-"""Three overlapping groups of EXIF orientations. To turn an image upright, an orientation of `FLIPPED_COLUMNS` needs
-mirroring left to right, one of `FLIPPED_ROWS` needs mirroring top to bottom, and one of `TRANSPOSED` needs a
-transposition. The transposition is done before the mirroring."""
+"""Three overlapping groups of EXIF orientations. To turn an image upright, transpose the image if its orientation is in
+`TRANSPOSED`, then reverse the rows if the orientation is in `FLIPPED_ROWS`, and the columns if it is in
+`FLIPPED_COLUMNS`."""
 MAX_PIXELS = 178_956_970
 """Default maximum number of pixels of an image, for all formats. Pillow has the same default."""
 ROWS_AT_ONCE = 2**21
@@ -34,7 +34,7 @@ ROWS_AT_ONCE = 2**21
 LARGEST_EXIF = 2**18
 """Maximum size in bytes of EXIF data. Larger data are ignored, because Pillow copies the data for each tag."""
 _NO_MEMORY = ("allocate memory", "Insufficient memory", "out of memory")
-"""Parts of the messages of torch and libjpeg about a lack of memory."""
+"""Substrings of out-of-memory errors from torch and libjpeg."""
 
 _CHANNELS = (1, 3, 4)
 """Numbers of channels to which every JPEG, PNG and WebP image can be converted: 1 (gray), 3 (RGB) and 4 (RGBA)."""
@@ -44,8 +44,8 @@ _CHANNELS = (1, 3, 4)
 def jpeg_decoder() -> Callable[[Tensor, int], Tensor] | None:
     """Return torchvision's JPEG decoder, or None if this version of torchvision has no JPEG decoder.
 
-    The decoder takes the encoded bytes (N,) uint8 and the number of channels, 1 or 3. torchvision deprecates this
-    decoder in favour of torchcodec. Without the decoder of torchvision, Pillow decodes all JPEGs.
+    The decoder takes the encoded bytes (N,) uint8 and the number of channels, 1 or 3. torchvision has deprecated
+    this decoder in favour of torchcodec. Without this decoder, Pillow decodes all JPEGs.
     """
     # Import torchvision late. The import is slow, because it loads torch's compiler, and only JPEGs need it.
     import torchvision.io
@@ -65,21 +65,21 @@ class ImageError(ValueError):
 def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Tensor:
     """Decode a JPEG, PNG, WebP or TIFF file to an upright image (C, H, W) uint8.
 
-    The image is turned upright according to its EXIF orientation. Pixels are stored in the order row, column, channel.
-    With three channels, the image is RGB, and transparent parts show a white background. With one channel, the image is
-    the luminance of the RGB image. With four channels, the image is RGBA, and alpha is 255 if the file has no
-    transparency. A TIFF of C bands keeps its bands, for any C.
+    The image is turned upright according to its EXIF orientation. The memory format is channels-last. With three
+    channels, the image is RGB, and transparent parts show a white background. With one channel, the image is the
+    luminance of the RGB image. With four channels, the image is RGBA, and alpha is 255 if the file has no transparency.
+    A TIFF with C bands keeps its bands, for any C.
 
-    Values of 16-bit gray images and 16-bit TIFFs are divided by 257. An image of this kind whose values are all below
-    4096 is refused, because few gray levels would be left. For other 16-bit images, the upper byte of each
-    value is kept, which differs from division by 257 by at most one level. Only the first picture of an animation is
-    decoded. The size in the header is compared with `max_pixels`, `data.headers.MAX_SIDE` and Pillow's own limit before
-    any pixel is decoded.
+    Values of 16-bit gray images and 16-bit TIFFs are divided by 257. Such an image is refused if its values differ
+    but are all below 4096, because few gray levels would be left. For other 16-bit images, the upper byte of each value
+    is kept, which differs from division by 257 by at most one level. Only the first picture of an animation is decoded.
+    The size in the header is compared with `max_pixels`, `data.headers.MAX_SIDE` and Pillow's own limit before any
+    pixel is decoded.
 
     Raises:
         ImageError: the file is damaged, truncated or of another format, has more than `max_pixels` pixels or a side
             above the limit, cannot be converted to `channels` channels, or is a dark 16-bit image.
-        MemoryError: the memory of this process does not suffice. This error says nothing about the file.
+        MemoryError: this process runs out of memory. The file may be intact.
     """
     return Picture(encoded, max_pixels=max_pixels, channels=channels).pixels()
 
@@ -87,7 +87,7 @@ def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -
 class Picture:
     """An encoded image whose header has been read.
 
-    The method `pixels` decodes a JPEG. Images of other formats are already decoded by the constructor.
+    JPEGs are decoded by `pixels`. Images of all other formats are decoded by the constructor.
 
     Args:
         encoded: content of the image file.
@@ -101,7 +101,7 @@ class Picture:
 
     encoded: bytes
     plain: bool
-    """True for a JPEG of one or three components that is stored upright."""
+    """True for a JPEG with one or three components that is stored upright."""
     size: tuple[int, int]
     """Height and width of the upright image."""
 
@@ -206,7 +206,7 @@ def check_header(encoded: bytes, max_pixels: int) -> None:
 
 
 def _plain_jpeg(encoded: bytes) -> tuple[int, int] | None:
-    """Return (width, height) of a JPEG of one or three components that is stored upright; None for other files.
+    """Return (width, height) of a JPEG with one or three components that is stored upright; None for other files.
 
     Raises:
         ImageError: the file is a JPEG with a damaged header.
@@ -266,12 +266,12 @@ def _loaded(image: Image.Image, channels: int, shrink: int = 1, encoded: bytes =
     if short:
         raise ImageError("a damaged PNG: the pixel data is truncated")
     orientation, pixels = _orientation(image), _converted(image, channels)
-    image.close()  # so that Pillow's pixels are not in memory while `_upright` copies `pixels`
+    image.close()  # free Pillow's pixels before `_upright` copies `pixels`
     return _upright(pixels, orientation)
 
 
 def _ends_black(image: Image.Image, encoded: bytes) -> bool:
-    """Return True if rows of a decoded PNG may be missing: it is interlaced, or its last row holds only zeros."""
+    """Return True if a decoded PNG may lack rows, because it is interlaced or its last row holds only zeros."""
     interlaced = encoded[28] != 0
     last = image.crop((0, image.height - 1, image.width, image.height))
     return interlaced or last.getbbox(alpha_only=False) is None
@@ -286,7 +286,7 @@ def _tiff_pixels(encoded: bytes, channels: int, max_pixels: int) -> Tensor:
     pixels, bands = tiff.pixels, tiff.pixels.shape[2]
     if bands != channels:
         if tiff.mode is None or channels not in _CHANNELS:
-            raise ImageError(f"a TIFF image of {bands} bands cannot be converted to {channels} channels")
+            raise ImageError(f"a TIFF image with {bands} bands cannot be converted to {channels} channels")
         pixels = _converted(Image.fromarray(pixels[..., 0] if bands == 1 else pixels), channels)
     return _upright(pixels, tiff.orientation)
 

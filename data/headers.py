@@ -14,11 +14,11 @@ MAX_SIDE = 65_535
 """Maximum width and height of an image in pixels, for all formats. It is the maximum of the JPEG format."""
 LARGEST_JPEG_HEADER = 2**24  # maximum number of bytes before the pixels, for example of colour profiles and thumbnails
 MOST_SEGMENTS = 4096  # maximum number of segments before the pixels of a JPEG
-MOST_JUNK = 2**16  # maximum number of bytes between the segments of a JPEG that belong to no segment
+MOST_JUNK = 2**16  # maximum number of bytes between the segments of a JPEG header
 MOST_SCANS = 100  # maximum number of scans of a JPEG; progressive JPEGs in practice have about ten
 MOST_CHUNKS = 2**16  # maximum number of chunks of a PNG; most encoders write chunks of 8 KiB or more
 JPEG_RATIO = 512  # maximum number of pixels per byte of a JPEG, which stores at least one bit per 8 x 8 pixels
-PNG_RATIO = 1032  # maximum compression of deflate: one bit for 258 bytes, after a match of two bits
+PNG_RATIO = 1032  # maximum compression ratio of deflate, which stores 258 bytes in 2 bits at best: 258 * 8 / 2
 INFLATED_AT_ONCE = 2**18  # bytes
 
 _NOT_FILL = re.compile(rb"[^\xff]")
@@ -28,7 +28,7 @@ _SEGMENTS = {*range(0xC0, 0xD0), *range(0xDA, 0xDE), *range(0xE0, 0xF0), 0xFE} -
 _PNG_START = b"\x89PNG\r\n\x1a\n"
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # number of values per pixel for each colour type of PNG
 _ADAM7 = ((0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2), (1, 0, 2, 1))
-"""First row, first column, step of rows and step of columns of the seven passes of an interlaced PNG."""
+"""First row, first column, row step and column step of each of the seven passes of an interlaced PNG."""
 
 
 class HeaderError(ValueError):
@@ -76,13 +76,13 @@ def read_jpeg(encoded: bytes) -> JpegHeader:
         marker, first = _next_marker(encoded, place)
         junk += first - 2 - place
         if junk > MOST_JUNK or first > LARGEST_JPEG_HEADER:
-            raise HeaderError("a damaged JPEG: its header is too large or contains bytes of no segment")
+            raise HeaderError("a damaged JPEG: its header is too large or has too many bytes outside of segments")
         if marker == 0 or 0xD0 <= marker <= 0xD7:
             place = first
             continue
         length = encoded[first] << 8 | encoded[first + 1]
         if marker not in _SEGMENTS or length < 2 or first + length > len(encoded):
-            raise HeaderError(f"a damaged JPEG: its header has a wrong segment (marker {marker:#04x})")
+            raise HeaderError(f"a damaged JPEG: its header has an invalid segment (marker {marker:#04x})")
         body = encoded[first + 2 : first + length]
         if marker in _FRAMES:
             if frame is not None or len(body) < 6:
@@ -100,13 +100,13 @@ def read_jpeg(encoded: bytes) -> JpegHeader:
 
 
 def _next_marker(encoded: bytes, place: int) -> tuple[int, int]:
-    """Return the first marker of a JPEG from a place on, and the byte after the marker.
+    """Return the first marker of a JPEG at or after the index `place`, and the index of the byte after the marker.
 
     Raises:
         HeaderError: the file ends before the length of the marker's segment.
     """
     first = place + 2
-    if first + 2 <= len(encoded) and encoded[place] == 0xFF != encoded[place + 1]:  # almost always
+    if first + 2 <= len(encoded) and encoded[place] == 0xFF != encoded[place + 1]:  # usual case: no fill bytes
         return encoded[place + 1], first
     start = encoded.find(b"\xff", place)
     found = _NOT_FILL.search(encoded, start) if start >= 0 else None
@@ -116,13 +116,16 @@ def _next_marker(encoded: bytes, place: int) -> tuple[int, int]:
 
 
 def _check_scans(encoded: bytes, frame: tuple[int, int, int, int], components: int) -> None:
-    """Check the number of bytes and of scans of a JPEG, whose first scan has this number of components."""
+    """Raise `HeaderError` if a JPEG is too short for its pixels or has too many scans.
+
+    `components` is the number of components in the first scan.
+    """
     marker, width, height, all_components = frame
     if marker in _HUFFMAN and width * height > JPEG_RATIO * len(encoded):
         raise HeaderError(f"a damaged JPEG: {len(encoded)} bytes cannot hold {width} x {height} pixels")
     several = marker not in (0xC0, 0xC1) or components < all_components
     if several and encoded.count(b"\xff\xda") > MOST_SCANS:
-        raise HeaderError(f"a JPEG of more than {MOST_SCANS} scans, which is not supported")
+        raise HeaderError(f"a JPEG with more than {MOST_SCANS} scans, which is not supported")
 
 
 def check_png(encoded: bytes, max_pixels: int) -> None:
@@ -160,7 +163,7 @@ def holds_all_pixels(encoded: bytes) -> bool:
 
 
 def _png_data(encoded: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the first byte and the end of the content of each IDAT chunk of a PNG."""
+    """Yield the start and end indices of the data in each IDAT chunk of a PNG."""
     place = 8
     for _ in range(MOST_CHUNKS):
         length, kind = int.from_bytes(encoded[place : place + 4], "big"), encoded[place + 4 : place + 8]
@@ -173,7 +176,7 @@ def _png_data(encoded: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _png_bytes(encoded: bytes) -> int:
-    """Return the number of bytes of the uncompressed pixel data of a PNG. Every row begins with a filter byte."""
+    """Return the size in bytes of the uncompressed pixel data of a PNG. Every row begins with a filter byte."""
     width, height = (int.from_bytes(encoded[place : place + 4], "big") for place in (16, 20))
     bits = encoded[24] * _PNG_CHANNELS.get(encoded[25], 1)
     passes = [(width, height)]

@@ -1,18 +1,18 @@
-"""Make shards from images that a folder holds, or that a list or a manifest names.
+"""Make shards from the images in a folder, a list or a manifest.
 
     tessera make_shards IMAGES SHARDS [options]
 
 IMAGES is a folder of images or of class folders, a list, or a CSV or Parquet manifest. A list is a text file with one
 path per line, optionally followed by a tab and a label. An image x.jpg may have a segmentation map: x.seg.png in the
-folder of the image, or x.png in the folder --maps. SHARDS is a folder. The command writes the shards NAME-000000.tar
-and so on to this folder, a table beside each shard, and these files:
+folder of the image, or x.png in the folder given by --maps. SHARDS is a folder. The command writes the shards
+NAME-000000.tar and so on to this folder, a table beside each shard, and these files:
 
     index.json       sizes, counts, checksums and pixel statistics; a run reads this file first
     left_out.csv     files that were left out, with the reasons
     classes.json     names of the classes, if labels have names; evaluations match classes by these names
 
-The distribution of images over shards depends only on the listing and the settings. It is planned before any shard is
-written. After an interruption, the same command makes the missing shards. The folder SHARDS/.make_shards holds the
+Before any shard is written, the images are assigned to shards. The assignment depends only on the listing and the
+settings. After an interruption, the same command makes the missing shards. The folder SHARDS/.make_shards holds the
 settings, and a record of each finished shard.
 """
 
@@ -62,7 +62,7 @@ class MakeShards(Recipe):
     images: Positional[Path]
     """folder of images or of class folders, list (.txt), or manifest (.csv, .parquet)"""
     shards: Positional[Path]
-    """folder to which shards are written; it must not hold shards that were made from other images or settings"""
+    """folder to which shards are written; it must not hold shards made from other images or with other settings"""
     name: str = Field(default="shard", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
     """beginning of the file names of the shards, which are NAME-000000.tar and so on"""
     shard_size_mb: float = Field(default=256, gt=0)
@@ -75,8 +75,8 @@ class MakeShards(Recipe):
     """number of worker processes"""
     labels: Literal["auto", "folders", "none"] = "auto"
     """folders: the first folder of a path is the class; none: no labels; auto: for a list or manifest, the labels in
-    the file; for a folder, like `folders` if every image is exactly one folder deep, otherwise like `none`; auto
-    refuses a folder with subfolders such as train and val, which are sets and not classes"""
+    the file; for a folder, like `folders` if there are several folders and every image is exactly one folder deep,
+    otherwise like `none`; auto refuses a folder with subfolders such as train and val, which are sets, not classes"""
     classes: Path | None = None
     """classes.json of other shards, from which the class numbers are taken"""
     maps: Path | None = None
@@ -121,7 +121,7 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Wait for other commands that write to the folder, and remove temporary files of killed processes."""
+        """Hold the lock of the folder. Wait for other commands, and remove temporary files of killed processes."""
         self.work.mkdir(parents=True, exist_ok=True)
         with (self.work / "lock").open("w") as file:
             try:
@@ -205,10 +205,10 @@ def _list_images(settings: MakeShards) -> Listing:
     elif images.is_file() and images.suffix.lower() in (".txt", ".csv", ".parquet"):
         listing = list_file(images, root=settings.root, labels=settings.labels)
     elif images.exists():
-        raise ShardError(f"{images} is not a folder, a list (.txt) or a manifest (.csv, .parquet). Name one of these.")
+        raise ShardError(f"{images} is not a folder, a list (.txt) or a manifest (.csv, .parquet). Give one of these.")
     else:
         raise ShardError(f"{images} does not exist. Correct the path.")
-    # a folder of images has been searched for maps already
+    # The search calls `stat` for every image, so skip the search if `list_folder` found no maps beside the images.
     if settings.maps is not None or images.is_file() or f".{MAP}" in listing.other_files:
         find_maps(listing, settings.maps)
     if settings.classes:
@@ -242,12 +242,12 @@ def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float)
 
     Args:
         listing: files with their sizes and labels.
-        order: entries of the listing in the order of writing.
+        order: indices of the files in `listing`, in the order of writing.
         shard_bytes: target size of a shard in bytes.
         ratio: expected size of a stored image, divided by the size of its file.
     """
-    # Number of tar blocks of each sample: the blocks of the image, one block for its header, two for a label, and those
-    # of a segmentation map with its header.
+    # Number of tar blocks per sample: the image and one header block, two blocks for a label, and the segmentation map
+    # and one header block.
     blocks = np.ceil(listing.sizes[order] * (ratio / BLOCKSIZE)).astype(np.int64) + 1
     blocks += np.where(listing.labels[order] != NO_LABEL, 2, 0)
     if listing.maps is not None:
@@ -255,8 +255,8 @@ def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float)
         blocks += np.where(sizes > 0, -(-sizes // BLOCKSIZE) + 1, 0)
     ends = np.cumsum(blocks)
     shards = max(1, int(np.ceil(ends[-1] * BLOCKSIZE / shard_bytes)))
-    shard = ((ends - blocks) * shards) // ends[-1]  # number of the shard in which each image begins
-    # shards without images, which follow an image that is larger than a shard, are left out
+    shard = ((ends - blocks) * shards) // ends[-1]  # index of the shard in which each image begins
+    # An image that is larger than a shard leaves the next shard without images. Such shards are left out.
     return np.split(order, np.flatnonzero(np.diff(shard)) + 1)
 
 
@@ -326,7 +326,7 @@ def _show(settings: MakeShards, listing: Listing, records: list[Record], left_ou
     maps = f", {mapped:,} with a segmentation map" if mapped else ""
     say("written", f"{images:,} images, {labelled:,} with a label{maps}, {decimal(size)}")
     if left_out:
-        say("left out", f"{len(left_out):,}, named in {settings.shards / LEFT_OUT}")
+        say("left out", f"{len(left_out):,}, listed in {settings.shards / LEFT_OUT}")
         for reason, count in Counter(reason for _, reason in left_out).most_common(MOST_SHOWN):
             say("", f"{count:,}: {reason}")
     if listing.other_files:

@@ -28,9 +28,9 @@ def histogram(pixels: Tensor) -> np.ndarray:
 def moments(counts: np.ndarray) -> tuple[list[float], list[float]] | None:
     """Return mean and standard deviation of each channel over all pixels, in [0, 1]; None if there are no pixels.
 
-    mean = sum(n_v v) / N and var = sum(n_v v^2) / N - mean^2, where n_v of N pixels have the value v, 0 to 255. Mean
-    and standard deviation are then divided by 255. The sums are integers, so that the result does not depend on the
-    order of images.
+    mean = sum(n_v v) / N and var = sum(n_v v^2) / N - mean^2, where n_v is the number of pixels with the value v (0 to
+    255), and N is the number of all pixels. Mean and standard deviation are then divided by 255. The sums are integers,
+    so that the result does not depend on the order of the images.
 
     Args:
         counts: (C, 256) int64 histograms.
@@ -48,9 +48,9 @@ def moments(counts: np.ndarray) -> tuple[list[float], list[float]] | None:
 def pixel_statistics(sources: Sources, channels: int, images: int = 1000) -> Preprocessing:
     """Return mean and standard deviation of each channel over all pixels, in [0, 1].
 
-    The statistics of a source come from its `index.json`. If the index contains no statistics, `images` images are
-    decoded, which are evenly spread over all shards of the source. Corrupt images are left out. The result depends only
-    on the shards and their weights.
+    The statistics of a source come from its `index.json`. If the index has no statistics for `channels` channels, the
+    statistics are computed from `images` images, which are evenly spread over the source. Corrupt images are left out.
+    The result depends only on the shards and their weights.
 
     Raises:
         ShardError: the shards cannot be read, or none of the images can be decoded.
@@ -68,18 +68,23 @@ def count_classes(sources: Sources) -> int:
     Without a classes.json, all labels are read.
 
     Raises:
-        ShardError: the sources have different class names; or without names, a shard is remote, so that reading all
-            labels would download it; or a label is missing, negative or not an integer.
+        ShardError: the sources have different class names; there are no class names and a shard is remote, so that all
+            labels would have to be downloaded; or a label is missing, negative or not an integer.
     """
     names, *others = [source.class_names() for source in sources.lists]
     if any(other != names for other in others):
-        raise ShardError("The sources have different class names in classes.json, so their labels cannot be mixed.")
+        raise ShardError(
+            "the sources have different class names, so their labels cannot be mixed. Use sources with the same names."
+        )
     if names is not None:
         return len(names)
     largest = 0
     for source in sources.lists:
         if remote := next((shard.path for shard in source.shards if shard.is_remote), None):
-            raise ShardError(f"{remote} is remote. Set the number of classes, for example --finetune.classes 1000.")
+            raise ShardError(
+                f"the classes cannot be counted, because {remote} is remote. Set the number of classes, for example "
+                "--finetune.classes 1000."
+            )
         for number in range(source.images):
             label = source.label(number)
             if label < 0:

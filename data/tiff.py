@@ -1,6 +1,6 @@
-"""TIFF images of any number of bands, read by tifffile.
+"""TIFF images with any number of bands, read by tifffile.
 
-Images may come from untrusted sources. Only the compressions in `COMPRESSIONS` are therefore decoded, and all sizes
+Images may come from untrusted sources. Therefore, only the compressions in `COMPRESSIONS` are decoded, and all sizes
 that determine the required memory are compared with limits before pixels are decoded. Images have H x W pixels.
 """
 
@@ -26,13 +26,13 @@ ORIENTATION = 274
 """Number of the TIFF tag that holds the orientation."""
 ALPHA = 2
 """Value of the TIFF tag ExtraSamples for an alpha band that is not premultiplied into the colours."""
-MOST_PARTS = 2**16  # maximum number of strips or tiles of an image; tifffile decodes them one by one in Python
+MOST_PARTS = 2**16  # maximum number of strips or tiles, because tifffile decodes strips and tiles one by one in Python
 ROWS_AT_ONCE = 2**21  # number of values that are converted from 16 to 8 bits at once
 
 
 DARK = 4096
-"""A 16-bit image whose values are all below this number, such as one of a 12-bit camera, would keep at most 16 of 256
-gray levels."""
+"""16-bit images whose values are all below this number are refused, because at most 17 of 256 gray levels would be left
+in 8 bits. Such images come from 12-bit cameras, for example."""
 
 
 class Tiff(NamedTuple):
@@ -52,8 +52,7 @@ def is_tiff(encoded: bytes) -> bool:
 
 
 def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
-    """Read the first page of a TIFF with 8 or 16 bits per band. 16-bit values are converted by
-    `eight_bits`.
+    """Read the first page of a TIFF with 8 or 16 bits per band. 16-bit values are converted by `eight_bits`.
 
     Raises:
         HeaderError: the TIFF is damaged, not supported, too large or too dark, or a package for TIFF images is not
@@ -94,7 +93,7 @@ def check_range(smallest: int, largest: int) -> None:
     if smallest < largest < DARK:
         levels = (largest + 128) // 257 + 1
         raise HeaderError(
-            f"a 16-bit image whose values end at {largest} of 65535. At most {levels} of 256 gray levels "
+            f"a 16-bit image whose largest value is {largest} of 65535, so that at most {levels} of 256 gray levels "
             "would be left. Scale the values of the data set to the range 0 to 65535, or save its images with 8 bits"
         )
 
@@ -114,9 +113,9 @@ def _check(page: "TiffPage", most_bands: int, max_pixels: int) -> None:
     check_sides(width, height, max_pixels)
     tile = prod(page.tile or ())  # a tile may be larger than its image
     if tile > max_pixels:
-        raise HeaderError(f"a TIFF image whose tiles of {tile} pixels are more than the limit of {max_pixels}")
+        raise HeaderError(f"a TIFF image whose tiles have {tile} pixels, more than the limit of {max_pixels}")
     if not 1 <= bands <= most_bands:
-        raise HeaderError(f"a TIFF image of {bands} bands, but 1 to {most_bands} bands are supported")
+        raise HeaderError(f"a TIFF image with {bands} bands, but only 1 to {most_bands} bands are supported")
     if prod(page.shaped) != height * width * bands:
         raise HeaderError("a TIFF image with a depth axis, which is not supported")
     if page.compression not in COMPRESSIONS:
@@ -124,17 +123,19 @@ def _check(page: "TiffPage", most_bands: int, max_pixels: int) -> None:
     if page.photometric not in (GRAY, RGB):
         raise HeaderError(f"a TIFF image with the colour type {page.photometric!r}, which is not supported")
     if (page.bitspersample, page.dtype) not in ((8, np.uint8), (16, np.uint16)):
-        raise HeaderError(f"a TIFF image of {page.bitspersample} bits per band ({page.dtype}), which is not supported")
+        raise HeaderError(
+            f"a TIFF image with {page.bitspersample} bits per band ({page.dtype}), which is not supported"
+        )
 
 
 def _check_parts(page: "TiffPage", size: int) -> None:
     """Raise `HeaderError` if strips or tiles of a page are missing or lie outside the file, which has `size` bytes.
 
-    tifffile fills missing strips and tiles with zeros.
+    Without this check, tifffile would fill missing strips and tiles with zeros.
     """
     if len(page.dataoffsets) > MOST_PARTS:
         raise HeaderError(
-            f"a TIFF image of {len(page.dataoffsets)} strips or tiles, more than the limit of {MOST_PARTS}"
+            f"a TIFF image with {len(page.dataoffsets)} strips or tiles, more than the limit of {MOST_PARTS}"
         )
     offsets, counts = np.array(page.dataoffsets, dtype=object), np.array(page.databytecounts, dtype=object)
     wanted = prod(page.chunked)

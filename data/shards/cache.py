@@ -5,12 +5,12 @@ and renames the file to `NAME` when the entry is complete. The writer holds a lo
 processes that need the entry wait for this lock. If the writer dies, the operating system releases the lock, and the
 next process writes the entry from the beginning.
 
-A writer scans the folder about twice for each hundredth of the size limit that is written. If more than 90 % of the
-limit is in use, it removes the least recently used entries until 85 % are in use. It does the same if the disk is
-nearly full. A process that has a removed entry open can still read the entry. A process that needs the entry later
-downloads or decompresses the data again.
+A writer scans the folder about twice for every 1 % of the size limit that is written. If more than 90 % of the limit is
+in use, the writer removes the least recently used entries until 85 % is in use. If the disk is nearly full, the writer
+also removes entries. A process that has a removed entry open can still read the entry. A process that needs the entry
+later downloads or decompresses the data again.
 
-The entry of a byte range ends in a checksum, because a power cut or a faulty disk damages files that are not in use.
+An entry that holds a byte range ends in a checksum, which detects damage by a power cut or a faulty disk.
 """
 
 import errno
@@ -32,18 +32,18 @@ from tessera.runtime.preemption import check_wait
 
 SPARE_BYTES = 2**28
 """Disk space in bytes that the cache leaves free."""
-FULL, KEPT = 0.9, 0.85  # eviction begins at the first fraction of the size limit, and ends at the second fraction
-SCANNED = 0.005  # mean number of bytes between two scans of the folder, as a fraction of the size limit
+FULL, KEPT = 0.9, 0.85  # used fractions of the size limit at which eviction begins and ends
+SCANNED = 0.005  # mean number of bytes written between two scans of the folder, as a fraction of the size limit
 PART = ".part"
-FROZEN = 20.0  # seconds without progress after which the holder of a lock is looked at
+FROZEN = 20.0  # seconds without progress after which a waiting process checks whether the lock holder is stopped
 POLL = 0.05  # maximum number of seconds between two attempts to get a lock
 CHECKSUM = 4  # size in bytes of the CRC-32 at the end of the cached copy of a byte range
 MOST_INTACT = 2**16  # maximum number of cached files that a process remembers as intact
 
 _intact: set[tuple[str, int]] = set()
-"""Name and inode number of cached files whose checksum this process has compared."""
+"""Names and inode numbers of cached files whose checksums this process has verified."""
 _versions: dict[str, str] = {}
-"""Maps the name of the cache entry of a version to the version that this process has seen."""
+"""Maps the name of a cache entry to the version identifier that this process has read from the entry."""
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def cache_folder() -> Path:
         return Path(folder) / "tessera"
     try:
         return Path.home() / ".cache" / "tessera"
-    except RuntimeError as error:  # HOME is not set, and the user id has no entry
+    except RuntimeError as error:  # HOME is not set, and the user database has no entry
         raise CacheError("there is no home folder for the cache. Set TESSERA_CACHE to a local folder.") from error
 
 
@@ -85,7 +85,7 @@ class Cache:
         If `size` is given and the entry does not have this size in bytes, the entry is removed and None is returned.
         """
         try:
-            # a plain string, because this function runs for every sample, and making a Path is slow
+            # Build a string instead of a `Path`, which is slow to make, because this function runs for every sample.
             descriptor = os.open(f"{self._folder}/{name[:2]}/{name}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
@@ -103,8 +103,8 @@ class Cache:
         If the entry does not exist, one process writes the entry while all other processes wait.
 
         Args:
-            name: name of the entry, such as a hash. The first two characters of the name are the name of its
-                subfolder.
+            name: name of the entry, such as a hash. The first two characters are also the name of the subfolder that
+                holds the entry.
             fill: function that writes the content of the entry to a `Sink`. If the function raises an exception, the
                 entry is discarded and the exception is raised again.
             size: size of the entry in bytes; None if unknown.
@@ -187,7 +187,10 @@ class Cache:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _evict(self, size: int, missing: int) -> None:
-        """Remove the least recently used entries if `size` more bytes fill the cache, or the disk lacks `missing`."""
+        """Remove the least recently used entries if `size` more bytes would fill the cache, or the disk lacks space.
+
+        `missing` is the number of bytes that the disk lacks, and is 0 or negative if the disk has enough space.
+        """
         total, entries = 0, []
         for folder in os.scandir(self.folder):
             if not folder.is_dir():
@@ -245,9 +248,10 @@ class Sink:
 
 
 def _lock(descriptor: int, path: Path) -> bool:
-    """Lock a file. Return False if another process holds the lock and is stopped, or makes no progress.
+    """Lock a file and return True.
 
-    A process that writes an entry makes the file grow, or reports that it waits for a server.
+    Return False if the process that holds the lock is stopped, for example by SIGSTOP, and the file has not changed for
+    `FROZEN` seconds.
     """
     start = changed = time.monotonic()
     seen, pause = None, 0.001
@@ -264,7 +268,7 @@ def _lock(descriptor: int, path: Path) -> bool:
             seen, changed = now, time.monotonic()
         if time.monotonic() - changed > FROZEN and (holder := _stopped_holder(status.st_ino)):
             log.warning(
-                "%s: process %d holds the lock and is stopped. This process continues without it.", path, holder
+                "%s: process %d holds the lock and is stopped. This process continues without the lock.", path, holder
             )
             return False
         time.sleep(pause)
@@ -272,7 +276,7 @@ def _lock(descriptor: int, path: Path) -> bool:
 
 
 def _stopped_holder(number: int) -> int | None:
-    """Return the process that holds a lock on the file with this inode number, if the process is stopped."""
+    """Return the id of the process that locks the file with inode `number`, if this process is stopped, else None."""
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
@@ -341,7 +345,7 @@ def is_intact(descriptor: int, name: str, size: int) -> bool:
 
 
 def first_version(cache: Cache, name: str, version: str) -> str:
-    """Return the version in the cache entry `name`. If the entry does not exist, it is made with `version`."""
+    """Return the version identifier in the cache entry `name`. If the entry does not exist, store `version` in it."""
     if name not in _versions:
         with os.fdopen(cache.open(name, lambda sink: sink.write(version.encode())), "rb") as file:
             _versions[name] = os.pread(file.fileno(), 2**16, 0).decode(errors="replace")

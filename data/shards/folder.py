@@ -1,7 +1,7 @@
 """A folder of images, which a run reads like a shard: one file per sample, in the order of the names.
 
 The index of the folder is made from the names, sizes and modification times of its files. No image is opened. The index
-is stored in the cache under a hash of these facts, so that it is made again when a file changes.
+is stored in the cache under a hash of these facts, so that the index is made again when a file changes.
 """
 
 import os
@@ -21,8 +21,8 @@ from tessera.runtime.user_error import printable
 class ImageFolder(Shard):
     """A local folder of images. Its path ends in a slash. Symbolic links are followed.
 
-    If every image is in a direct subfolder and there are several subfolders, the subfolders are classes. They get the
-    same class numbers as from `data.make_shards`.
+    If every image is in a direct subfolder and there are several subfolders, the subfolders are classes. The class
+    numbers are the same as in shards that `data.make_shards` makes from the folder.
     """
 
     classes: tuple[str, ...] | None = None
@@ -88,8 +88,8 @@ class ImageFolder(Shard):
         label = int(index.labels[sample, 0])
         if label < 0:
             raise SampleError(
-                f"{self.name}/{index.key(sample)} has no label, but labels are needed. Move every image to a direct "
-                "subfolder of its class. At least two subfolders are needed."
+                f"{self.name}/{index.key(sample)} has no label, but labels are needed. Move the images to one direct "
+                "subfolder per class. At least two subfolders are needed."
             )
         return label
 

@@ -53,14 +53,14 @@ class Maps:
     root: bytes
     """Path of the folder of maps, without symbolic links."""
     suffix: bytes
-    """End of the name of a map. It replaces the extension of the image: `.seg.png`, or `.png` in a folder of maps."""
+    """Suffix of a map, which replaces the extension of its image: `.seg.png`, or `.png` in a folder of maps."""
     sizes: np.ndarray
     """Size of each map in bytes, or a key of `REASONS`. `MISSING` means that the image has no map: (N,) int64."""
     modified: np.ndarray
     """Modification time of each map in nanoseconds since 1970: (N,) int64."""
 
     def path(self, image: bytes) -> bytes:
-        """Return the relative path of the map of an image with the relative path `image`."""
+        """Return the relative path of the map for the image at the relative path `image`."""
         return os.path.splitext(image)[0] + self.suffix
 
 
@@ -81,7 +81,7 @@ class Listing:
     labels: np.ndarray
     """Class number of each file, or -1 for no label: (N,) int64."""
     texts: list[str]
-    """Text of each label, in the order in which they first appear. `labels` are indices into this list at first."""
+    """Distinct texts of the labels, in order of first appearance. At first, `labels` holds indices into this list."""
     other_files: Counter[str] = field(default_factory=Counter)
     """Number of files that are not images, for each file name extension."""
     classes: list[str] | None = None
@@ -114,7 +114,7 @@ class Listing:
         return np.flatnonzero(self.sizes > 0)
 
     def unusable(self) -> list[tuple[int, str]]:
-        """Return each reason why files are left out, with the number of these files."""
+        """Return (number of files, reason) for each reason why files are left out."""
         codes, counts = np.unique(self.sizes[self.sizes <= 0], return_counts=True)
         return [(int(count), REASONS[int(code)]) for code, count in zip(codes, counts, strict=True)]
 
@@ -133,7 +133,7 @@ class Listing:
         return digest.hexdigest()
 
     def refuse_empty(self, message: str) -> None:
-        """Raise `ShardError` if no file is usable. The text tells which kinds of files were found instead."""
+        """Raise `ShardError` if no file is usable. The error lists the kinds of files that were found."""
         if len(self.usable):
             return
         found = [f"{count:,} x {reason}" for count, reason in self.unusable()]
@@ -159,7 +159,9 @@ def file_facts(path: bytes) -> tuple[int, int]:
 def _refuse_exhausted(error: OSError) -> None:
     """Raise `ShardError` if resources have run out, because good files would be left out."""
     if is_exhausted(error):
-        raise ShardError(f"the images cannot be listed: {error.strerror}. Raise the limit (`ulimit -n`).") from error
+        raise ShardError(
+            f"the images cannot be listed: {error.strerror}. Raise the limit (`ulimit -n` for open files)."
+        ) from error
 
 
 def _refuse_separate_sets(folder: Path) -> None:
@@ -169,8 +171,8 @@ def _refuse_separate_sets(folder: Path) -> None:
     if training and len(names) > 1:
         raise ShardError(
             f"{folder} holds the folders {', '.join(names)}, which look like separate sets of images, not like "
-            f"classes. Name one of them, for example {folder / training[0]}. `tessera make_shards` takes all images "
-            "together with --labels none, or with --labels folders if these folders are classes."
+            f"classes. Give one of these folders, for example {folder / training[0]}. To make shards from all images, "
+            "run `tessera make_shards` with --labels none, or with --labels folders if these folders are classes."
         )
 
 
@@ -185,10 +187,10 @@ def list_folder(folder: Path, *, labels: str, besides: Path | None = None) -> Li
         labels: "folders" makes the first folder of each path the class of the image, "none" gives no labels, and "auto"
             chooses "folders" if all images are exactly one folder deep and there are several folders, otherwise "none".
             "auto" refuses a folder with subfolders such as train and val.
-        besides: subfolder that is skipped; None skips no subfolder.
+        besides: subfolder to skip; None to skip no subfolder.
 
     Raises:
-        ShardError: there are no images, or `labels` is "folders" and an image is not in a class folder, or `labels` is
+        ShardError: there are no images; `labels` is "folders" and an image is not in a class folder; or `labels` is
             "auto" and subfolders look like separate sets.
     """
     if labels == "auto":
@@ -220,13 +222,13 @@ def _walk(root: bytes, besides: bytes | None, other_files: Counter[str]) -> Iter
         _refuse_exhausted(error)
         other_files["folders that cannot be read"] += 1
 
-    parents = {root: {root}}  # for each folder still to be visited, the folder and all its parents without links
+    parents = {root: {root}}  # for each folder to be visited, the real paths of the folder and of its parents
     for here, folders, names in os.walk(root, followlinks=True, onerror=refuse):
         above, found = parents.pop(here), sorted(name for name in folders if not name.startswith(b"."))
         folders.clear()
         for path in (os.path.join(here, name) for name in found):
             folder = os.path.realpath(path)
-            if folder not in above and folder != besides:  # a link to a parent folder would never end
+            if folder not in above and folder != besides:  # a link to a parent folder would make the walk endless
                 parents[path] = above | {folder}
                 folders.append(os.path.basename(path))
         prefix = os.path.join(os.path.relpath(here, root), b"") if here != root else b""

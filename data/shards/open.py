@@ -1,6 +1,6 @@
 """Open sources: expand the patterns that a user gives, check that the shards can be read, and count their samples.
 
-Here, and only here, the text that a user gives becomes shards of one kind or another.
+Only this module chooses the subclass of `Shard` for a path or URL.
 """
 
 import glob
@@ -35,10 +35,10 @@ from tessera.runtime.progress import track
 from tessera.runtime.user_error import CONTROL, printable
 
 ENDINGS = (".tar", ".tar.gz")
-"""Ends of the file names of shards."""
+"""File name endings of shards."""
 MOST_SHARDS = 200_000
-"""Maximum number of shards that one pattern may name."""
-MOST_BRACES = 16  # maximum number of opening braces of a pattern; the time of the expansion grows with their number
+"""Maximum number of shards that one pattern may match."""
+MOST_BRACES = 16  # maximum number of opening braces in a pattern, because each brace adds to the expansion time
 THREADS = 16
 _RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?\}")
 
@@ -98,7 +98,7 @@ def open_sources(shards: WeightedShards, *, progress: bool = True, source: Sourc
     if not isinstance(shards, Mapping):
         return Sources([open_shards(shards, progress=progress, source=source)], [1.0])
     if not shards:
-        raise ShardError("the mixture names no shards. Give at least one pattern with a weight.")
+        raise ShardError("the mixture is empty. Give at least one pattern with a weight.")
     lists = [open_shards(one, progress=progress, source=source) for one in shards]
     return Sources(lists, [float(weight) for weight in shards.values()])
 
@@ -110,13 +110,13 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
 
     Args:
         shards: shard patterns (see `Shards`), or an opened source, which is returned unchanged.
-        progress: True shows the progress of many shards.
+        progress: if True, show a progress bar while many shards are opened.
         source: settings for access to shards.
 
     Raises:
         ShardError: a pattern is wrong, or a shard cannot be used. The message lists the first 20 unusable shards with
-            the reasons. If the settings skip unreadable shards, unusable shards raise the error only if no shard can be
-            used or the cache cannot be written.
+            the reasons. If the settings skip unreadable shards, unusable shards cause an error only if no shard can be
+            used, or if memory, file descriptors or disk space run out.
     """
     if isinstance(shards, Source):
         return shards
@@ -134,7 +134,8 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
     found = [opened[place] for place in sorted(opened)]
     counts, labelled, sizes = np.array([[one.samples, one.labelled, one.size] for one in found], dtype=np.int64).T
     statistics = {one.moments for one in found}
-    mean, std = statistics.pop() if len(statistics) == 1 else (None, None)  # shards may have different statistics
+    # If the folders of the shards have different statistics, the statistics of the source are unknown.
+    mean, std = statistics.pop() if len(statistics) == 1 else (None, None)
     return Source(
         [one.shard for one in found],
         counts,
@@ -148,11 +149,13 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
 
 
 def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
-    """Return the shard at a path, a URL or `pipe:COMMAND`. Another kind of shard is chosen here.
+    """Return the shard at a path, a URL or `pipe:COMMAND`.
+
+    To support another kind of storage, return an instance of another subclass of `Shard` here.
 
     Raises:
-        ShardError: the file does not exist, is empty, or is not named `.tar` or `.tar.gz`; the server does not answer;
-            or a folder of images cannot be used.
+        ShardError: the file does not exist, is empty, or has a name that does not end in `.tar` or `.tar.gz`; the
+            server does not respond; or a folder of images cannot be used.
     """
     if path.startswith(remote.PIPE):
         return RemoteTar(path, 0, "", config)
@@ -161,7 +164,7 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
     if not remote.without_query(path).endswith(ENDINGS):
         if not remote.is_remote(path) and not os.path.exists(path):
             where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
-            raise ShardError(f"{path}: does not exist{where}. Check the name of the file or folder.")
+            raise ShardError(f"{path} does not exist{where}. Check the name of the file or folder.")
         raise ShardError(
             f"{path}: the file name must end in .tar or .tar.gz. Rename the file or remove it from the list."
         )
@@ -172,9 +175,9 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
     except OSError as error:
         raise unreadable(path, error) from error
     if not status.st_size:
-        raise ShardError(f"{path}: has 0 bytes. {MAKE_SHARD_AGAIN}")
+        raise ShardError(f"{path} has 0 bytes. {MAKE_SHARD_AGAIN}")
     # A file that replaces the shard may have the same modification time. Programs cannot set the change time, so the
-    # change time shows the replacement.
+    # version includes both times.
     version = f"{status.st_mtime_ns}\n{status.st_ctime_ns}"
     kind = PackedTar if path.endswith(".gz") else LocalTar
     return kind(path, status.st_size, version, config, modified=status.st_mtime_ns)
@@ -185,11 +188,11 @@ def _open_all(
 ) -> tuple[dict[int, _Opened], dict[int, ShardError]]:
     """Open all shards.
 
-    Return two dicts whose keys are positions in `paths`: the opened shards, and the errors of unusable shards.
+    Return a dict of opened shards and a dict of errors for unusable shards. The keys are indices into `paths`.
     """
     opened: dict[int, _Opened] = {}
     errors: dict[int, ShardError] = {}
-    verifies = indices.config.verify and os.environ.get("LOCAL_RANK", "0") == "0"  # one process of each node
+    verifies = indices.config.verify and os.environ.get("LOCAL_RANK", "0") == "0"  # one process per node
     for place, path in enumerate(paths):
         if path in indices.entries and remote.is_remote(path) and not verifies:
             opened[place] = _from_index(path, indices.entries[path], indices.config)
@@ -221,12 +224,12 @@ def _open(path: str, indices: "_FolderIndices", verifies: bool) -> _Opened:
     if listed is not None and isinstance(shard, Tar):
         if listed.entry.filesize != shard.size:
             raise ShardError(
-                f"{path}: has {shard.size} bytes, but {FOLDER_INDEX} lists {listed.entry.filesize}. The shard may have "
+                f"{path} has {shard.size} bytes, but {FOLDER_INDEX} lists {listed.entry.filesize}. The shard may have "
                 f"been truncated. Copy or make the shard again. If the index is wrong: {MAKE_INDEX_AGAIN}"
             )
         if listed.written >= shard.modified:
             return _counted(replace(shard, sha256=listed.entry.sha256), listed)
-        warn_once(f"{os.path.dirname(path)}/{FOLDER_INDEX} is not used for shards that are newer than this index")
+        warn_once(f"{os.path.dirname(path)}/{FOLDER_INDEX} is not used for shards that are newer than the index")
     samples, labelled, size = map(int, shard.summary())
     return _Opened(shard, samples, labelled, shard.size or size)
 
@@ -273,8 +276,8 @@ def expand(shards: Shards, source: SourceConfig = DEFAULT) -> list[str]:
     `index.json` keep the order of the file.
 
     Raises:
-        ShardError: a pattern matches nothing or cannot be listed, a folder holds no shards or shards of several sets, a
-            shard is named twice, or no shard is named.
+        ShardError: a pattern matches nothing or cannot be listed; a folder holds no shards, or shards of several sets;
+            a shard occurs twice; or no pattern is given.
     """
     return _expand(shards, _FolderIndices(source))
 
@@ -288,10 +291,10 @@ def _expand(shards: Shards, indices: "_FolderIndices") -> list[str]:
     for path in paths:
         _refuse_controls(path)
     if not paths:
-        raise ShardError("no shards were named. Give a path, a glob, a brace range or a URL.")
+        raise ShardError("no shards were given. Give a path, a glob, a brace range or a URL.")
     if repeated := [path for path, count in Counter(paths).items() if count > 1]:
         raise ShardError(
-            f"shards are named more than once: {', '.join(repeated[:MOST_LISTED])}. Name each shard once. "
+            f"shards are given more than once: {', '.join(repeated[:MOST_LISTED])}. Give each shard once. "
             "To read some shards more often, use weights."
         )
     return paths
@@ -320,26 +323,26 @@ def _matches(pattern: str, indices: "_FolderIndices") -> list[str]:
         else:
             found = [_local(one) for one in sorted(glob.glob(path))] if glob.has_magic(path) else [path]
         if not found:
-            raise ShardError(f"{pattern}: no file matches. Correct the pattern.")
+            raise ShardError(f"no file matches {pattern}. Correct the pattern.")
         for one in found:
             paths += _shards_at(one, indices)
     return paths
 
 
 def _braces(pattern: str) -> list[str]:
-    """Return the paths, URLs or commands of a pattern with brace ranges.
+    """Expand the brace ranges of a pattern. Return paths, URLs or commands.
 
     Raises:
-        ShardError: the braces are not valid, or name more than `MOST_SHARDS` shards.
+        ShardError: the braces are not valid, or expand to more than `MOST_SHARDS` shards.
     """
     if pattern.count("{") > MOST_BRACES:
-        raise ShardError(f"{printable(pattern)}: has more than {MOST_BRACES} braces. Name fewer ranges at once.")
+        raise ShardError(f"{printable(pattern)} has more than {MOST_BRACES} opening braces. Use fewer ranges.")
     escape = not pattern.startswith(remote.PIPE)  # a command keeps its backslashes
     try:
         for first, last in _RANGE.findall(pattern):
             if len(first) > 18 or len(last) > 18 or abs(int(last) - int(first)) >= MOST_SHARDS:
                 raise ShardError(
-                    f"{printable(pattern)}: the range {first}..{last} names more than {MOST_SHARDS:,} shards. "
+                    f"{printable(pattern)}: the range {first}..{last} covers more than {MOST_SHARDS:,} shards. "
                     "Correct the range."
                 )
         paths = list(itertools.islice(braceexpand(pattern, escape=escape), MOST_SHARDS + 1))
@@ -348,12 +351,12 @@ def _braces(pattern: str) -> list[str]:
             raise
         raise ShardError(f"{pattern}: the brace range is not valid ({error}). Correct the braces.") from error
     if len(paths) > MOST_SHARDS:
-        raise ShardError(f"{pattern}: the braces name more than {MOST_SHARDS:,} shards. Correct the braces.")
+        raise ShardError(f"{pattern}: the braces expand to more than {MOST_SHARDS:,} shards. Correct the braces.")
     return paths
 
 
 def _shards_at(path: str, indices: "_FolderIndices") -> list[str]:
-    """Return the shards that a path or URL without wildcards names: a shard, a local folder, or an `index.json`."""
+    """Return the shards at a path or URL without wildcards: a shard, a local folder, or an `index.json`."""
     if remote.without_query(path).endswith(FOLDER_INDEX):
         return indices.read(path)
     return _shards_in(path) if not remote.is_remote(path) and os.path.isdir(path) else [path]
@@ -365,8 +368,8 @@ def _shards_in(folder: str) -> list[str]:
     A folder of images is returned as one shard, whose path ends in a slash.
 
     Raises:
-        ShardError: the folder holds no shards, or shards whose names differ in more than numbers. Such shards may
-            belong to different sets, for example to a training set and a validation set.
+        ShardError: the folder cannot be read, holds neither shards nor images, or holds shards whose names differ in
+            more than numbers. Such shards may belong to different sets, such as a training set and a validation set.
     """
     try:
         names = sorted(name for name in os.listdir(folder) if name.endswith(ENDINGS) and not name.startswith("."))
@@ -376,17 +379,17 @@ def _shards_in(folder: str) -> list[str]:
     if len(patterns) > 1:
         listed = ", ".join(patterns[:MOST_LISTED]) + (", ..." if len(patterns) > MOST_LISTED else "")
         raise ShardError(
-            f"{folder}: holds shards of several sets: {listed}. Name one set, for example "
-            f"'{os.path.join(folder, patterns[0])}', or all shards, '{os.path.join(folder, '*.tar')}'."
+            f"{folder} holds shards of several sets: {listed}. Give one set, for example "
+            f"'{os.path.join(folder, patterns[0])}', or all shards with '{os.path.join(folder, '*.tar')}'."
         )
     if not names:
         below = {os.path.dirname(path) for path in glob.glob(os.path.join(glob.escape(folder), "*", "*.tar*"))}
         if below:
             listed = ", ".join(sorted(below)[:MOST_LISTED])
-            raise ShardError(f"{folder}: holds no shards, but its subfolders may: {listed}. Name one of them.")
+            raise ShardError(f"{folder} holds no shards, but its subfolders may: {listed}. Give one of these.")
         if holds_images(folder):
             return [os.path.join(folder, "")]
-        raise ShardError(f"{folder}: holds no shards (.tar, .tar.gz) and no images. Correct the path.")
+        raise ShardError(f"{folder} holds no shards (.tar, .tar.gz) and no images. Correct the path.")
     return [os.path.join(folder, name) for name in names]
 
 
@@ -422,13 +425,13 @@ class _FolderIndices:
         """
         found = self._content(path)
         if found is None:
-            raise ShardError(f"{path}: not found. Name shards, or the index.json of a folder of shards.")
+            raise ShardError(f"{path} was not found. Give shards, or the index.json of a folder of shards.")
         return self._add(path, *found)
 
     def read_beside(self, shard: str) -> None:
         """Read the `index.json` in the folder of a shard, if the file exists.
 
-        If the file has the format of another tool, it is ignored and a warning is logged.
+        An invalid file, such as the `index.json` of another tool, is ignored with a warning.
 
         Raises:
             ShardError: the file cannot be read, and the settings do not skip unreadable shards.
@@ -443,18 +446,18 @@ class _FolderIndices:
         except ShardError as error:
             if self.config.unreadable == "stop":
                 raise
-            log.warning("not used: %s", error)
+            log.warning("the index is not used: %s", error)
             return
         try:
             if found is not None:
                 self._add(path, *found)
         except ShardError as error:
-            log.warning("not used: %s", error)
+            log.warning("the index is not used: %s", error)
 
     def _content(self, path: str) -> tuple[bytes, int] | None:
         """Return the content of an `index.json`, and its modification time in nanoseconds (0 for a remote file)."""
         self._visited.add(path)
-        # The time is read first: if the file is replaced in between, its entries count as older than they are.
+        # Read the time before the content, so that an index that is replaced in between counts as too old, not too new.
         written = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
         content = remote.read_small(path, self.config, index.LARGEST_FOLDER_INDEX)
         return None if content is None else (content, written)

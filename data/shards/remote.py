@@ -32,14 +32,14 @@ from tessera.runtime.user_error import printable
 
 PIPE = "pipe:"
 READ_SIZE = 2**20  # bytes
-SLOWEST = 2**16  # minimum mean transfer rate in bytes per second, from which the time limit of a request follows
+SLOWEST = 2**16  # minimum mean transfer rate in bytes per second; slower transfers exceed their time limit
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "Last-Modified", "LastModified", "mtime", "created")
 """Keys of fsspec's file information whose values change when the file changes. The most reliable key comes first."""
 BACKOFF = 0.5  # Pause in seconds before the second attempt. The pause doubles after each further attempt.
-LONGEST_PAUSE = 30.0  # Limit of a pause in seconds, before the pause is multiplied by a random factor of 0.5 to 1.5.
+LONGEST_PAUSE = 30.0  # maximum pause in seconds, before multiplication by a random factor between 0.5 and 1.5
 POLL = 1.0  # seconds between two checks whether the process was asked to stop
-TRANSIENT = (408, 429)  # HTTP statuses 4xx after which a request is repeated. All other statuses 4xx are permanent.
+TRANSIENT = (408, 429)  # 4xx status codes after which a request is repeated; other 4xx codes are permanent errors
 PERMANENT = (
     FileNotFoundError,
     PermissionError,
@@ -75,7 +75,9 @@ def host(url: str) -> str:
 
 
 def read_small(path: str, config: SourceConfig, limit: int) -> bytes | None:
-    """Return the content of a small local or remote file. Return None if it does not exist or its server denies access.
+    """Return the content of a small local or remote file.
+
+    Return None if the file does not exist, or if the server denies access to a remote file.
 
     Raises:
         ShardError: the file cannot be read, is larger than `limit` bytes, or all attempts failed.
@@ -101,15 +103,15 @@ def read_small(path: str, config: SourceConfig, limit: int) -> bytes | None:
         except OSError as error:
             raise unreadable(path, error, "Correct or remove the file.") from error
     if content is not None and len(content) > limit:
-        raise ShardError(f"{path}: has more than {limit} bytes, which is too large for an index. Remove the file.")
+        raise ShardError(f"{path} has more than {limit} bytes, the maximum for such a file. Remove the file.")
     return content
 
 
 def describe(url: str, config: SourceConfig) -> tuple[int, str]:
-    """Return the size and the version of a remote file.
+    """Return the size and the version identifier (such as the ETag) of a remote file.
 
-    The size is in bytes, or 0 if unknown. The version is a string that changes when the file changes, or an empty
-    string if unknown.
+    The size is in bytes, and is 0 if unknown. The version identifier changes when the file changes, and is empty if
+    unknown.
 
     Raises:
         ShardError: the file does not exist, or all attempts failed.
@@ -124,9 +126,9 @@ def describe(url: str, config: SourceConfig) -> tuple[int, str]:
 
 
 def _versions(facts: Mapping[str, Any]) -> list[str]:
-    """Return the versions in fsspec's file information or in the headers of an answer. The most reliable one is first.
+    """Return the version identifiers in fsspec's file information or in response headers, the most reliable first.
 
-    A weak ETag counts as the strong ETag of the same value.
+    The prefix of weak ETags is removed, so that a weak ETag equals the strong ETag with the same value.
     """
     return [str(facts[key]).removeprefix("W/") for key in VERSION_KEYS if facts.get(key)]
 
@@ -139,8 +141,8 @@ def matches(pattern: str, config: SourceConfig) -> list[str]:
     """
     if pattern.startswith(("http://", "https://")):
         raise ShardError(
-            f"{pattern}: a glob cannot be used, because a web server has no listing. "
-            "Name a brace range such as a-{000..099}.tar, or an index.json."
+            f"{pattern}: globs do not work with web servers, which cannot list files. "
+            "Give a brace range such as a-{000..099}.tar, or an index.json."
         )
 
     def once() -> list[str]:
@@ -178,7 +180,7 @@ def read_range(
         if len(data) != end - start:
             size = describe(url, config)[0] if len(data) < end - start else 0
             if 0 < size < end:
-                raise ShardError(f"{url}: has {size} bytes, but at least {end} were expected. {MAKE_SHARD_AGAIN}")
+                raise ShardError(f"{url} has {size} bytes, but at least {end} were expected. {MAKE_SHARD_AGAIN}")
             raise OSError(f"only {len(data)} of {end - start} bytes were sent")
         return data
 
@@ -239,7 +241,7 @@ def fetch(
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 if size and stored.count < size and isinstance(error, EOFError):
                     raise OSError(f"only {stored.count} of {size} bytes were sent") from error
-                raise ShardError(f"{url}: cannot be decompressed ({error}). {MAKE_SHARD_AGAIN}") from error
+                raise ShardError(f"{url} cannot be decompressed ({error}). {MAKE_SHARD_AGAIN}") from error
         if size and stored.count != size:
             raise OSError(f"only {stored.count} of {size} bytes were sent")
         if sha256 and stored.digest.hexdigest() != sha256.lower():
@@ -249,7 +251,7 @@ def fetch(
 
 
 class _CountingReader:
-    """Stream that counts and hashes all bytes that are read. `ShardError` is raised if their number exceeds a limit."""
+    """Stream that counts and hashes the bytes that are read, and raises `ShardError` if there are more than `limit`."""
 
     def __init__(self, file: Any, limit: int, url: str):
         self._file, self._limit, self._url = file, limit, url
@@ -259,7 +261,7 @@ class _CountingReader:
         data = self._file.read(min(size, READ_SIZE) if size >= 0 else READ_SIZE)
         self.count += len(data)
         if self._limit and self.count > self._limit:
-            raise ShardError(f"{self._url}: has more bytes than the expected {self._limit}. {MAKE_SHARD_AGAIN}")
+            raise ShardError(f"{self._url} has more than the expected {self._limit} bytes. {MAKE_SHARD_AGAIN}")
         self.digest.update(data)
         return data
 
@@ -267,8 +269,8 @@ class _CountingReader:
 class _TimedReader:
     """File whose `read` raises `TimeoutError` if one read or all reads together exceed their time limit.
 
-    The limit of all reads together grows with the number of bytes, so that a server that sends a few bytes at a time
-    cannot occupy a process forever.
+    One read may take `timeout` seconds. All reads together may take `timeout` seconds plus one second for every
+    `SLOWEST` bytes, so that a server that sends a few bytes at a time cannot occupy a process forever.
     """
 
     def __init__(self, file: Any, timeout: float):
@@ -305,7 +307,7 @@ def _http_range(url: str, start: int, end: int, expected: int, config: SourceCon
             raise NoRangesError(url)
         total = file.r.headers.get("Content-Range", "").rpartition("/")[2]
         if expected and total.isdigit() and int(total) != expected:
-            raise ShardError(f"{url}: has {total} bytes, but {expected} were expected. {MAKE_SHARD_AGAIN}")
+            raise ShardError(f"{url} has {total} bytes, but {expected} were expected. {MAKE_SHARD_AGAIN}")
         if check:
             check(_versions(file.r.headers))
         return _read_up_to(_TimedReader(file, config.timeout), end - start - 1)
@@ -342,8 +344,8 @@ def _output(command: str, config: SourceConfig) -> Iterator[Any]:
     """
     if config.commands is False:
         raise ShardError(
-            f"{PIPE}{printable(command)}: not run. The command comes from a settings file, or the run is a --dry_run. "
-            "If you trust the file, give the flag --source.commands, without --dry_run."
+            f"{PIPE}{printable(command)} was not run. The command comes from a settings file, or the run is a "
+            "--dry_run. If you trust the command, give the flag --source.commands, and leave --dry_run out."
         )
     with subprocess.Popen(
         ["bash", "-o", "pipefail", "-c", command],
@@ -370,7 +372,7 @@ def _system(url: str, config: SourceConfig) -> tuple[Any, str]:
     try:
         scheme, server = urlsplit(url)[:2]
     except ValueError as error:
-        raise ShardError(f"{url}: not a URL ({error}). Correct the URL.") from error
+        raise ShardError(f"{url} is not a valid URL ({error}). Correct the URL.") from error
     try:
         system = _open_system(os.getpid(), scheme, server, config.timeout)
     except ImportError as error:
@@ -386,8 +388,8 @@ def _system(url: str, config: SourceConfig) -> tuple[Any, str]:
 def _open_system(_process: int, scheme: str, server: str, timeout: float) -> Any:
     """Open an fsspec file system.
 
-    `_process` is the process id. It is a part of the key of `functools.cache`, so that each process opens its own file
-    system. A forked process cannot use the file system of its parent, because threads do not survive a fork.
+    `_process` is the process id. The id is part of the cache key, so that each process opens its own file system. A
+    forked process cannot use the file system of its parent, because threads do not survive a fork.
     """
     system = url_to_fs(f"{scheme}://{server}/", **_options(scheme, timeout))[0]
     if scheme in ("s3", "s3a"):
@@ -440,7 +442,7 @@ def with_timeout(seconds: float, do: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     if not results:
-        raise TimeoutError(f"no answer for {seconds:g} s")
+        raise TimeoutError(f"no response for {seconds:g} s")
     return results[0]
 
 

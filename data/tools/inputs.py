@@ -1,5 +1,5 @@
-"""Images of which shards are made: those that a list (.txt) or a manifest (.csv, .parquet) names, their segmentation
-maps, and the class numbers of other shards."""
+"""Inputs of `data.make_shards`: the images in a list (.txt) or a manifest (.csv, .parquet), segmentation maps, and the
+class numbers of other shards."""
 
 import csv
 import os
@@ -18,7 +18,7 @@ Row = tuple[str, str | None]
 
 
 def list_file(path: Path, *, root: Path | None, labels: str) -> Listing:
-    """List the images that a list or manifest names.
+    """List the images in a list or manifest.
 
     A list has one path per line, optionally followed by a tab and a label. All paths must lie in the root folder.
 
@@ -28,8 +28,8 @@ def list_file(path: Path, *, root: Path | None, labels: str) -> Listing:
         labels: "auto" reads the labels, and "none" ignores them.
 
     Raises:
-        ShardError: the list or manifest cannot be read or names no images, a column is missing, a path lies outside the
-            root folder or occurs twice, a label is negative, or `labels` is "folders".
+        ShardError: the list or manifest cannot be read or contains no existing images; a column is missing; a path lies
+            outside the root folder or occurs twice; a label is negative or too large; or `labels` is "folders".
     """
     if labels == "folders":
         raise ShardError(
@@ -37,7 +37,7 @@ def list_file(path: Path, *, root: Path | None, labels: str) -> Listing:
         )
     folder = os.path.realpath(os.fsencode(root or path.parent))
     listing = Listing.of(folder, _files(path, folder))
-    listing.refuse_empty(f"{path} names no existing images below {os.fsdecode(folder)}")
+    listing.refuse_empty(f"{path} lists no existing images below {os.fsdecode(folder)}")
     _set_labels(listing, path, labels)
     return listing
 
@@ -48,11 +48,11 @@ def _files(path: Path, folder: bytes) -> Iterator[File]:
         full = os.path.normpath(os.path.join(folder, os.fsencode(name)))
         if os.path.commonpath([full, folder]) != folder or b"\0" in full:
             raise ShardError(
-                f"{path}: entry {number}, {name!r}, is outside of the root folder {os.fsdecode(folder)}. "
-                "Use --root FOLDER to name a folder that contains all entries."
+                f"{path}: entry {number}, {name!r}, is outside the root folder {os.fsdecode(folder)}. "
+                "Set --root to a folder that contains all entries."
             )
         if full in seen:
-            raise ShardError(f"{path}: entry {number}, {name!r}, is repeated. Name each image once.")
+            raise ShardError(f"{path}: entry {number}, {name!r}, is repeated. List each image once.")
         seen.add(full)
         yield File(os.path.relpath(full, folder), *file_facts(full), label or None)
 
@@ -77,7 +77,10 @@ def _set_labels(listing: Listing, path: Path, labels: str) -> None:
 
 
 def _class_number(text: str) -> int | None:
-    """Return the integer in a text; None for other texts. `3.0` counts as 3, because pandas may write `3.0` for 3."""
+    """Return the integer in a text, or None if the text is not an integer.
+
+    `3.0` counts as 3, because pandas may write `3.0` for 3.
+    """
     text = text.removesuffix(".0")
     return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else None
 
@@ -106,7 +109,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
         for row in rows:
             if None in row or None in row.values():
                 raise ShardError(
-                    f"{path}: line {rows.line_num} and the heading have different numbers of fields. Correct the line."
+                    f"{path}: line {rows.line_num} and the header have different numbers of fields. Correct the line."
                 )
             yield row["path"], row.get("label", "").strip()
 
@@ -129,7 +132,9 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 def _refuse_columns(path: Path, names: Sequence[str]) -> None:
     if "path" not in names:
-        raise ShardError(f"{path} has no column 'path', but {', '.join(map(repr, names))}. Rename the column of paths.")
+        raise ShardError(
+            f"{path} has no column 'path', but {', '.join(map(repr, names))}. Rename the column with the paths."
+        )
 
 
 def find_maps(listing: Listing, folder: Path | None) -> None:
@@ -141,13 +146,13 @@ def find_maps(listing: Listing, folder: Path | None) -> None:
             folder of the image.
 
     Raises:
-        ShardError: `folder` is not a folder, or holds no map of an image.
+        ShardError: `folder` is not a folder, or holds no map of any image.
     """
     root = listing.root
     if folder is not None:
         root = os.path.realpath(os.fsencode(folder))
         if not os.path.isdir(root):
-            raise ShardError(f"--maps {folder} is not a folder. Name the folder that holds the segmentation maps.")
+            raise ShardError(f"--maps {folder} is not a folder. Give the folder that holds the segmentation maps.")
     sizes, modified = np.full(len(listing), MISSING), np.zeros(len(listing), dtype=np.int64)
     maps = Maps(root, b"." + MAP.encode() if folder is None else b".png", sizes, modified)
     for entry in map(int, listing.usable):
@@ -157,13 +162,13 @@ def find_maps(listing: Listing, folder: Path | None) -> None:
         listing.maps = maps
     elif folder is not None:
         example = printable(os.fsdecode(os.path.join(root, maps.path(listing.path(int(listing.usable[0]))))))
-        raise ShardError(f"--maps {folder} holds no map of an image. The first map would be {example}.")
+        raise ShardError(f"--maps {folder} holds no map of any image. The map of the first image would be {example}.")
     if folder is None:
         listing.other_files.pop(f".{MAP}", None)
 
 
 def renumber(listing: Listing, classes: list[str]) -> None:
-    """Replace the class numbers by those of another data set, whose class names in order are `classes`.
+    """Replace each class number by the index of its class name in `classes`, the class names of another data set.
 
     Raises:
         ShardError: the labels have no names, or a class name is missing from `classes`.

@@ -61,7 +61,7 @@ def spread(work: Callable[[TaskT], ResultT], tasks: Sequence[TaskT], *, workers:
 
     Args:
         work: function that takes a task.
-        tasks: the tasks, one for each call of `work`.
+        tasks: arguments of the calls.
         workers: number of processes.
         title: name of the work in the progress display.
 
@@ -79,7 +79,7 @@ def spread(work: Callable[[TaskT], ResultT], tasks: Sequence[TaskT], *, workers:
                 yield future.result()
         except BrokenProcessPool:
             raise WorkerError("a worker process was killed. If memory ran out, use fewer --workers.") from None
-        except BaseException:  # also Ctrl-C, and a caller that wants no further results
+        except BaseException:  # includes Ctrl-C, and `GeneratorExit` if the caller stops early
             for worker in multiprocessing.active_children():
                 worker.kill()
             pool.shutdown(cancel_futures=True)

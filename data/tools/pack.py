@@ -1,4 +1,4 @@
-"""Writing of one shard: its tar, its table and its record.
+"""Write one shard: its tar, its table and its record.
 
 The bytes of a shard depend only on the files and the recipe. A shard is written to a temporary file, which is renamed
 after all bytes are on the disk.
@@ -45,7 +45,7 @@ class Recipe(Settings):
     format: Format = "keep"
     """format in which images are stored; images of other formats are converted; keep: keep the format of each image"""
     resize: int | None = Field(default=None, ge=8)
-    """maximum length of the shorter side in pixels; larger images are made smaller and are encoded again"""
+    """maximum length of the shorter side in pixels; larger images are downscaled and encoded again"""
     quality: int | None = Field(default=None, ge=1, le=100)
     """quality of JPEG and WebP images that are encoded again; default: 90"""
     verify: bool = True
@@ -99,14 +99,20 @@ def read_map(listing: Listing, entry: int) -> bytes | None:
 
 
 def _read(path: bytes, size: int, modified: int) -> bytes:
-    """Return the content of a file, which had this size and modification time when it was listed."""
+    """Return the content of a file.
+
+    Raises:
+        LeftOut: the file cannot be read, or its size or modification time differs from the listed one.
+        ShardError: memory, file descriptors or disk space have run out.
+    """
     try:
         with open(path, "rb") as file:
             status, content = os.fstat(file.fileno()), file.read(size + 1)
     except OSError as error:
-        if is_exhausted(error):  # the file may be good
+        if is_exhausted(error):  # the file itself may be intact, so do not leave the file out
             raise ShardError(
-                f"{os.fsdecode(path)}: {error.strerror}. Use fewer --workers, or raise the limit."
+                f"{os.fsdecode(path)} cannot be read: {error.strerror}. Use fewer --workers, or raise the limit "
+                "(`ulimit -n` for open files)."
             ) from error
         raise LeftOut(f"the file cannot be read: {error.strerror}") from error
     if len(content) != size or status.st_mtime_ns != modified:
@@ -119,7 +125,7 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
 
     If the image is not encoded again, the content of the file is kept unchanged. Otherwise the stored image is upright
     and RGB, has no metadata, and shows white where the original was transparent. A segmentation map is encoded again
-    only for another size. A pixel of the smaller map has the value of the nearest pixel.
+    only if the image is resized. Maps are resized with nearest-neighbour interpolation.
 
     Raises:
         LeftOut: the image is damaged, is too large, has an unknown format, or cannot be encoded; or the map is damaged
@@ -184,7 +190,10 @@ def _format(content: bytes) -> str:
 
 
 def key(path: bytes) -> str:
-    """Return the sample key of a path: no extension, and `_` instead of each dot, backslash and unprintable byte."""
+    """Return the sample key of a path.
+
+    The extension is removed. Each dot, backslash, unprintable character and undecodable byte is replaced by `_`.
+    """
     text = os.path.splitext(path)[0].decode(errors="replace")
     return "".join(c if c.isprintable() and c not in ".\\\ufffd" else "_" for c in text)
 
@@ -223,7 +232,7 @@ class Record:
 
 
 def write_samples(path: Path, samples: Iterable[dict[str, Any]]) -> None:
-    """Write a tar of samples: the key `__key__` of a dict is the name of the sample, all others are extensions.
+    """Write samples to a tar. In each dict, `__key__` is the name of the sample, and all other keys are extensions.
 
     The bytes of the tar depend only on the samples, because the headers hold no user, host name or time.
     """
@@ -233,7 +242,7 @@ def write_samples(path: Path, samples: Iterable[dict[str, Any]]) -> None:
     ):
         for sample in samples:
             writer.write(sample)
-            writer.tarstream.members.clear()  # saves 1 KB per tar member
+            writer.tarstream.members.clear()  # saves 1 KB of memory per tar member
 
 
 def write_shard(target: Path, entries: np.ndarray, listing: Listing, shared: set[str], recipe: Recipe) -> Record:

@@ -86,7 +86,7 @@ def test_labels(write_tar, png, report, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('["a", "b"]', "names 2 classes, from 0 to 1, but the largest label is 2. Add the missing names"),
+        ('["a", "b"]', "has names for the 2 classes 0 to 1, but the largest label is 2. Add the missing names"),
         ('["a", "b", "a"]', "names the class 'a' more than once"),
         ('{"a": 0}', "not a JSON list of class names"),
         ('["a", 1, "c"]', "not a JSON list of class names"),
@@ -216,10 +216,10 @@ def test_no_index_for_shards_that_are_refused(write_shards, write_tar, report):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"nsamples": 9}, "nsamples of data-000000.tar is 4, not 9"),
-        ({"filesize": 20480}, "filesize of data-000000.tar is"),
-        ({"labelled": 0}, "labelled of data-000000.tar is 4, not 0"),
-        ({"sha256": "00" * 32}, "sha256 of data-000000.tar is"),
+        ({"nsamples": 9}, "lists nsamples 9 for data-000000.tar, but the shard has 4"),
+        ({"filesize": 20480}, "lists filesize 20480 for data-000000.tar, but the shard has"),
+        ({"labelled": 0}, "lists labelled 0 for data-000000.tar, but the shard has 4"),
+        ({"sha256": "00" * 32}, f"lists sha256 {'00' * 32} for data-000000.tar, but the shard has"),
         ({"url": "other.tar"}, "does not list the shard data-000000.tar"),
     ],
 )

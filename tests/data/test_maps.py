@@ -234,7 +234,7 @@ def test_make_shards_takes_a_parallel_folder_of_maps(photos, tmp_path, capsys):
     listed.write_text("a/im0.jpg\t3\nb/im2.jpg\t4\n")
     make(listed, tmp_path / "listed", f"--maps={maps}")
     assert np.array_equal(read_back(tmp_path / "listed")["b/im2"][1], noise(2, 30, 40))
-    cases = {"nowhere": "is not a folder", "out": "holds no map of an image"}
+    cases = {"nowhere": "is not a folder", "out": "holds no map of any image"}
     for name, message in cases.items():
         folder = tmp_path / name
         assert main([str(images), str(tmp_path / "new"), f"--maps={folder}"]) == 2

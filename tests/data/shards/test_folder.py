@@ -112,7 +112,7 @@ def test_names_that_are_not_utf8_and_links(tmp_path):
     order = sorted(range(4), key=lambda number: names[number])
     assert [reader.image(sample) for sample in range(4)] == [picture(number) for number in order]
     assert reader.name(0) == "photos/a\\xff.png"
-    with pytest.raises(ShardError, match=r"has no label.* Move every image to a direct subfolder of its class"):
+    with pytest.raises(ShardError, match=r"has no label.* Move the images to one direct subfolder per class"):
         reader.label(0)
 
 
@@ -127,4 +127,4 @@ def test_folders_that_are_refused(photos, tmp_path, capsys):
     with pytest.raises(ShardError, match=r"no images below .*void.*the file is empty"):
         open_shards(tmp_path / "void")
     assert check_shards([str(photos)]) == 2
-    assert "holds images, but no shards. Make shards with" in capsys.readouterr().err
+    assert "holds images, not shards. Run `tessera make_shards" in capsys.readouterr().err

@@ -41,11 +41,11 @@ def test_a_folder_is_its_shards(write_shards, tmp_path):
     [
         (
             ["train-00.tar", "train-01.tar", "val-00.tar"],
-            r"several sets: train-\*.tar, val-\*.tar. Name one",
+            r"several sets: train-\*.tar, val-\*.tar. Give one",
         ),
         (["in1k-train-0.tar", "in1k-val-0.tar"], r"several sets: in\*k-train-\*.tar, in\*k-val-\*.tar"),
         (["a.tar", "b.tar.gz"], r"several sets: a.tar, b.tar.gz"),
-        (["train/a.tar", "val/b.tar.gz"], r"no shards, but its subfolders may: .*/train, .*/val. Name one of them"),
+        (["train/a.tar", "val/b.tar.gz"], r"no shards, but its subfolders may: .*/train, .*/val. Give one of these"),
         (["notes.txt"], r"holds no shards \(.tar, .tar.gz\) and no images"),
     ],
 )
@@ -61,12 +61,12 @@ def test_folders_that_are_refused(tmp_path, files, message):
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
-        ("/nowhere/x-*.tar", r"/nowhere/x-\*.tar: no file matches"),
-        ("https://host/a-*.tar", r"https://host/a-\*.tar: a glob cannot be used, because a web server has no listing"),
+        ("/nowhere/x-*.tar", r"no file matches /nowhere/x-\*.tar"),
+        ("https://host/a-*.tar", r"https://host/a-\*.tar: globs do not work with web servers, which cannot list files"),
         ("nonsense://host/a.tar", "Protocol not known: nonsense"),
-        ("/nowhere/index.json", "/nowhere/index.json: not found"),
-        (["a.tar", "a.tar"], "named more than once: a.tar"),
-        ([], "no shards were named"),
+        ("/nowhere/index.json", "/nowhere/index.json was not found"),
+        (["a.tar", "a.tar"], "given more than once: a.tar"),
+        ([], "no shards were given"),
         ("a-{0..3.tar", "a-{0..3.tar"),
         ({"a.tar": 1.0}, "a mixture with weights was given"),
     ],
@@ -89,7 +89,7 @@ def test_all_bad_shards_are_named(write_shards, tmp_path):
     assert message.endswith("and 8 more")
     assert "gone.tar cannot be read: No such file" in message
     assert "notes.txt: the file name must end in .tar" in message
-    assert "mistyped: does not exist. Check the name" in message
+    assert "mistyped does not exist. Check the name" in message
     assert [path for path in paths if path in message] == paths[:17]
 
 
