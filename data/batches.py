@@ -50,11 +50,11 @@ class Batches:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        skipped, states = 0, WorkerStates(self._workers)
+        skipped = 0
         # An evaluation within a run is not interrupted, because other processes may wait for this process in a
         # collective. The run saves and ends after the evaluation.
         interruptible = isinstance(self.dataset, TrainDataset)
-        for batch in receive(self._loader(states), states, interruptible=interruptible):
+        for batch in receive(self._loader, self._workers, interruptible=interruptible):
             if isinstance(batch, _Failure):
                 raise ShardError(batch.message)
             if isinstance(batch, SharedBatch):

@@ -59,7 +59,7 @@ class Decoding:
 
 
 class _Address(NamedTuple):
-    """A position in the run, and the sample at this position: the source, and the sample's index in the source."""
+    """Position in the run, with the source of the sample drawn there and the index of the sample in that source."""
 
     position: int
     source: int

@@ -256,7 +256,7 @@ def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float)
     ends = np.cumsum(blocks)
     shards = max(1, int(np.ceil(ends[-1] * BLOCKSIZE / shard_bytes)))
     shard = ((ends - blocks) * shards) // ends[-1]  # index of the shard in which each image begins
-    # An image that is larger than a shard leaves the next shard without images. Such shards are left out.
+    # If an image is larger than a shard, no image begins in the next shard. Such empty shards are left out.
     return np.split(order, np.flatnonzero(np.diff(shard)) + 1)
 
 

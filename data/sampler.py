@@ -62,7 +62,7 @@ def sample_rng(seed: int, position: int) -> np.random.Generator:
 
 
 def step_noise(seed: int, step: int) -> float:
-    """Return the random number of an optimizer step, from 0 to below 1. It is the same on all processes."""
+    """Return a random number in [0, 1) that depends only on the seed and the step, not on the process."""
     return (int(_philox(seed, _STEP, 0, step).random_raw()) >> 11) / 2**53
 
 

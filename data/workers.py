@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -25,9 +25,12 @@ POLL = 1.0  # seconds between two checks of the workers while their parent waits
 STALLED = 30
 """Number of seconds that the parent waits for a batch before the log describes the workers. The log repeats the
 description after each further period of this length."""
+START_LIMIT = 30
+"""Number of seconds after which workers that have not started are killed, and all workers are forked again. A worker
+can hang at its start if a thread of its parent holds a lock during the fork: the worker waits forever for the lock."""
+ATTEMPTS = 3  # number of times that workers are forked before an error
 IDLE_LIMIT = 300
-"""Number of seconds after which the run ends if the parent waits for a batch while all workers are idle. Workers can
-hang if a process with several threads is forked while one thread holds a lock: the child waits forever for the lock."""
+"""Number of seconds after which the run ends if the parent waits for a batch while all workers are idle."""
 BUSY = 20  # seconds of work on one batch after which a message names the worker
 STATES = {"T": "is stopped", "t": "is stopped by a debugger", "D": "waits for a disk", "Z": "has ended"}
 """Description of each abnormal state of a process in /proc."""
@@ -82,6 +85,14 @@ class WorkerStates:
         """Record that a worker begins or has finished a batch. Only this worker may call the method."""
         self._numbers[2 * worker + 1] = time.monotonic_ns() if is_working else 0
 
+    def wait(self) -> bool:
+        """Wait until all workers have started, for up to `START_LIMIT` seconds. Return True if all have started."""
+        for _ in range(100 * START_LIMIT):  # a clock would also count time in which the processes are stopped
+            if all(self._numbers[: 2 * self._workers : 2]):
+                return True
+            time.sleep(0.01)
+        return False
+
     def describe(self) -> tuple[str, bool]:
         """Return a description of the workers that delay their parent, and True if all workers are idle.
 
@@ -100,21 +111,23 @@ class WorkerStates:
         return ", ".join(found), idle
 
 
-def receive(loader: DataLoader, states: WorkerStates, *, interruptible: bool) -> Iterator[Any]:
-    """Start the workers of a `DataLoader` whose `timeout` is `POLL`, and yield their batches.
+def receive(make: Callable[[WorkerStates], DataLoader], count: int, *, interruptible: bool) -> Iterator[Any]:
+    """Start the workers of a `DataLoader`, and yield their batches.
 
     The log describes the workers while this process waits for a batch. The workers end when this generator ends.
 
     Args:
-        loader: makes the batches. Its workers write to `states`.
-        states: states of the workers.
+        make: returns a `DataLoader` whose `timeout` is `POLL`, and whose workers write to the given states.
+        count: number of workers.
         interruptible: True to stop waiting for a batch if this process was asked to stop.
 
     Raises:
         WaitInterruptedError: `interruptible` is True, and this process was asked to stop while it waited.
-        WorkersError: a worker has died, or all workers have been idle for `IDLE_LIMIT` seconds.
+        WorkersError: workers do not start, a worker has died, or all workers have been idle for `IDLE_LIMIT` seconds.
     """
-    batches, workers = _start(loader)
+    if count:
+        check_semaphores()
+    batches, workers, states = _start(make, count)
     try:
         while True:
             since = named = time.monotonic()
@@ -126,7 +139,7 @@ def receive(loader: DataLoader, states: WorkerStates, *, interruptible: bool) ->
                 idle = idle + POLL if is_idle else 0.0
                 if idle >= IDLE_LIMIT:
                     raise WorkersError(
-                        f"A batch is missing, but all loader workers have been idle for {IDLE_LIMIT} s ({found}). "
+                        f"A batch is missing, but all loader workers have been idle for {IDLE_LIMIT} s. "
                         "Start again (a run continues with --resume), or use --workers 0."
                     )
                 if time.monotonic() - named >= STALLED:
@@ -145,10 +158,31 @@ def receive(loader: DataLoader, states: WorkerStates, *, interruptible: bool) ->
                     os.kill(worker.pid, signal.SIGCONT)  # DataLoader cannot end a worker that is stopped
 
 
-def _start(loader: DataLoader) -> tuple[Iterator[Any], list[BaseProcess]]:
-    """Start the workers of a `DataLoader`. Return its iterator, and the processes of the workers."""
-    if loader.num_workers:
-        check_semaphores()
+def _start(
+    make: Callable[[WorkerStates], DataLoader], count: int
+) -> tuple[Iterator[Any], list[BaseProcess], WorkerStates]:
+    """Fork the workers until all of them start. Return the iterator of the `DataLoader`, the workers and their states.
+
+    Raises:
+        WorkersError: in each of `ATTEMPTS` attempts, some workers did not start.
+    """
+    for _ in range(ATTEMPTS):
+        states = WorkerStates(count)
+        batches, workers = _fork(make(states))
+        if states.wait():
+            return batches, workers, states
+        found, _ = states.describe()
+        log.warning("The loader workers of process %d are killed and forked again: %s.", os.getpid(), found)
+        for worker in workers:
+            worker.kill()
+        del batches
+    raise WorkersError(
+        "The loader workers do not start. Start again (a run continues with --resume), or use --workers 0."
+    )
+
+
+def _fork(loader: DataLoader) -> tuple[Iterator[Any], list[BaseProcess]]:
+    """Fork the workers of a `DataLoader`. Return its iterator, and the processes of the workers."""
     others = set(multiprocessing.active_children())
     on_child = signal.getsignal(signal.SIGCHLD)
     # Block SIGTERM while the workers are forked, so that no worker receives a SIGTERM before it can handle signals.

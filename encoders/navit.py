@@ -142,7 +142,8 @@ class NaViT(Encoder):
 
     can_drop = True
     takes_packed = True
-    no_weight_decay = ("q_norm.gamma", "k_norm.gamma")  # no weight decay, because these matrices are gains of norms
+    # gains of norms, which have two dimensions here and would otherwise be decayed like matrices
+    no_weight_decay = ("q_norm.gamma", "k_norm.gamma")
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ def freeze_unused(encoder: Encoder, sides: Sequence[int], **uses: bool) -> None:
 
 
 class _Use(nn.Module):
-    """Module that returns the features that a method uses, for `functional_call`: views -> features."""
+    """Wrap an encoder so that `functional_call` returns only the features a method uses: (views, mask) -> features."""
 
     def __init__(self, encoder: Encoder, pooled: bool, tokens: bool, drop: bool, packed: bool) -> None:
         super().__init__()

@@ -264,7 +264,8 @@ def check_total(images: int) -> None:
         ShardError: the numbers differ.
     """
     totals = {int(total) for total in all_gather(torch.tensor([images]))}
-    if len(totals) > 1:  # different counts give parts that overlap or leave gaps
+    # Each process slices the data by its own count. If the counts differ, the slices overlap or leave gaps.
+    if len(totals) > 1:
         raise ShardError(
             f"The processes see different numbers of images, from {min(totals)} to {max(totals)}. "
             "Some shards are missing on some nodes. Check the shards and start again."

@@ -74,7 +74,12 @@ class Job:
         return [*words, *self.options, str(LAUNCH / self.script), *self.flags]
 
     def shell_line(self, *, hold: bool = False, after: str = "") -> str:
-        """Return the sbatch command as a shell line. `after` names the shell variable that holds the other job's id."""
+        """Return the sbatch command as a shell line.
+
+        Args:
+            hold: submit the job without starting it.
+            after: name of the shell variable that holds the id of the job to wait for.
+        """
         line = quoted_line(self.command(hold=hold, after="ID" if after else ""))
         line = line.replace("--dependency=afterok:ID", f'--dependency=afterok:"${after}"', 1)
         return "".join(f"{name}={quoted(value)} " for name, value in self.environment.items()) + line

@@ -22,6 +22,9 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Codes of two settings of glibc's `mallopt`. The first is the amount of free memory at the end of the heap above which
 glibc returns memory to the system. The second is the largest number of blocks that glibc allocates outside of the
 heap."""
+LIBC = ctypes.CDLL(None)
+"""The C library. It is opened here, because a forked process must not open a library: the process fails if another
+thread of its parent was opening one during the fork."""
 PACKAGES = ("tessera-ssl", "torch", "torchvision", "accelerate", "numpy", "pillow")
 
 
@@ -71,7 +74,7 @@ def is_launcher(command: Sequence[str]) -> bool:
 def signal_at_end_of_parent(number: int) -> None:
     """Let the kernel send a signal to this process when the thread that started it ends. Only Linux can do this."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+        LIBC.prctl(PR_SET_PDEATHSIG, number)
 
 
 def start_time(pid: int) -> str | None:
@@ -116,7 +119,7 @@ def keep_freed_memory() -> bool:
     """
     global _keeps_freed_memory
     chosen = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
-    if sys.platform.startswith("linux") and not chosen and hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
+    if sys.platform.startswith("linux") and not chosen and hasattr(LIBC, "gnu_get_libc_version"):
         _keeps_freed_memory = _mallopt({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1})  # -1: never
     return _keeps_freed_memory
 
@@ -130,7 +133,7 @@ def return_freed_memory() -> None:
 
 
 def _mallopt(values: dict[int, int]) -> bool:
-    return all(ctypes.CDLL(None).mallopt(setting, value) for setting, value in values.items())
+    return all(LIBC.mallopt(setting, value) for setting, value in values.items())
 
 
 def versions() -> dict[str, str | None]:

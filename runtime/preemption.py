@@ -130,5 +130,6 @@ def _record(number: int, _: object) -> None:
 def _record_interrupt(number: int, frame: object) -> None:
     _record(number, frame)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if os.environ.get("RANK", "0") == "0":  # not by print or logging, which a signal may have interrupted
+    # `tell`, not print or logging: they are not reentrant, and the signal may have arrived while one of them ran.
+    if os.environ.get("RANK", "0") == "0":
         tell("\nThe run finishes this step, saves and ends. To end it at once, without saving, press Ctrl-C again.\n")

@@ -64,7 +64,7 @@ def derived(**limits: Any) -> Any:
 
 
 # This decorator lets pyright accept `class Child(Parent, frozen=True)`.
-# Fields of frozen classes are read-only, so that a child class may narrow the types of the fields.
+# Fields of frozen classes are read-only, so a child class may narrow the types of the fields.
 @dataclass_transform(kw_only_default=True, field_specifiers=(Field, derived))
 class Section(BaseModel):
     """Group of settings. The docstring below a field is the help text of the field. Unknown names raise an error."""

@@ -323,12 +323,13 @@ def adopt_latest(checkpoints: Path) -> None:
     if latest.is_symlink() or not latest.is_dir():
         return
     if not (latest / "trainer.json").exists():
-        raise CheckpointError(f"{latest} is a folder without a checkpoint, and must be moved away")
+        raise CheckpointError(f"{latest} is a folder without a checkpoint. Move it away.")
     step = checkpoints / f"step-{_read_trainer(latest)['position'].get('step', 0):08d}"
     if not step.exists():
         latest.rename(step)
         log.info("%s is a folder, not a link. It was renamed to %s.", latest, step.name)
     elif (step / manifest.NAME).read_bytes() != (latest / manifest.NAME).read_bytes():
         raise CheckpointError(
-            f"{latest} is a folder with another checkpoint than {step.name}, and one of the two must be moved away"
+            f"{latest} is a folder, not a link, and its checkpoint differs from {step.name} although both have the "
+            "same step. Move one of the two folders away."
         )

@@ -76,7 +76,7 @@ class CheckpointReader(FileSystemReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        # read here, because torch logs a traceback for every error that `read_metadata` raises
+        # Read the file here. If the method `read_metadata` raised an error during a load, torch would log a traceback.
         self._metadata = read_metadata(folder / ".metadata")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

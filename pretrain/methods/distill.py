@@ -320,8 +320,7 @@ def make_student(
             return nn.ModuleDict({"encoder": encoder, "projections": make_projections(encoder, width, config)})
         except EncoderError as error:
             raise EncoderError(
-                f"distill.students: {variant} does not support the images: {error} The side of these images is "
-                f"distill.size, {config.size} pixels."
+                f"distill.students: {variant} does not support images of {config.size} pixels (distill.size): {error}"
             ) from error
 
 

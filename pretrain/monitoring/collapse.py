@@ -52,7 +52,8 @@ def effective_rank(features: Tensor) -> float:
     gram = all_reduce_sum(centred.T @ centred)
     if not gram.isfinite().all():
         return math.nan
-    # Check for equal features first, because their rounding errors in float32 have all directions, thus a high rank.
+    # Check for equal features first: float32 rounding errors point in all directions, so equal features would appear to
+    # have a high rank.
     if gram.trace() <= EQUAL**2 * max((gram.trace() + rows * mean.square().sum()).item(), 1e-60):
         return 0.0
     values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import mmap
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tessera.data import batches, workers
-from tessera.data.workers import WorkerStates
+from tessera.data.workers import WorkerStates, start_worker
 from tessera.runtime import preemption
 from tessera.runtime.machine import is_running
 from tests.data.shards.batches import evaluate, train
@@ -41,6 +42,12 @@ time.sleep(600)
 
 def children():
     return [int(pid) for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
+
+
+def hang():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
 
 
 def begun(batches):
@@ -91,20 +98,43 @@ def test_a_worker_that_goes_on_gives_the_same_batches(write_shards, monkeypatch,
 
 
 def test_workers_that_never_send_anything_end_the_run(write_shards, monkeypatch):
-    def hang(*_, **__):
-        lock = threading.Lock()
-        lock.acquire()
-        lock.acquire()
+    def start(number, states, **_):
+        states.start(number)
+        hang()
 
     monkeypatch.setattr(workers, "IDLE_LIMIT", 1)
-    monkeypatch.setattr(batches, "start_worker", hang)
+    monkeypatch.setattr(batches, "start_worker", start)
     before = set(children())
     found = iter(train(write_shards([20]), batch_size=4, seed=0, steps=3, streams=2, workers=1))
-    message = r"all loader workers have been idle for 1 s \(worker 0 has not started\).*--resume.*--workers 0"
-    with pytest.raises(workers.WorkersError, match=message):
+    with pytest.raises(workers.WorkersError, match=r"all loader workers have been idle for 1 s.*--resume.*--workers"):
         next(found)
     for worker in set(children()) - before:
         os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("hanging", [2, 99])
+def test_workers_that_hang_at_their_start_are_forked_again(write_shards, monkeypatch, caplog, hanging):
+    forks = mmap.mmap(-1, 1)  # number of workers that have been forked
+
+    def start(number, **given):
+        forks[0] += 1
+        if forks[0] <= hanging:
+            hang()
+        start_worker(number, **given)
+
+    loader = partial(train, write_shards([20]), batch_size=4, seed=0, steps=3, streams=2)
+    expected = [batch.keys for batch in loader()]
+    monkeypatch.setattr(workers, "START_LIMIT", 1)
+    monkeypatch.setattr(batches, "start_worker", start)
+    before = set(children())
+    if hanging > workers.ATTEMPTS:
+        with pytest.raises(workers.WorkersError, match=r"workers do not start\. .*--resume.*--workers 0"):
+            list(loader(workers=1))
+    else:
+        assert [batch.keys for batch in loader(workers=1)] == expected
+    assert forks[0] == 3
+    assert "are killed and forked again: worker 0 has not started." in caplog.text
+    wait_until(lambda: set(children()) <= before, 10)
 
 
 @pytest.mark.parametrize(

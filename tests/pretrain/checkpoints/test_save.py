@@ -324,7 +324,7 @@ def _save(rank: int, folder: str) -> None:
         saving.shutil.disk_usage = usage
         if rank == 1:
             saving.torch.save = lambda *_: (_ for _ in ()).throw(OSError(errno.EDQUOT, "Disk quota exceeded"))
-        with pytest.raises(CheckpointError, match=r"process 1: Disk quota exceeded\. A checkpoint of .*\. Free that"):
+        with pytest.raises(CheckpointError, match=r"process 1: Disk quota exceeded\. A checkpoint of .*\. Free this"):
             write(to, first + 2)
         saving.torch.save = send
         if rank == 1:
