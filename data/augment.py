@@ -33,7 +33,7 @@ from tessera.encoders.segments import copy_to_device
 from tessera.runtime.settings import Section
 
 SHARED_DRAWS = 13
-"""Number of random values that are drawn for each crop and shared by the operations of DINO."""
+"""Number of random values that are drawn for each crop. DINO's operations divide them (`Operation.shared`)."""
 HUE = 3
 """Index of the hue among the changes of `Jitter`: brightness (0), contrast (1), saturation (2), hue (3)."""
 LUMINANCE = (0.299, 0.587, 0.114)
@@ -71,7 +71,7 @@ BLUR_SIGMA = (0.1, 2.0)
 
 
 class ColorConfig(Section, frozen=True):
-    """Settings of the colour changes that all views share."""
+    """Settings of the colour changes. The settings apply to all views."""
 
     brightness: Strength = 0.4
     """strength of the brightness change: the brightness factor is drawn from 1 - strength to 1 + strength"""
@@ -115,13 +115,14 @@ class Operation:
     """A random colour change. Its attributes are its settings. Operations must be picklable."""
 
     draws: ClassVar[int] = 1
-    """Number of uniform random values for each crop."""
+    """Number of uniform random values from which `draw` computes the parameters of one crop."""
     shared: ClassVar[tuple[int, ...] | None] = None
     """Indices of the operation's random values among the `SHARED_DRAWS` values of a crop; None for operations that DINO
     does not have. These operations draw from a separate random stream, which depends on the seed, the position of the
     sample, and the name of the class."""
     fuses: ClassVar[bool] = True
-    """True if `apply` accepts one tensor or separate channels; False if it accepts only one tensor."""
+    """True if `apply` accepts both forms of `Crops`, so that the compiler can fuse the operation with others; False if
+    `apply` accepts only one tensor."""
 
     def draw(self, u: np.ndarray) -> np.ndarray:
         """Turn uniform random values into the parameters of n crops: (n, draws) -> (n,) or (n, k)."""
@@ -179,9 +180,10 @@ class Jitter(Operation):
         the gray image for contrast, and the gray image for saturation. The three changes have the same form, so one
         blend can apply a different change to each crop.
 
-        The first axis of the weights is the image, its gray image, and the mean of its gray image. The second axis is
-        the index of the blend in the order of the crop. The place of the hue shift is the number of blends before the
-        shift; -1 for no shift. The hue shift is measured in sixths of the colour circle.
+        Axis 0 of the weights selects the image, its gray image, or the mean of its gray image. Axis 1 selects one of
+        the three blends, in the order in which they are applied to the crop. Axis 2 selects the crop. The place of the
+        hue shift is the number of blends before the shift; -1 for no shift. The hue shift is in sixths of the colour
+        circle.
         """
         hue, order = numbers[:, HUE], numbers[:, 4:].long()  # (N,), (N, 4)
         is_hue = order == HUE
@@ -195,7 +197,7 @@ class Jitter(Operation):
     def apply(crops: Crops, blends: Tensor, hue_place: Tensor, sixths: Tensor) -> Crops:
         if isinstance(crops, Tensor):
             return _jittered(crops, blends, hue_place, sixths)[0]
-        # Contrast needs the mean of all pixels, so compiled code computes the changes twice: first only for this mean.
+        # Contrast needs the mean of all pixels, so compiled code computes the changes twice: first for the mean alone.
         _, gray = _jittered(crops, blends, hue_place, sixths, mean=torch.zeros_like(crops[0][:, :1, :1]))
         return _jittered(crops, blends, hue_place, sixths, mean=gray.mean((1, 2), keepdim=True))[0]
 
@@ -203,7 +205,7 @@ class Jitter(Operation):
 def _jittered(
     crops: Crops, blends: Tensor, hue_place: Tensor, sixths: Tensor, mean: Tensor | None = None
 ) -> tuple[Crops, Tensor]:
-    """Return jittered crops, and the gray images whose means the contrast needs.
+    """Return jittered crops, and the gray images from whose means the contrast change is computed.
 
     Args:
         crops: values from 0 to 1.
@@ -277,7 +279,7 @@ class Blur(Operation):
 
     @staticmethod
     def apply(crops: Tensor, blurred: Tensor, weights: Tensor) -> Tensor:
-        # The blur needs the order (N, H, C, W), so that it can merge axes without copying the crops.
+        # `gaussian_blur` needs the axes in the order (N, H, C, W), in which it can merge axes without a copy.
         changed(crops.transpose(1, 2), blurred, gaussian_blur, weights)
         return crops
 
@@ -296,7 +298,7 @@ class Solarize(Operation):
 
     @staticmethod
     def apply(crops: Crops, flags: Tensor) -> Crops:
-        # 1 - x if x is at least 0.5
+        # The minimum is 1 - x if x is at least 0.5, and x otherwise.
         return changed(crops, flags, lambda some: each(some, lambda x: torch.minimum(x, 1 - x)))
 
 
@@ -309,8 +311,8 @@ def color_operations(
 ) -> list[Operation]:
     """Return the colour changes of a view of n crops, in the order in which they are applied.
 
-    Crop i is blurred with probability `blur[i]`, by a standard deviation in the range `blur_sigma`, and solarised with
-    probability `solarize[i]`.
+    Crop i is blurred with probability `blur[i]`, and solarised with probability `solarize[i]`. The standard deviation
+    of the blur is in the range `blur_sigma`.
     """
     return [
         Jitter(config.brightness, config.contrast, config.saturation, config.hue, config.jitter),
@@ -332,7 +334,7 @@ def draw_colors(rng: np.random.Generator, operations: Sequence[Operation], crops
         if operation.shared is not None:
             return values[:, operation.shared]
         jumps = 1 + zlib.crc32(type(operation).__name__.encode())
-        own = np.random.Generator(rng.bit_generator.jumped(jumps))  # a copy, so that `rng` does not advance
+        own = np.random.Generator(rng.bit_generator.jumped(jumps))  # drawing from this copy does not advance `rng`
         return own.random((crops, operation.draws))
 
     return [(operation, operation.draw(of(operation))) for operation in operations]
@@ -387,7 +389,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled version of a function. torch compiles it once for each shape of the arguments."""
     from torch._inductor import list_options  # imported here, because the import takes seconds
 
-    # By default, a separate GPU kernel would stack the channels, and so read and write all values again.
+    # With torch's default options, a separate GPU kernel would stack the channels, and read and write all values again.
     separate = ("max_pointwise_cat_inputs", "max_complex_pointwise_cat_inputs")
     return torch.compile(function, dynamic=False, options={name: 1 for name in separate if name in list_options()})
 
@@ -420,9 +422,7 @@ def each(crops: Crops, change: Callable[[Tensor], Tensor]) -> Crops:
 
 @torch.no_grad()
 def to_model_input(batch: Batch, dtype: torch.dtype = torch.float32, *, compile: bool = False) -> Batch:
-    """Convert the uint8 views of a batch to normalised float views.
-
-    Colours are changed, and then values are normalised.
+    """Apply the colour changes to the uint8 views of a batch, then normalise. Return a batch with float views.
 
     Args:
         compile: compile the colour changes with torch's compiler (`augment_colors`).
@@ -445,7 +445,7 @@ def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype, compil
     if isinstance(images, PackedImages):
         if view.colors:
             raise ValueError("Packed images cannot have colour changes. Use a transform that draws no colour changes.")
-        # Within a patch, the channel index varies fastest, so that the last axis after `view` is the channel.
+        # Within a patch, the channel index varies fastest, so the last axis of the result of `view` is the channel.
         x = pixels.to(torch.float32).div_(255).view(-1, preprocessing.channels)
         return replace(images, patches=normalize(x, preprocessing).to(dtype).view_as(pixels))
     return augment_colors(images, view.colors, preprocessing, compile=compile and len(view.colors) > 0).to(dtype)
@@ -486,8 +486,9 @@ def shift_hue(crops: Crops, sixths: Tensor) -> Crops:
     hue = torch.where(value == red, green - blue, hue).div_(chroma.clamp(min=torch.finfo(chroma.dtype).tiny))
     hue = hue.add_(per_crop(sixths, hue)).remainder_(6)
     # Around the colour circle, each channel stays at its maximum for two sixths of the circle, stays at its minimum for
-    # two sixths, and is linear in between. A channel's distance from its maximum is therefore linear in the distance of
-    # the hue from pure red (0 or 6), green (2) or blue (4), clamped to 1 to 2. The distance from red is 3 - |hue - 3|.
+    # two sixths, and is linear in between. The value of a channel is therefore a linear function of the hue's distance
+    # from the channel's pure colour (0 or 6 for red, 2 for green, 4 for blue), if this distance is first clamped to the
+    # range 1 to 2. The distance from red is 3 - |hue - 3|.
     if isinstance(crops, Tensor):
         far: Crops = (hue - per_channel((3, 2, 4), crops)).abs_()
         far[:, :1].neg_().add_(3)
@@ -546,7 +547,7 @@ def _blur_matrix(weights: Tensor, length: int) -> Tensor:
 
 
 def to_pixels(images: Tensor, preprocessing: Preprocessing) -> Tensor:
-    """Return the pixels of normalised images: (N, C, H, W) -> (N, C, H, W) float32, whole numbers from 0 to 255."""
+    """Undo the normalisation of images: (N, C, H, W) -> (N, C, H, W) float32, whole numbers from 0 to 255."""
     x = images.clone()
     for channel, (mean, std) in enumerate(zip(preprocessing.mean, preprocessing.std, strict=True)):
         x[:, channel].mul_(std).add_(mean)

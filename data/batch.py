@@ -23,8 +23,8 @@ Colors = Sequence[tuple["Operation", np.ndarray]]
 """Colour changes of N crops: operations in the order in which they are applied, and their parameters for each crop.
 
 The parameters, (N,) or (N, k), stay on the CPU, so that the CPU can decide which crops need which operation without
-waiting for a device. They are NumPy arrays, because a worker process sends arrays by value. Each tensor would need a
-block of shared memory with an open file.
+waiting for a device. The parameters are NumPy arrays, because a worker process sends arrays by value, whereas each
+tensor would need a block of shared memory with an open file.
 """
 
 
@@ -48,7 +48,7 @@ class ViewParameters:
     colors: Colors = ()
     """Colour changes of the crops. `data.augment.augment_colors` applies them on any device."""
     masks: tuple[np.ndarray, ...] = ()
-    """Masks of the crops: any number of bool arrays (n, h, w). True marks a hidden token."""
+    """Masks of the crops: any number of bool arrays (n, h, w), for h x w tokens. True marks a hidden token."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -159,12 +159,12 @@ class Batch:
     """(B,) int64: class number of each image; None if labels are missing or were not requested."""
     positions: np.ndarray | None = None
     """(B,) int64: position of each sample in the run, counted from 0; None in evaluation. The positions are a NumPy
-    array, because a worker process sends arrays by value. Each tensor would need a block of shared memory with an open
-    file."""
+    array, because a worker process sends arrays by value, whereas each tensor would need a block of shared memory with
+    an open file."""
     sources: np.ndarray | None = None
     """(B,) int64: index of the source of each sample, in a mixture of sources; None if the batch has no samples."""
     maps: Tensor | None = None
-    """(B, S, T) uint8: segmentation map of each image, cut like its only crop; None if maps were not requested."""
+    """(B, S, T) uint8: segmentation map of each image, cut to the only crop of the image; None if not requested."""
     skipped: list[str] = field(default_factory=list)
     """Corrupt images that were replaced or left out, each in the form `shard.tar/key: reason`."""
     preprocessing: Preprocessing = IMAGENET
@@ -201,7 +201,10 @@ class Batch:
         are used.
         """
         if self.memory is None:
-            raise ValueError("The memory of this batch cannot be replaced, because its views do not share a buffer.")
+            raise ValueError(
+                "The memory of this batch cannot be replaced, because its views do not share a buffer. "
+                "Pass a batch of `data.collate.Collator`."
+            )
         moved = memory.storage_offset() - self.memory.storage_offset()
 
         def part(pixels: Tensor) -> Tensor:

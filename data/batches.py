@@ -1,4 +1,4 @@
-"""Batches that the workers of a `torch.utils.data.DataLoader` make."""
+"""Iterate over batches that the worker processes of a `torch.utils.data.DataLoader` make."""
 
 import functools
 import logging
@@ -52,7 +52,7 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         skipped = 0
         # An evaluation within a run is not interrupted, because other processes may wait for this process in a
-        # collective. The run saves and ends after the evaluation.
+        # collective. The run saves a checkpoint and ends after the evaluation.
         interruptible = isinstance(self.dataset, TrainDataset)
         for batch in receive(self._loader, self._workers, interruptible=interruptible):
             if isinstance(batch, _Failure):
@@ -61,7 +61,7 @@ class Batches:
                 batch = batch.open()
             for name in batch.skipped:
                 skipped += 1
-                # Log each of the first corrupt images. Later, log only when the number of corrupt images has doubled.
+                # Log each of the first `MOST_NAMED` corrupt images. Later, log only when their number has doubled.
                 if skipped <= MOST_NAMED or skipped & (skipped - 1) == 0:
                     log.warning("skipped %s (%d so far)", name, skipped)
             if batch.keys:

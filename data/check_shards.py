@@ -60,7 +60,7 @@ PROBLEMS = {
     "bad_labels": "labels that stop an evaluation",
     "bad_maps": "segmentation maps that stop an evaluation",
 }
-"""Maps each list of problems in `Facts` to its title."""
+"""Maps the name of each list of problems in `Facts` to the title under which the problems are printed."""
 
 
 class CheckShards(Settings):
@@ -85,8 +85,7 @@ class CheckShards(Settings):
 
 @dataclass
 class Facts:
-    """Results for one or several shards. All totals are integers, so that they do not depend on the order of the
-    shards."""
+    """Results for one or several shards. All totals are integers, so the order of the shards does not change them."""
 
     path: str = ""
     images: int = 0
@@ -231,7 +230,7 @@ def _check_samples(facts: Facts, shard: Tar, index: Index, settings: CheckShards
                 label = shard.label(index, sample)
                 facts.classes[label] += 1
                 if label > LARGEST_LABEL:
-                    facts.bad_labels.append(f"the label of {name} is {label}, more than {LARGEST_LABEL}")
+                    facts.bad_labels.append(f"the label of {name} is {label}, but the maximum is {LARGEST_LABEL}")
             except SampleError as error:
                 facts.bad_labels.append(str(error))
         if not settings.decode:
@@ -266,7 +265,11 @@ def _check_image(facts: Facts, encoded: bytes, settings: CheckShards) -> tuple[i
 
 
 def _check_table(facts: Facts, index: Index, write: bool) -> None:
-    """Compare the table beside a local shard with the shard, or write the table."""
+    """Write the table beside a local shard if `write` is true. Otherwise, compare an existing table with the shard.
+
+    Raises:
+        ShardError: the table is too large, is damaged or belongs to another shard.
+    """
     beside = Path(f"{facts.path}{TABLE}")
     if write:
         write_table(facts.path, index)

@@ -18,7 +18,7 @@ from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.encoders.images import best_fit, pack
 
 NO_PIXELS = torch.empty(0, dtype=torch.uint8)
-"""Placeholder for the decoded image of a sample whose crops have been cut. It frees the memory of the decoded image."""
+"""Placeholder that replaces the decoded image of a sample after its crops are cut, so that the memory is freed."""
 
 
 class ViewShape(NamedTuple):

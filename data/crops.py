@@ -27,9 +27,9 @@ TRIES = 10
 BOX_DRAWS = 2 * TRIES + 4
 """Number of random values per crop, for its box, its mirroring and its rotation."""
 LONGEST = 4
-"""Largest ratio of the long side to the short side of a box of `NativeCrop`. Only long images reach this limit."""
+"""Maximum ratio of the longer side to the shorter side of a box of `NativeCrop`."""
 SMALL_SIDE = 128
-"""Side of global crops in pixels. Smaller global crops have other defaults (measurements: docs/results.md)."""
+"""Side of a global crop in pixels, below which some defaults differ (measurements: docs/results.md)."""
 
 T = TypeVar("T")
 Positive = Annotated[float, Field(gt=0)]
@@ -41,7 +41,7 @@ Degrees = Annotated[float, Field(ge=0, le=180)]
 
 
 class RandomCropConfig(Section):
-    """Settings of random crops that all have one size."""
+    """Settings of random crops of one size."""
 
     size: int = Field(default=224, ge=1)
     """side length of a crop, in pixels"""
@@ -137,7 +137,7 @@ class ResizedView:
     """Adds a view to the views of a transform.
 
     The added view has the boxes of the first view, resized to `size` x `size` pixels, without colour changes and masks.
-    DINOv3 (2508.10104) shows these crops to its Gram teacher.
+    In DINOv3 (2508.10104), these crops are the input of the Gram teacher.
     """
 
     def __init__(self, transform: Transform, size: int) -> None:
@@ -151,11 +151,11 @@ class ResizedView:
 
 
 class MixedCrops:
-    """Draws the crops of each step with one of several transforms, as the high-resolution phase of DINOv3 (2508.10104)
-    does with crops of several sizes.
+    """Draws the crops of each step with one of several transforms.
 
-    The seed and the step determine the transform, so that all crops of a step have the same sizes, on all processes.
-    `views` and `draw` have no step argument. They use the transform whose crops have the most pixels.
+    The high-resolution phase of DINOv3 (2508.10104) mixes crops of several sizes in this way. The seed and the step
+    determine the transform, so all processes draw crops of the same sizes in a step. `views` and `draw`, which have no
+    step argument, use the transform whose crops have the most pixels.
 
     Args:
         transforms: transforms without packing.
@@ -193,7 +193,7 @@ class RandomCrop:
 
 
 class NativeCrop:
-    """Draws one random crop of an image that keeps about the aspect ratio of the image, as for NaViT (2307.06304).
+    """Draws one random crop of an image. The crop has about the aspect ratio of the image, as for NaViT (2307.06304).
 
     The area of the box is a share of the image's area, and this share is drawn from `config.scale`. `config.ratio` is
     not used. The box is resized to a crop of whole patches. The crop has about the area of a square whose side is drawn
@@ -246,8 +246,8 @@ class NativeCrop:
 def native_grid(height: int, width: int, tokens: int) -> tuple[int, int]:
     """Return the numbers of rows and columns of a grid of at most `tokens` patches.
 
-    The ratio of rows to columns is about `height` / `width`. Each of the two numbers is rounded up or down, so that the
-    grid has as many patches as possible.
+    The ratio of rows to columns is about `height` / `width`. Each of the two numbers is rounded up or down, to make the
+    number of patches as large as possible.
     """
     rows, columns = math.sqrt(tokens * height / width), math.sqrt(tokens * width / height)
     near = [(r, c) for r in (int(rows), int(rows) + 1) for c in (int(columns), int(columns) + 1)]
@@ -313,7 +313,7 @@ class WholeImage:
         The square is deterministic, and `rng` is not used.
         """
         square = (self.size, self.size)
-        # A window makes the decoder keep the full size of the image, as for `CenterCrop`.
+        # Set a window, because `largest_shrink` lets the decoder shrink only images without a window.
         return [ViewParameters(np.array([(0, 0, *size)]), square, np.array([False]), window=(0, 0, *square))]
 
 

@@ -1,6 +1,6 @@
 """Map-style datasets that return decoded samples, for training and for evaluation.
 
-`torch.utils.data.DataLoader` asks for all samples of a batch in one call (`__getitems__`), so that a dataset can read
+`torch.utils.data.DataLoader` asks for all samples of a batch in one call (`__getitems__`), so a dataset can read
 the samples of a batch in advance. A sample is decoded only when the collator requests this sample.
 """
 
@@ -34,9 +34,9 @@ To draw and decode one sample after another would be slower, because decoding ev
 caches.
 """
 MOST_HELD = 2**26
-"""Limit in bytes on the total size of drawn images. When the limit is reached, these images are decoded before further
-samples are drawn. Images of most formats are already decoded when they are drawn, so that several large images could
-otherwise be in memory at the same time."""
+"""Maximum total size in bytes of the images that wait to be cropped. When the limit is reached, these images are
+cropped before further images are read. The limit is needed because all images except JPEGs are decoded when they are
+read, so several large images could be in memory at the same time."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Decoding:
 
 
 class _Address(NamedTuple):
-    """Position in the run, with the source of the sample drawn there and the index of the sample in that source."""
+    """Position in the run, and the sample at this position: its source, and its index in the source."""
 
     position: int
     source: int
@@ -205,7 +205,7 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
     decoding: Decoding = Decoding()
 
     def __post_init__(self) -> None:
-        self.source = replace(self.source)  # the copy forgets shards that could not be read for another dataset
+        self.source = replace(self.source)  # a copy keeps no record of shards that another dataset could not read
 
     def __len__(self) -> int:
         return self.source.images

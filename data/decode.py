@@ -59,7 +59,7 @@ class ImageError(ValueError):
     """Raised if an image cannot be decoded or is not accepted. The message states the reason."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(printable(reason))  # messages of libraries may quote bytes of the file
+        super().__init__(printable(reason))  # escape bytes of the file that a library's message may quote
 
 
 def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Tensor:
@@ -71,10 +71,10 @@ def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -
     A TIFF with C bands keeps its bands, for any C.
 
     Values of 16-bit gray images and 16-bit TIFFs are divided by 257. Such an image is refused if its values differ
-    but are all below 4096, because few gray levels would be left. For other 16-bit images, the upper byte of each value
-    is kept, which differs from division by 257 by at most one level. Only the first picture of an animation is decoded.
-    The size in the header is compared with `max_pixels`, `data.headers.MAX_SIDE` and Pillow's own limit before any
-    pixel is decoded.
+    but are all below 4096, because few gray levels would be left. In other 16-bit images, only the upper byte of each
+    value is kept. The result differs from division by 257 by at most one level. Only the first picture of an animation
+    is decoded. The size in the header is compared with `max_pixels`, `data.headers.MAX_SIDE` and Pillow's own limit
+    before any pixel is decoded.
 
     Raises:
         ImageError: the file is damaged, truncated or of another format, has more than `max_pixels` pixels or a side

@@ -19,8 +19,8 @@ from tessera.data.shards import ShardError, cache_folder
 from tessera.data.tools.pack import write_samples
 
 VERSION = 1  # increase this number when the samples of the data set change
-SIZE = 32  # pixels
-HELD_OUT = 36  # number of held-out images of each class
+SIZE = 32  # side of an image in pixels
+HELD_OUT = 36  # number of held-out images per class
 SHARDS = {"train": 4, "held-out": 2}
 
 

@@ -19,7 +19,7 @@ MOST_SCANS = 100  # maximum number of scans of a JPEG; progressive JPEGs in prac
 MOST_CHUNKS = 2**16  # maximum number of chunks of a PNG; most encoders write chunks of 8 KiB or more
 JPEG_RATIO = 512  # maximum number of pixels per byte of a JPEG, which stores at least one bit per 8 x 8 pixels
 PNG_RATIO = 1032  # maximum compression ratio of deflate, which stores 258 bytes in 2 bits at best: 258 * 8 / 2
-INFLATED_AT_ONCE = 2**18  # bytes
+INFLATED_AT_ONCE = 2**18  # maximum number of bytes that are decompressed at once
 
 _NOT_FILL = re.compile(rb"[^\xff]")
 _START, _FRAMES = b"\xff\xd8\xff", {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
@@ -36,7 +36,7 @@ class HeaderError(ValueError):
 
 
 class JpegHeader(NamedTuple):
-    """Facts from the header of a JPEG."""
+    """Size, number of components and APP1 segments of a JPEG, from its header."""
 
     width: int
     height: int
@@ -103,7 +103,7 @@ def _next_marker(encoded: bytes, place: int) -> tuple[int, int]:
     """Return the first marker of a JPEG at or after the index `place`, and the index of the byte after the marker.
 
     Raises:
-        HeaderError: the file ends before the length of the marker's segment.
+        HeaderError: the file ends before the two bytes after the marker, which are the length of its segment.
     """
     first = place + 2
     if first + 2 <= len(encoded) and encoded[place] == 0xFF != encoded[place + 1]:  # usual case: no fill bytes

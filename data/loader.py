@@ -84,7 +84,10 @@ class LoaderConfig(Section):
             return values
         for name, accepted in OLD_SETTINGS.items():
             if name in values and values[name] not in accepted:
-                raise ValueError(f"Only the loader's workers decode images and cut crops. Remove loader.{name}.")
+                raise ValueError(
+                    f"loader.{name} no longer has the value {values[name]!r}, because only the loader's workers decode "
+                    f"images and cut crops. Remove loader.{name}."
+                )
         return {name: value for name, value in values.items() if name not in OLD_SETTINGS}
 
 
@@ -94,7 +97,7 @@ class Reading:
 
     workers: int = 0
     """Number of loader workers of this process. With 0 workers, this process decodes the images itself."""
-    loader: LoaderConfig = LoaderConfig()  # noqa: RUF009 - frozen
+    loader: LoaderConfig = LoaderConfig()  # noqa: RUF009 - the default is immutable
     source: SourceConfig = DEFAULT
     """Settings for the access to remote shards."""
     preprocessing: Preprocessing = IMAGENET
@@ -122,7 +125,7 @@ def training_batches(
     batches: BatchSampler,
     *,
     seed: int,
-    stream: StreamConfig = StreamConfig(),  # noqa: B008 - frozen
+    stream: StreamConfig = StreamConfig(),  # noqa: B008 - the default is immutable
     reading: Reading = Reading(),
 ) -> "Batches":
     """Return the training batches of this process, one batch for each forward pass.
@@ -246,7 +249,7 @@ def _warn_of_small_cache(sources: Sequence[Source], spans: Sequence[int]) -> Non
 
 
 def _check_enough(mixture: MixtureSampler, batch_size: int) -> None:
-    """Check that each source holds enough images for one batch, so that no batch repeats a sample.
+    """Check that each source has enough images for one batch. With fewer images, a batch would repeat a sample.
 
     Raises:
         ValueError: a source has fewer images than a batch takes from this source.

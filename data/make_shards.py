@@ -11,9 +11,9 @@ NAME-000000.tar and so on to this folder, a table beside each shard, and these f
     left_out.csv     files that were left out, with the reasons
     classes.json     names of the classes, if labels have names; evaluations match classes by these names
 
-Before any shard is written, the images are assigned to shards. The assignment depends only on the listing and the
-settings. After an interruption, the same command makes the missing shards. The folder SHARDS/.make_shards holds the
-settings, and a record of each finished shard.
+Before any shard is written, the images are assigned to shards. The assignment depends only on the settings and on the
+list of images. After an interruption, the same command makes the missing shards. The folder SHARDS/.make_shards holds
+the settings, and a record of each finished shard.
 """
 
 import csv
@@ -51,7 +51,7 @@ PROGRAM = "tessera make_shards"
 MEGABYTE = 10**6
 LEFT_OUT = "left_out.csv"
 WORK = ".make_shards"
-"""Name of the subfolder that holds the settings and the records."""
+"""Name of the subfolder for the settings, and for the records of finished shards."""
 PROBED = 64  # number of images that are encoded to estimate the encoded size of all images
 MOST_SHOWN = 3  # maximum number of reasons, and of kinds of other files, that are printed
 
@@ -121,7 +121,10 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of the folder. Wait for other commands, and remove temporary files of killed processes."""
+        """Lock the folder while the context is active. Remove temporary files of killed processes.
+
+        If another command has locked the folder, wait until that command has ended.
+        """
         self.work.mkdir(parents=True, exist_ok=True)
         with (self.work / "lock").open("w") as file:
             try:
@@ -217,7 +220,7 @@ def _list_images(settings: MakeShards) -> Listing:
 
 
 def _check_plan(settings: MakeShards, folder: Folder, listing: Listing) -> None:
-    """Store the settings and a hash of the images in the folder, or compare them with the stored ones.
+    """Compare the settings and a hash of the images with those in the folder. In a new folder, store them.
 
     Raises:
         ShardError: the folder holds shards that were made with other settings or from other images.
@@ -279,14 +282,14 @@ def encoded_ratio(listing: Listing, recipe: Recipe, workers: int) -> float:
 
 
 def _left_out(listing: Listing, records: list[Record]) -> list[tuple[str, str]]:
-    """Return the path of each file that was left out, with the reason."""
+    """Return (path, reason) for each file that was left out."""
     found = [(entry, REASONS[int(listing.sizes[entry])]) for entry in np.flatnonzero(listing.sizes <= 0).tolist()]
     found += [one for record in records for one in record.left_out]
     return [(os.fsdecode(listing.path(entry)), reason) for entry, reason in found]
 
 
 def _write_files(folder: Folder, listing: Listing, records: list[Record], left_out: list[tuple[str, str]]) -> None:
-    """Write the files beside the shards, `index.json` last.
+    """Write left_out.csv, classes.json and index.json beside the shards. Write index.json last.
 
     Raises:
         ShardError: no image could be stored.

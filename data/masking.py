@@ -34,7 +34,8 @@ def hidden_count(tokens: int, ratio: float) -> int:
     """
     if tokens < 2:
         raise ValueError(
-            "The image has only one token, so that no token would stay visible. Use larger images or smaller patches."
+            "The image has only one token, and hiding this token would leave no visible token. Use larger images or "
+            "smaller patches."
         )
     return min(max(tokens - int(tokens * (1 - ratio)), 1), tokens - 1)
 
@@ -74,9 +75,9 @@ def block_search_mask(grid: tuple[int, int], wanted: int, rng: np.random.Generat
 
     Each rectangle is smaller than the grid in both directions and covers at most half of the grid. A rectangle is
     discarded if it hides no new token, or more new tokens than are missing. After `SEARCHES` discarded rectangles in a
-    row, the search ends, so that a mask may hide fewer tokens. If `fill` is true, single tokens are then hidden at
-    random until `wanted` tokens are hidden, as in DINOv3 (2508.10104). If `fill` is false, one random token is hidden
-    if the search has hidden none.
+    row, the search ends, even if fewer than `wanted` tokens are hidden. If `fill` is true, single tokens are then
+    hidden at random until `wanted` tokens are hidden, as in DINOv3 (2508.10104). If `fill` is false and the search has
+    hidden no token, one random token is hidden.
     """
     rows, columns = grid
     hidden = np.zeros(grid, dtype=bool)
@@ -134,7 +135,7 @@ class MaskedMultiCrop:
 
     DINOv2 masks a fixed number of global crops per batch, and spreads the shares of hidden tokens evenly over these
     crops. Here, the masks of a sample depend only on this sample, and neither on the batch nor on the number of
-    processes. With a probability of 0.5, exactly one of the two global crops of every image is masked, and therefore
+    processes. If `probability` is 0.5, exactly one of the two global crops of every image is masked, and therefore
     exactly half of the global crops of any batch.
 
     Args:
@@ -156,7 +157,7 @@ class MaskedMultiCrop:
         """Draw the crops of an image of `size` (H, W), and masks (n, h, w) of the n global crops."""
         first, *others = self.crop.draw(size, rng)
         crops = self.views[0].crops
-        # The values are equidistant, not independent, so that the share of masked crops varies as little as possible.
+        # Equidistant values make the share of masked crops vary less than independent values would.
         turns = (rng.random() + np.arange(crops) / crops) % 1
         masks = [self._mask(rng) if turn < self.probability else np.zeros(self.grid, dtype=bool) for turn in turns]
         return [replace(first, masks=(np.stack(masks),)), *others]

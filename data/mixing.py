@@ -49,7 +49,7 @@ def generators(keys: Tensor) -> list[np.random.Generator]:
 
 
 def partners(images: int, device: torch.device) -> Tensor:
-    """Return the index of each image's partner: (B,) int64. The last of an odd number is its own partner."""
+    """Return the index of each image's partner: (B,) int64. With an odd B, the last image is its own partner."""
     return (torch.arange(images, device=device) ^ 1).clamp_(max=images - 1)
 
 
@@ -124,7 +124,7 @@ def erase(images: Tensor, boxes: Tensor, keys: Tensor) -> Tensor:
         boxes: box of each image, (B, 4) int64 on the CPU.
         keys: key of each image, from which its noise is computed, (B,) int64 on the CPU.
     """
-    erased = boxes.any(1).nonzero().squeeze(1)  # (n,), on the CPU, so that nothing waits for the device
+    erased = boxes.any(1).nonzero().squeeze(1)  # (n,), on the CPU, to avoid waiting for the device
     if not len(erased):
         return images
     chosen, own = copy_to_device(erased, images.device), copy_to_device(keys[erased], images.device)

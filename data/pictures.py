@@ -17,7 +17,7 @@ from tessera.encoders.images import PackedImages
 
 
 def crops(batch: Batch, images: int = 8, side: int = 112) -> np.ndarray:
-    """Show the crops of the first `images` images of a batch as the encoder receives them.
+    """Return a picture of the crops of the first `images` images of a batch, as the encoder receives them.
 
     Each row holds the crops of one image, global crops first.
     """
@@ -32,7 +32,10 @@ def crops(batch: Batch, images: int = 8, side: int = 112) -> np.ndarray:
 
 
 def panels(rows: list[list[Tensor]], preprocessing: Preprocessing, side: int = 112) -> np.ndarray:
-    """Show rows of normalised pictures (C, H, W) of any size. Each picture is scaled to fit a square."""
+    """Join rows of normalised images (C, H, W) of any size into one picture.
+
+    Each image is scaled to fit a square of `side` pixels.
+    """
     cells = [[resized(colours(picture[None], preprocessing), side)[0] for picture in row] for row in rows]
     return grid(torch.stack([torch.stack(row) for row in cells]))
 
@@ -49,8 +52,7 @@ def colours(images: Tensor, preprocessing: Preprocessing) -> Tensor:
 
 
 def resized(images: Tensor, side: int) -> Tensor:
-    """Scale images so that the longer side is `side` pixels, and pad them with white to squares: (N, 3, H, W) ->
-    (N, 3, side, side)."""
+    """Scale images to a longer side of `side` pixels, and pad them with white: (N, 3, H, W) -> (N, 3, side, side)."""
     scale = side / max(images.shape[-2:])
     height, width = (max(round(s * scale), 1) for s in images.shape[-2:])
     scaled = F.interpolate(images, size=(height, width), mode="nearest")

@@ -3,8 +3,8 @@
     tessera preview SHARDS [--output SHEET.png]
     tessera preview SHARDS --method dino|lejepa|mae [settings of the run] [--output SHEET.png]
 
-With `--method` or `--config`, the sheet shows the crops and masks that a run with these settings draws first. This
-sheet depends on the methods, so this command starts `pretrain/crop_preview.py` to draw it.
+With `--method` or `--config`, the sheet shows the crops and masks that a run with these settings draws first. To draw
+this sheet, the command starts `pretrain/crop_preview.py`, because only the package `pretrain` contains the methods.
 """
 
 import math
@@ -60,7 +60,7 @@ def run(settings: PreviewSettings) -> None:
 
 
 def read_cells(opened: Source, numbers: np.ndarray, channels: int) -> list[Cell]:
-    """Return a cell for each sample at the indices `numbers` of the source.
+    """Return a cell of the sheet for each of the samples `numbers`, which are indices in the source.
 
     The caption is the class, or the name of the sample if it has no label. A corrupt image is shown as a white cell
     whose caption begins with `corrupt`.
@@ -78,9 +78,9 @@ def read_cells(opened: Source, numbers: np.ndarray, channels: int) -> list[Cell]
 
 
 def picture_shrink(size: tuple[int, int], side: int = 256) -> int:
-    """Return the factor, 1, 2, 4 or 8, by which an image (H, W) can shrink so that no side falls below `side` pixels.
+    """Return the largest factor, 1, 2, 4 or 8, by which an image (H, W) can shrink to sides of at least `side` pixels.
 
-    The factor is the largest possible one, and 1 for images that are already smaller.
+    The factor is 1 if the image is already smaller.
     """
     return next(shrink for shrink in (8, 4, 2, 1) if shrink == 1 or min(size) // shrink >= side)
 

@@ -34,7 +34,7 @@ class Operations:
     kinds: Tensor
     """(B, 2) int64: index in `OPERATIONS`; -1 for no operation."""
     levels: Tensor
-    """(B, 2) float64: level from -1 to 1. The sign is a direction. Operations without a direction ignore the sign."""
+    """(B, 2) float64: level from -1 to 1. The sign is the direction, for operations that have one."""
 
 
 def draw_operations(rngs: Sequence[np.random.Generator], magnitude: float) -> Operations:
@@ -117,7 +117,7 @@ def _brightness(x: Tensor, level: Tensor, fill: Tensor) -> Tensor:
 
 def _sharpness(x: Tensor, level: Tensor, fill: Tensor) -> Tensor:
     height, width = x.shape[-2:]
-    smooth = x.clone()  # the edges stay as they are
+    smooth = x.clone()  # pixels at the edges are not smoothed
     if height > 2 and width > 2:
         near = sum(x[..., i : height - 2 + i, j : width - 2 + j] for i in range(3) for j in range(3))
         smooth[..., 1:-1, 1:-1] = ((near + 4 * x[..., 1:-1, 1:-1]) / 13 + 0.5).floor()
@@ -125,7 +125,7 @@ def _sharpness(x: Tensor, level: Tensor, fill: Tensor) -> Tensor:
 
 
 def _enhanced(x: Tensor, degenerate: Tensor, level: Tensor) -> Tensor:
-    """Multiply the difference between images and their degenerate form by 1 + 0.9 * level, but by at least 0.1."""
+    """Enhance images as Pillow does: degenerate + f * (x - degenerate), where f = 1 + 0.9 * level, but at least 0.1."""
     factor = (1 + 0.9 * level).clamp(min=0.1).to(x.dtype)
     return (degenerate + factor * (x - degenerate)).clamp(0, 255).trunc()
 

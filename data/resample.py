@@ -14,7 +14,7 @@ from tessera.data.batch import ViewParameters
 def cut(image: Tensor, view: ViewParameters, out: Tensor) -> None:
     """Cut the crops of one view from an image (C, H, W) uint8 into `out` (n, S, T, C) uint8."""
     channels = len(image)
-    pixels = image.permute(1, 2, 0).contiguous()[None]  # (1, H, W, C), the memory order of decoded images
+    pixels = image.permute(1, 2, 0).contiguous()[None]  # (1, H, W, C), a view: decoded images have this memory order
     for (top, left, height, width), flip, place in zip(view.boxes.tolist(), view.flips.tolist(), out, strict=True):
         box = pixels[:, top : top + height, left : left + width]
         if flip or view.window:
@@ -30,9 +30,12 @@ def cut(image: Tensor, view: ViewParameters, out: Tensor) -> None:
 
 
 def resize(pixels: Tensor, out: Tensor) -> Tensor:
-    """Resize an image (1, H, W, C) uint8 as Pillow does, bicubic with antialiasing. Fill `out` (1, S, T, C) uint8."""
-    # Call this operation directly, because `torch.nn.functional.interpolate`, which uses it, cannot write to a given
-    # tensor. The fastest kernel of the operation needs channels-last input and output.
+    """Resize an image (1, H, W, C) uint8 into `out` (1, S, T, C) uint8, and return `out`.
+
+    The resize is bicubic with antialiasing, as in Pillow.
+    """
+    # Call the operation behind `torch.nn.functional.interpolate` directly, because `interpolate` cannot write to a
+    # given tensor. The fastest kernel of the operation needs channels-last input and output.
     torch.ops.aten._upsample_bicubic2d_aa.out(
         pixels.permute(0, 3, 1, 2), out.shape[1:3], False, None, None, out=out.permute(0, 3, 1, 2)
     )

@@ -26,7 +26,7 @@ from torch.utils.data import Sampler
 STREAMS = 64
 """Number of virtual streams (V)."""
 BUFFER = 1024
-"""Number of samples in the shuffle buffer of a stream."""
+"""Default number of samples in the shuffle buffer of a virtual stream."""
 PATTERN = 1024
 """Number of entries in the repeating pattern that assigns a source to each sample of a mixture. Weights are rounded to
 multiples of 1 / PATTERN."""
@@ -34,7 +34,7 @@ multiples of 1 / PATTERN."""
 BLOCK = 16
 """Number of neighbouring samples per block for large data sets. Reading longer blocks would not be faster."""
 ENOUGH_BLOCKS = 2**16
-"""Number of blocks that suffices for a good shuffle. Data sets with fewer samples use blocks of one sample."""
+"""Number of blocks that is enough for a good shuffle. Smaller data sets use blocks of one sample."""
 MOST_BLOCKS = 2**22
 """Maximum number of blocks of an epoch. The tables of an epoch with this many blocks take about 50 MB."""
 
@@ -248,7 +248,8 @@ class MixtureSampler:
         positions = np.asarray(positions, dtype=np.int64)
         rounds, entries = np.divmod(positions, PATTERN)
         sources = self._sources[entries]
-        own = rounds * self.quotas[sources] + self._turns[entries]  # positions counted separately for each source
+        # `own` counts the positions of each source separately.
+        own = rounds * self.quotas[sources] + self._turns[entries]
         shards, samples = np.empty_like(positions), np.empty_like(positions)
         for source in np.unique(sources):
             here, sampler = sources == source, self.samplers[source]

@@ -66,7 +66,7 @@ class BufferRing:
 
 
 class Buffer(NamedTuple):
-    """Reference to a buffer of a ring: number of the ring in this process or its parent, and index of the buffer."""
+    """Reference to a buffer: the number of its ring (equal in workers and parent), and its index in the ring."""
 
     ring: int
     index: int
@@ -83,7 +83,7 @@ class Buffer(NamedTuple):
 
 @dataclass
 class SharedBatch:
-    """A batch that a worker sends to its parent. The pixels stay in a shared buffer until `open` copies them."""
+    """A batch that a worker sends to its parent, without the pixels. `open` copies them from the shared buffer."""
 
     batch: Batch
     buffer: Buffer

@@ -16,11 +16,11 @@ from tessera.encoders.base import Preprocessing
 from tessera.runtime.files import atomic_write
 
 LONGEST_CAPTION = 18
-"""Largest number of characters of a caption. Longer captions are cut in the middle."""
+"""Maximum number of characters of a caption. The middle of a longer caption is replaced by an ellipsis."""
 
 
 class Cell(NamedTuple):
-    """An image of a sheet."""
+    """An image on a contact sheet, with its caption."""
 
     image: np.ndarray
     """(H, W, 3) uint8."""
@@ -52,7 +52,7 @@ def write_sheet(path: Path, rows: Sequence[Sequence[Cell]], title: str, *, side:
         ShardError: the file cannot be written.
     """
     columns = max(len(row) for row in rows)
-    with rc_context({"text.parse_math": False, "font.size": 7}):  # a class name may hold dollar signs
+    with rc_context({"text.parse_math": False, "font.size": 7}):  # dollar signs in class names are not formulas
         figure = Figure(figsize=(columns * side, len(rows) * side * 1.2 + 0.3), dpi=150, layout="constrained")
         for line, row in zip(figure.subplots(len(rows), columns, squeeze=False), rows, strict=True):
             for axes in line:

@@ -14,10 +14,10 @@ from tessera.data.shards import ShardError, Source, Sources, UnreadableError
 from tessera.encoders.base import Preprocessing
 
 READ_TOGETHER = 64
-"""Number of images that are downloaded together."""
+"""Number of images that are downloaded at a time."""
 LEAST_STD = 1 / 255
-"""Smallest standard deviation that is returned. A constant channel, such as the alpha channel of opaque images, has a
-standard deviation of 0, and normalisation would divide by 0."""
+"""Lower limit for standard deviations. A constant channel, such as the alpha channel of opaque images, has a standard
+deviation of 0, and normalisation would divide by 0."""
 
 
 def histogram(pixels: Tensor) -> np.ndarray:
@@ -30,7 +30,7 @@ def moments(counts: np.ndarray) -> tuple[list[float], list[float]] | None:
 
     mean = sum(n_v v) / N and var = sum(n_v v^2) / N - mean^2, where n_v is the number of pixels with the value v (0 to
     255), and N is the number of all pixels. Mean and standard deviation are then divided by 255. The sums are integers,
-    so that the result does not depend on the order of the images.
+    so the result does not depend on the order of the images.
 
     Args:
         counts: (C, 256) int64 histograms.
@@ -68,8 +68,8 @@ def count_classes(sources: Sources) -> int:
     Without a classes.json, all labels are read.
 
     Raises:
-        ShardError: the sources have different class names; there are no class names and a shard is remote, so that all
-            labels would have to be downloaded; or a label is missing, negative or not an integer.
+        ShardError: the sources have different class names; there are no class names, and a shard is remote, in which
+            case all labels would have to be downloaded; or a label is missing, negative or not an integer.
     """
     names, *others = [source.class_names() for source in sources.lists]
     if any(other != names for other in others):

@@ -20,14 +20,14 @@ SIGNATURES = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 COMPRESSIONS = (1, 5, 8, 32946, 32773)
 """TIFF codes of the supported compressions: none, LZW, deflate (two codes), PackBits."""
 GRAY, RGB = 1, 2
-"""TIFF codes of the supported photometric interpretations. TIFF files use the code for gray also for bands that are not
-colours, such as infrared."""
+"""TIFF codes of the supported photometric interpretations. In TIFF files, the code for gray also marks bands that are
+not colours, such as infrared."""
 ORIENTATION = 274
 """Number of the TIFF tag that holds the orientation."""
 ALPHA = 2
 """Value of the TIFF tag ExtraSamples for an alpha band that is not premultiplied into the colours."""
 MOST_PARTS = 2**16  # maximum number of strips or tiles, because tifffile decodes strips and tiles one by one in Python
-ROWS_AT_ONCE = 2**21  # number of values that are converted from 16 to 8 bits at once
+ROWS_AT_ONCE = 2**21  # maximum number of values that are converted from 16 to 8 bits at once
 
 
 DARK = 4096
@@ -59,7 +59,7 @@ def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
             installed.
     """
     try:
-        import imagecodecs  # noqa: F401 - unlike tifffile's own decoders, these never write past the end of a strip
+        import imagecodecs  # noqa: F401 - gives tifffile decoders that never write past a strip
         from tifffile import TiffFile
     except ImportError as error:
         raise HeaderError(
@@ -88,13 +88,13 @@ def check_range(smallest: int, largest: int) -> None:
     """Check that the values of a 16-bit image, from `smallest` to `largest`, use enough of the range of 16 bits.
 
     Raises:
-        HeaderError: the values differ, but all are below `DARK`, so that 8 bits would keep few gray levels.
+        HeaderError: the values differ, but all are below `DARK`. With 8 bits, few gray levels would be left.
     """
     if smallest < largest < DARK:
         levels = (largest + 128) // 257 + 1
         raise HeaderError(
-            f"a 16-bit image whose largest value is {largest} of 65535, so that at most {levels} of 256 gray levels "
-            "would be left. Scale the values of the data set to the range 0 to 65535, or save its images with 8 bits"
+            f"a 16-bit image whose largest value is {largest} of 65535, so at most {levels} of 256 gray levels would "
+            "be left. Scale the values of the data set to the range 0 to 65535, or save its images with 8 bits"
         )
 
 

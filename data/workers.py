@@ -1,4 +1,4 @@
-"""Worker processes of the loader: their number, start and end, and their handling of signals sent to all processes."""
+"""Start, watch and end the worker processes of the loader. Workers ignore signals that a scheduler sends to the job."""
 
 import atexit
 import contextlib
@@ -23,15 +23,15 @@ from tessera.runtime.machine import process_fields, return_freed_memory, signal_
 
 POLL = 1.0  # seconds between two checks of the workers while their parent waits for a batch
 STALLED = 30
-"""Number of seconds that the parent waits for a batch before the log describes the workers. The log repeats the
-description after each further period of this length."""
+"""Number of seconds between two log messages that describe the workers, while the parent waits for a batch."""
 START_LIMIT = 30
-"""Number of seconds after which workers that have not started are killed, and all workers are forked again. A worker
-can hang at its start if a thread of its parent holds a lock during the fork: the worker waits forever for the lock."""
+"""Maximum number of seconds that the parent waits until all workers have started. Then the parent kills all workers and
+forks them again. A worker can hang at its start: if a thread of the parent holds a lock during the fork, the worker
+waits forever for this lock."""
 ATTEMPTS = 3  # number of times that workers are forked before an error
 IDLE_LIMIT = 300
 """Number of seconds after which the run ends if the parent waits for a batch while all workers are idle."""
-BUSY = 20  # seconds of work on one batch after which a message names the worker
+BUSY = 20  # number of seconds of work on one batch after which a log message names the worker
 STATES = {"T": "is stopped", "t": "is stopped by a debugger", "D": "waits for a disk", "Z": "has ended"}
 """Description of each abnormal state of a process in /proc."""
 WAITING, END = object(), object()
@@ -48,7 +48,8 @@ def free_cores(processes: int) -> int:
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     cores = len(os.sched_getaffinity(0))
-    allocated = int(os.environ.get("SLURM_CPUS_ON_NODE", cores))  # a SLURM job can see more cores than it is given
+    # A SLURM job may see cores of the node that are not allocated to the job.
+    allocated = int(os.environ.get("SLURM_CPUS_ON_NODE", cores))
     return max(1, min(16, min(cores, allocated) // local - 1))
 
 
@@ -87,14 +88,15 @@ class WorkerStates:
 
     def wait(self) -> bool:
         """Wait until all workers have started, for up to `START_LIMIT` seconds. Return True if all have started."""
-        for _ in range(100 * START_LIMIT):  # a clock would also count time in which the processes are stopped
+        # Count attempts, because a clock would include time in which the processes are suspended.
+        for _ in range(100 * START_LIMIT):
             if all(self._numbers[: 2 * self._workers : 2]):
                 return True
             time.sleep(0.01)
         return False
 
     def describe(self) -> tuple[str, bool]:
-        """Return a description of the workers that delay their parent, and True if all workers are idle.
+        """Return a description of the workers that delay their parent, and a bool that is True if all workers are idle.
 
         A worker is idle if it works on no batch and its process is in a normal state.
         """
@@ -131,7 +133,7 @@ def receive(make: Callable[[WorkerStates], DataLoader], count: int, *, interrupt
     try:
         while True:
             since = named = time.monotonic()
-            idle = 0.0  # a sum of polls, because a clock would also count time in which the processes are stopped
+            idle = 0.0  # a sum of polls; a clock would also count time in which the processes are suspended
             while (batch := _next(batches, workers)) is WAITING:
                 if interruptible:
                     preemption.check_wait(since)
@@ -145,7 +147,8 @@ def receive(make: Callable[[WorkerStates], DataLoader], count: int, *, interrupt
                 if time.monotonic() - named >= STALLED:
                     named = time.monotonic()
                     message = (
-                        "Process %d has waited %.0f s for a batch of its loader: %s. SIGTERM saves and ends the run."
+                        "Process %d has waited %.0f s for a batch of its loader: %s. SIGTERM makes the run save a "
+                        "checkpoint and end."
                     )
                     log.warning(message, os.getpid(), named - since, found or "all workers are at work")
             if batch is END:
@@ -155,7 +158,7 @@ def receive(make: Callable[[WorkerStates], DataLoader], count: int, *, interrupt
         for worker in workers:
             if worker.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker.pid, signal.SIGCONT)  # DataLoader cannot end a worker that is stopped
+                    os.kill(worker.pid, signal.SIGCONT)  # DataLoader cannot end a suspended worker
 
 
 def _start(
@@ -213,7 +216,7 @@ def _next(batches: Iterator[Any], workers: Sequence[BaseProcess]) -> Any:
         if not str(error).startswith("DataLoader worker (pid"):
             raise
     pid, code = next((worker.pid, worker.exitcode) for worker in workers if worker.exitcode is not None)
-    how, advice = f"ended with exit code {code}", "The lines above may say why."
+    how, advice = f"ended with exit code {code}", "The output above may state the reason."
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
     if code == -signal.SIGKILL:
@@ -223,7 +226,7 @@ def _next(batches: Iterator[Any], workers: Sequence[BaseProcess]) -> Any:
 
 @atexit.register
 def _kill_workers() -> None:
-    """Kill workers that have not ended. Otherwise, the end of this process would wait for them forever."""
+    """Kill workers that have not ended. Otherwise, this process would wait forever for these workers at its exit."""
     for worker in _workers:
         worker.kill()
 
@@ -245,8 +248,8 @@ def start_worker(number: int, states: WorkerStates, of_main_thread: bool) -> Non
         signal.signal(one, signal.SIG_IGN)
     preemption.forget()
     _workers.clear()
-    return_freed_memory()  # otherwise, a worker would keep the memory of its largest image
+    return_freed_memory()  # otherwise, the worker would keep the memory that its largest image needed
     states.start(number)
     if of_main_thread:
-        signal_at_end_of_parent(signal.SIGKILL)  # SIGKILL ends a stopped process, too
+        signal_at_end_of_parent(signal.SIGKILL)  # unlike SIGTERM, SIGKILL also ends a suspended process
     gc.freeze()  # otherwise, garbage collection would copy memory pages that are shared with the training process

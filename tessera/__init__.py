@@ -5,8 +5,8 @@
     run = tessera.pretrain(method="dino", data="shards/train", encoder="vit_small", steps=1000)
     features = tessera.embed(run.encoder, "shards/val").features  # (N, D)
 
-The functions take the settings of the commands by the same names, and a section of settings is a dictionary:
-`optim={"lr": 1e-3}` is the flag `--optim.lr 1e-3`.
+Keyword arguments have the names of the commands' settings. Pass a section of settings as a dictionary: the argument
+`optim={"lr": 1e-3}` corresponds to the flag `--optim.lr 1e-3`.
 """
 
 from importlib import import_module
@@ -19,10 +19,10 @@ __all__ = ["Run", "embed", "knn", "linear_probe", "load", "pretrain", "training_
 
 
 def __getattr__(name: str) -> Any:
-    """Import the functions when they are first used, so that `import tessera` does not wait for torch."""
+    """Import and return a function of this package. `import tessera` is fast, because it does not import torch."""
     if name not in __all__:
         raise AttributeError(f"module 'tessera' has no attribute '{name}'")
-    if name == "pretrain":  # a package that can be called; see pretrain/__init__.py
+    if name == "pretrain":  # this package can be called like a function; see pretrain/__init__.py
         return import_module("tessera.pretrain")
     return getattr(import_module("tessera.interface"), name)
 

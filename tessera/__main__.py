@@ -3,8 +3,9 @@
     tessera COMMAND [--SETTING VALUE ...]
     tessera FLAGS_OF_ACCELERATE_LAUNCH COMMAND [--SETTING VALUE ...]
 
-The second form starts several processes, for example `tessera --num_processes 8 pretrain --data SHARDS`. It forwards
-SIGTERM, and nothing is printed after the last message of the command. `--config_file zero2` chooses an engine.
+The second form starts several processes, for example `tessera --num_processes 8 pretrain --data SHARDS`. The launcher
+forwards SIGTERM to the processes, and prints nothing after the last message of the command. The launcher's flag
+`--config_file zero2` selects the training engine for ZeRO stage 2.
 """
 
 import difflib
@@ -23,7 +24,7 @@ COMMANDS = {
     "segmentation": ("tessera.evaluation.segmentation", "mean IoU of a linear segmentation"),
     "embed": ("tessera.evaluation.embed", "write the features of images to a file"),
     "export": ("tessera.pretrain.export", "extract weights from a checkpoint"),
-    "weights": ("tessera.encoders.weights", "convert published or own weights"),
+    "weights": ("tessera.encoders.weights", "convert weights to Tessera, timm or transformers"),
     "summary": ("tessera.encoders.summary", "print the size and cost of encoders"),
     "report": ("tessera.evaluation.report", "compare runs on one page"),
     "preview": ("tessera.data.preview", "show images, or the crops and masks of a run"),
@@ -31,9 +32,9 @@ COMMANDS = {
     "check_shards": ("tessera.data.check_shards", "verify shards"),
     "slurm": ("tessera.launch.slurm", "submit SLURM jobs"),
 }
-"""Commands: name -> module and purpose."""
+"""Maps the name of each command to its module and its purpose."""
 NUM_PROCESSES = ("--gpus", "--num_gpus", "--devices", "--processes", "--nproc_per_node", "--nproc-per-node")
-"""Flags of other launchers that mean `--num_processes`."""
+"""Flags that set the number of processes in other launchers. The error message suggests `--num_processes` instead."""
 
 
 def main() -> None:
@@ -57,16 +58,19 @@ def main() -> None:
         if (flag := word.partition("=")[0]) in NUM_PROCESSES:
             print(f"tessera: unknown flag {flag}. Did you mean --num_processes?", file=sys.stderr)
             raise SystemExit(2)
-    if "--config_file" not in launcher:  # otherwise accelerate lists these defaults in a warning
+    if "--config_file" not in launcher:  # without these flags, accelerate prints a warning about its defaults
         launcher = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", *launcher]
-    from tessera.launch import accelerate_launch  # imported here, because it takes seconds
+    from tessera.launch import accelerate_launch  # imported here, because the import takes seconds
 
     sys.argv = ["tessera", *launcher, "--module", module, *words[place + 1 :]]
     accelerate_launch.main()
 
 
 def unknown(words: list[str]) -> str:
-    """Return a message about a command line without a known command. The message suggests the nearest command."""
+    """Return an error message for a command line that contains no command.
+
+    The message suggests a command if one of the words is similar to its name.
+    """
     for word in words:
         if close := difflib.get_close_matches(word, COMMANDS, n=1):
             return f"{word!r} is not a command. Did you mean {close[0]!r}?"

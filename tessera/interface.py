@@ -42,36 +42,36 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """All settings of the run."""
+        """All settings of the run, as config.yaml stores them."""
         return yaml.safe_load((self.path / "config.yaml").read_text())
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """One dictionary of metrics per record (docs/monitoring.md)."""
+        """Metrics of the run: one dictionary for each line of metrics.jsonl (docs/monitoring.md)."""
         return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
 
     @property
     def encoder(self) -> Encoder:
-        """The trained encoder in eval mode, or that of the newest checkpoint if the run has not ended."""
+        """Encoder in eval mode. If the run has not ended, the weights come from the newest checkpoint."""
         return load(self.path)
 
 
 def pretrain(method: str = "dino", data: Any = None, **settings: Any) -> Run:
     """Pretrain an encoder in this process, on one device. For several devices, use `accelerate launch pretrain/run.py`.
 
-    A first Ctrl-C saves and ends the run. `pretrain(resume=True, output=FOLDER)` continues the run.
+    At the first Ctrl-C, the run saves a checkpoint and ends. `pretrain(resume=True, output=FOLDER)` continues the run.
 
     Args:
         method: pretraining method.
         data: SHARDS to train on, as a string, a list, or a mapping from SHARDS to weights. None trains on the embedded
             digits.
-        settings: settings of `pretrain/run.py` by their names. A section is a dictionary, or a value in the section's
-            short form: `encoder="vit_small"`, `dino={"global_size": 64}`.
+        settings: further settings of `pretrain/run.py`. A section is a dictionary, such as `dino={"global_size": 64}`,
+            or a value in the section's short form, such as `encoder="vit_small"`.
 
     Raises:
         SettingsError: a setting is unknown or invalid.
         ShardError: the shards cannot be read.
-        Preempted: the run was told to stop, and has saved a checkpoint.
+        Preempted: the run was asked to stop, for example by Ctrl-C, and has saved a checkpoint.
     """
     _forget_settings_of_earlier_runs()
     with preemption.listening():
@@ -82,8 +82,8 @@ def pretrain(method: str = "dino", data: Any = None, **settings: Any) -> Run:
 def training_batches(method: str = "dino", data: Any = None, **settings: Any) -> Iterator[Batch]:
     """Yield the batches that `pretrain` would train on, in the same order, for a custom training loop.
 
-    A batch holds the normalised images, crops and masks of the method on the device of this process: `batch.views`. The
-    arguments and errors are those of `pretrain`.
+    `batch.views` contains the method's normalised crops and masks, on the device of this process. Arguments and errors
+    are the same as for `pretrain`.
     """
     _forget_settings_of_earlier_runs()
     _, batches, device = job.first_batches(from_values(_values(method, data, settings)))
@@ -120,12 +120,13 @@ def embed(encoder: Encoder, data: Any, **options: Any) -> LabelledFeatures:
 
 
 def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
-    """Return the result of the command `knn`: `result["top1"]` is the 20-NN accuracy, 0 to 1.
+    """Return the result of the command `knn`: `result["top1"]` is the 20-NN accuracy, from 0 to 1.
 
     Like the command, the function also writes the result to a file.
 
     Args:
-        checkpoint: run folder, checkpoint in a run folder, exported encoder, `timm:NAME`, or `pixels`.
+        checkpoint: run folder, checkpoint in a run folder, exported encoder, `timm:NAME`, or `pixels`
+            to use the pixels as features.
         train: labelled SHARDS in which neighbours are searched.
         val: labelled SHARDS that are classified.
         settings: further settings of `evaluation/knn.py`.
@@ -138,27 +139,33 @@ def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[s
 
 
 def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
-    """Return the result of the command `linear_probe`: `result["top1"]` is the accuracy, 0 to 1.
+    """Return the result of the command `linear_probe`: `result["top1"]` is the accuracy, from 0 to 1.
 
-    Like the command, the function also writes the result to a file. The arguments and errors are those of `knn`.
+    Like the command, the function also writes the result to a file. Arguments and errors are the same as
+    for `knn`.
     """
     given = {"checkpoint": str(checkpoint), "train": train, "val": val, **settings}
     return probe_command.run(validate(probe_command.ProbeSettings, given))
 
 
 def transform(encoder: Encoder, image_size: int | None = None) -> Callable[[Image.Image], Tensor]:
-    """Return a function that turns an RGB image into the encoder's input (3, S, S), as the evaluations do.
+    """Return a function that converts a Pillow image to the encoder's input: a normalised tensor (3, S, S) float32.
+
+    The function prepares an image in the same way as the evaluations.
 
     Args:
         encoder: encoder whose mean and standard deviation normalise the image.
         image_size: side S of the crop in pixels; None for the size that the encoder was built for.
 
     Raises:
-        ValueError: the encoder does not take 3 channels.
+        ValueError: the encoder does not have 3 input channels.
     """
     preprocessing = encoder.preprocessing
     if preprocessing.channels != 3:
-        raise ValueError(f"The encoder takes {preprocessing.channels} channels, but this function prepares RGB images.")
+        raise ValueError(
+            f"The encoder takes {preprocessing.channels} channels, but `transform` prepares RGB images. Use an encoder "
+            "with 3 input channels."
+        )
     size = input_size(encoder, image_size)
     crop = CenterCrop(size, resize=resize_size(size, None))
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (preprocessing.mean, preprocessing.std))

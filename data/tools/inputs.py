@@ -58,7 +58,7 @@ def _files(path: Path, folder: bytes) -> Iterator[File]:
 
 
 def _set_labels(listing: Listing, path: Path, labels: str) -> None:
-    """Replace each label, which is an index into `listing.texts`, by the class number of this text."""
+    """Replace the labels, which are indices into `listing.texts`, by class numbers."""
     if labels == "none" or not listing.texts:
         listing.labels = np.full(len(listing), NO_LABEL)
         return
@@ -168,7 +168,7 @@ def find_maps(listing: Listing, folder: Path | None) -> None:
 
 
 def renumber(listing: Listing, classes: list[str]) -> None:
-    """Replace each class number by the index of its class name in `classes`, the class names of another data set.
+    """Renumber the classes: the new number of a class is the index of its name in `classes`.
 
     Raises:
         ShardError: the labels have no names, or a class name is missing from `classes`.

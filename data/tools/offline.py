@@ -27,7 +27,7 @@ class WorkerError(UserError, RuntimeError):
 
 
 def say(name: str, text: str) -> None:
-    """Print one line of a report."""
+    """Print one line of a report: `name`, padded to a column, and `text`."""
     print(f"{name:<13} {printable(text)}", flush=True)
 
 
@@ -56,8 +56,8 @@ def run_command(program: str, command: Callable[[], int], resume: str = "") -> i
 def spread(work: Callable[[TaskT], ResultT], tasks: Sequence[TaskT], *, workers: int, title: str) -> Iterator[ResultT]:
     """Call `work(task)` for each task in worker processes, and yield the results in order of completion.
 
-    The worker processes are forked. Therefore `work` may be a closure, and the objects that it uses are not copied. If
-    this process ends for any reason, its worker processes also end.
+    The worker processes are forked. Therefore `work` may be a closure, and the objects that the closure uses are not
+    copied. If this process ends for any reason, its worker processes also end.
 
     Args:
         work: function that takes a task.
@@ -67,13 +67,13 @@ def spread(work: Callable[[TaskT], ResultT], tasks: Sequence[TaskT], *, workers:
 
     Raises:
         WorkerError: a worker process was killed.
-        Exception: `work` raised this exception. The other workers are killed.
+        Exception: any exception that `work` raises. The other workers are then killed.
     """
     if not tasks:
         return
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(min(workers, len(tasks)), fork, _start_worker, (work, os.getpid())) as pool:
-        futures = [pool.submit(_call, task) for task in tasks]  # forks all workers, before the display starts a thread
+        futures = [pool.submit(_call, task) for task in tasks]  # fork all workers before the display starts a thread
         try:
             for future in track(as_completed(futures), title, total=len(tasks)):
                 yield future.result()

@@ -36,7 +36,7 @@ EXTENSIONS = {"jpeg": "jpg", "png": "png", "webp": "webp"}
 
 
 class LeftOut(Exception):  # noqa: N818
-    """Raised if a file cannot become a sample. The message is the reason why the file is left out."""
+    """Raised if a file cannot be stored as a sample. The message states the reason."""
 
 
 class Recipe(Settings):
@@ -109,7 +109,7 @@ def _read(path: bytes, size: int, modified: int) -> bytes:
         with open(path, "rb") as file:
             status, content = os.fstat(file.fileno()), file.read(size + 1)
     except OSError as error:
-        if is_exhausted(error):  # the file itself may be intact, so do not leave the file out
+        if is_exhausted(error):  # the file may be intact, so raise an error instead of leaving the file out
             raise ShardError(
                 f"{os.fsdecode(path)} cannot be read: {error.strerror}. Use fewer --workers, or raise the limit "
                 "(`ulimit -n` for open files)."
@@ -152,7 +152,7 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
     file = BytesIO()
     try:
         picture.save(file, wanted, **({} if wanted == "png" else {"quality": recipe.quality or 90}))
-    except (OSError, ValueError) as error:  # for example, because the image is too wide for the format
+    except (OSError, ValueError) as error:  # for example, an image that is too wide for the format
         raise LeftOut(f"the image cannot be written as {wanted}: {error}") from error
     counts = np.array(picture.histogram(), dtype=np.int64).reshape(3, 256)
     resized = _prepare_map(encoded_map, (height, width), picture.size)
@@ -199,7 +199,7 @@ def key(path: bytes) -> str:
 
 
 def shared_keys(listing: Listing) -> set[str]:
-    """Return all keys that belong to several entries, as for `a.jpg` and `a.png`."""
+    """Return all sample keys that several files have in common, such as `a` for `a.jpg` and `a.png`."""
     counts = Counter(key(listing.path(entry)) for entry in range(len(listing)))
     return {name for name, count in counts.items() if count > 1}
 
@@ -221,7 +221,7 @@ class Record:
     filesize: int = 0
     sha256: str = ""
     left_out: list[tuple[int, str]] = field(default_factory=list)
-    """Entries that were left out of the shard, with the reasons."""
+    """(entry of the listing, reason) for each file that was left out of the shard."""
     pixels: list[list[int]] | None = None
     """Histogram of the 256 pixel values of each channel; None if the images were not decoded."""
 
@@ -232,7 +232,7 @@ class Record:
 
 
 def write_samples(path: Path, samples: Iterable[dict[str, Any]]) -> None:
-    """Write samples to a tar. In each dict, `__key__` is the name of the sample, and all other keys are extensions.
+    """Write samples to a tar. A sample is a dict from file extensions to contents; `__key__` is the name of the sample.
 
     The bytes of the tar depend only on the samples, because the headers hold no user, host name or time.
     """
@@ -242,7 +242,7 @@ def write_samples(path: Path, samples: Iterable[dict[str, Any]]) -> None:
     ):
         for sample in samples:
             writer.write(sample)
-            writer.tarstream.members.clear()  # saves 1 KB of memory per tar member
+            writer.tarstream.members.clear()  # `tarfile` would keep 1 KB per member in memory
 
 
 def write_shard(target: Path, entries: np.ndarray, listing: Listing, shared: set[str], recipe: Recipe) -> Record:
@@ -262,7 +262,7 @@ def write_shard(target: Path, entries: np.ndarray, listing: Listing, shared: set
             with temporary.open("rb") as file:
                 record.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             record.filesize = temporary.stat().st_size
-            write_table(target, scan_tar(str(temporary), str(target)))  # read the tar in the same way as a run
+            write_table(target, scan_tar(str(temporary), str(target)))  # `scan_tar` checks the tar as a run does
     except LeftOut:
         return record
     return record

@@ -96,7 +96,7 @@ def test_dark_sixteen_bit_images_are_refused(encode):
     values = RNG.integers(0, 4096, (9, 11)).astype(np.uint16)  # a camera of 12 bits
     values[0, 0] = 4095
     with pytest.raises(
-        ImageError, match=r"largest value is 4095 of 65535, so that at most 17 of 256 gray levels .*Scale the values"
+        ImageError, match=r"largest value is 4095 of 65535, so at most 17 of 256 gray levels .*Scale the values"
     ):
         array(encode(values), 1)
     values[0, 0] = 4096

@@ -34,7 +34,7 @@ def test_numbers_of_hidden_tokens(tokens, ratio, hidden):
 
 
 def test_a_single_token_is_refused():
-    with pytest.raises(ValueError, match="no token would stay visible"):
+    with pytest.raises(ValueError, match="only one token, and hiding this token would leave no visible token"):
         hidden_count(1, 0.75)
 
 

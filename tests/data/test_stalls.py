@@ -138,7 +138,11 @@ def test_workers_that_hang_at_their_start_are_forked_again(write_shards, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("number", "advice"), [(signal.SIGKILL, "short of memory. Use fewer --workers"), (signal.SIGSEGV, "lines above")]
+    ("number", "advice"),
+    [
+        (signal.SIGKILL, "short of memory. Use fewer --workers"),
+        (signal.SIGSEGV, "output above may state the reason"),
+    ],
 )
 def test_a_worker_that_dies_is_named(number, advice, write_shards):
     loader = train(write_shards([20]), batch_size=4, seed=0, steps=1000, streams=2, workers=2)
