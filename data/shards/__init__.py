@@ -1,4 +1,4 @@
-"""Tar shards and folders of images: expand the patterns that a user gives, open them, and read their samples."""
+"""Tar shards and folders of images: expand the user's shard patterns, open the shards, and read their samples."""
 
 from tessera.data.shards.cache import cache_folder as cache_folder
 from tessera.data.shards.failures import MOST_LISTED as MOST_LISTED

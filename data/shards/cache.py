@@ -35,7 +35,7 @@ SPARE_BYTES = 2**28
 FULL, KEPT = 0.9, 0.85  # used fractions of the size limit at which eviction begins and ends
 SCANNED = 0.005  # mean number of bytes written between two scans of the folder, as a fraction of the size limit
 PART = ".part"
-FROZEN = 20.0  # seconds without progress after which a waiting process checks whether the lock holder is stopped
+FROZEN = 20.0  # seconds without progress after which a waiting process checks whether the lock holder is suspended
 POLL = 0.05  # maximum number of seconds between two attempts to get a lock
 CHECKSUM = 4  # size in bytes of the CRC-32 at the end of the cached copy of a byte range
 MOST_INTACT = 2**16  # maximum number of cached files that a process remembers as intact
@@ -43,7 +43,7 @@ MOST_INTACT = 2**16  # maximum number of cached files that a process remembers a
 _intact: set[tuple[str, int]] = set()
 """Names and inode numbers of cached files whose checksums this process has verified."""
 _versions: dict[str, str] = {}
-"""Maps the name of a cache entry to the version identifier that this process has read from the entry."""
+"""Maps the name of a cache entry to the version identifier (such as an ETag) that is stored in the entry."""
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +85,11 @@ class Cache:
         If `size` is given and the entry does not have this size in bytes, the entry is removed and None is returned.
         """
         try:
-            # Build a string instead of a `Path`, which is slow to make, because this function runs for every sample.
+            # Use a string, because this function runs for every sample, and making a `Path` is slow.
             descriptor = os.open(f"{self._folder}/{name[:2]}/{name}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
-        if size is not None and os.fstat(descriptor).st_size != size:  # the file was changed by another program
+        if size is not None and os.fstat(descriptor).st_size != size:  # another program has changed the file
             os.close(descriptor)
             self.remove(name)
             return None
@@ -158,11 +158,11 @@ class Cache:
         try:
             fill(sink)
             if size is not None and sink.written != size:
-                raise CacheError(f"{part}: {sink.written} bytes were written, not {size}. Start the command again.")
+                raise CacheError(f"{part} has {sink.written} bytes, but {size} were expected. Start the command again.")
             part.rename(path)
             return True
         except BaseException:
-            # Truncate the part file, because its disk space stays occupied while other processes hold the file open.
+            # Truncate the removed file, because it occupies disk space while other processes have it open.
             part.unlink(missing_ok=True)
             sink.restart()
             raise
@@ -217,7 +217,7 @@ class Cache:
 
 
 class Sink:
-    """Writer of the content of one cache entry."""
+    """Writes the content of one cache entry."""
 
     def __init__(self, cache: Cache, descriptor: int):
         self._cache, self._descriptor = cache, descriptor
@@ -250,8 +250,8 @@ class Sink:
 def _lock(descriptor: int, path: Path) -> bool:
     """Lock a file and return True.
 
-    Return False if the process that holds the lock is stopped, for example by SIGSTOP, and the file has not changed for
-    `FROZEN` seconds.
+    Return False if the process that holds the lock is suspended, for example by SIGSTOP, and the file has not changed
+    for `FROZEN` seconds.
     """
     start = changed = time.monotonic()
     seen, pause = None, 0.001
@@ -268,7 +268,9 @@ def _lock(descriptor: int, path: Path) -> bool:
             seen, changed = now, time.monotonic()
         if time.monotonic() - changed > FROZEN and (holder := _stopped_holder(status.st_ino)):
             log.warning(
-                "%s: process %d holds the lock and is stopped. This process continues without the lock.", path, holder
+                "The lock of %s is held by process %d, which is suspended. This process continues without the lock.",
+                path,
+                holder,
             )
             return False
         time.sleep(pause)
@@ -276,7 +278,7 @@ def _lock(descriptor: int, path: Path) -> bool:
 
 
 def _stopped_holder(number: int) -> int | None:
-    """Return the id of the process that locks the file with inode `number`, if this process is stopped, else None."""
+    """Return the id of the process that locks the file with inode `number`; None if that process is not suspended."""
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
@@ -323,7 +325,7 @@ def _unwritable(folder: Path, error: OSError) -> CacheError:
 
 
 def checksum(data: bytes | memoryview) -> bytes:
-    """Return the CRC-32 of data."""
+    """Return the CRC-32 of `data` as 4 bytes, big-endian."""
     return zlib.crc32(data).to_bytes(CHECKSUM, "big")
 
 

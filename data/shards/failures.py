@@ -1,4 +1,4 @@
-"""Exceptions for unusable shards and images, and sentences of advice at the end of error messages."""
+"""Exceptions for unusable shards and samples, and advice that ends their messages."""
 
 import errno
 import functools
@@ -24,7 +24,7 @@ class ShardError(UserError, ValueError):
 class SampleError(ShardError):
     """Raised if a label or a segmentation map is missing or wrong.
 
-    The shard itself can be read, so this error always stops a run.
+    The error stops the run, even if the settings skip unreadable shards, because the shard itself can be read.
     """
 
 
@@ -33,14 +33,14 @@ class UnreadableError(ShardError):
 
 
 class ResourceError(ShardError):
-    """Raised if memory, file descriptors or disk space run out. This error says nothing about a shard or an image.
+    """Raised if memory, file descriptors or disk space run out. The shard and its images may be intact.
 
-    The run stops, even if the settings skip unreadable shards.
+    The error stops the run, even if the settings skip unreadable shards.
     """
 
 
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of a lack of file descriptors, memory or disk space."""
+"""Values of `errno` for a lack of file descriptors, memory or disk space."""
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -1,7 +1,7 @@
 """A folder of images, which a run reads like a shard: one file per sample, in the order of the names.
 
 The index of the folder is made from the names, sizes and modification times of its files. No image is opened. The index
-is stored in the cache under a hash of these facts, so that the index is made again when a file changes.
+is stored in the cache under a hash of these values. If a file changes, the hash changes, and the index is made again.
 """
 
 import os
@@ -33,11 +33,12 @@ class ImageFolder(Shard):
         """Return the folder of images at `path`.
 
         Raises:
-            ShardError: the folder holds no readable images, or its subfolders look like separate sets.
+            ShardError: the folder contains no readable images, or its subfolders look like separate sets, such as
+                train and val.
         """
         listing = _list(path)
         for count, reason in listing.unusable():
-            warn_once(f"{path}: files that are left out: {count:,} ({reason})")
+            warn_once(f"Number of files that are left out of {path}: {count:,} ({reason})")
         classes = None if listing.classes is None else tuple(listing.classes)
         size = int(listing.sizes[listing.usable].sum())
         folder = cls(path, size, listing.fingerprint(), config=config, classes=classes)

@@ -1,8 +1,8 @@
 """Files beside the shards: `index.json`, `SHARD.tar.index` and `classes.json`.
 
 `index.json` lists the shards of its folder in the format of webdataset's `wids` index, with additional optional keys.
-`SHARD.tar.index`, the table of a shard, is a NumPy archive with the names and byte positions of the samples. If both
-exist, a run does not read the tar headers to find the samples. `classes.json` lists the class names in the order of the
+`SHARD.tar.index`, the table of a shard, is a NumPy archive with the names and byte positions of the samples. A run with
+both files does not read the tar headers to find the samples. `classes.json` lists the class names in the order of the
 class numbers. All these files may come from an untrusted source. Therefore nothing is unpickled, file names cannot
 point outside the folder, and sizes are checked before memory is allocated.
 """
@@ -82,12 +82,12 @@ class FolderIndex(BaseModel):
     kind: Literal["wids-shard-index-v1"] = Field(default="wids-shard-index-v1", alias="__kind__")
     wids_version: Literal[1] = 1
     name: Any = ""
-    """Name of the data set, which is not read."""
+    """Name of the data set, for other tools. This project ignores the name."""
     shardlist: Annotated[list[ShardEntry], FailFast()] = Field(min_length=1)
     mean: tuple[_Share, ...] | None = Field(default=None, max_length=MOST_CHANNELS)
     """Mean of each channel over all pixels, in [0, 1]; None if the mean was not computed."""
     std: tuple[_Share, ...] | None = Field(default=None, max_length=MOST_CHANNELS)
-    """Standard deviation of each channel over all pixels, for values in [0, 1]; None if it was not computed."""
+    """Standard deviation of each channel over all pixels, for values in [0, 1]; None if not computed."""
 
     @model_validator(mode="after")
     def _same_channels(self) -> Self:

@@ -29,7 +29,8 @@ REASONS = {
     LARGE: f"larger than {LARGEST_MEMBER} bytes",
     UNREADABLE: "cannot be read",
 }
-"""Maps a code to the reason why a file is left out. The code is stored instead of the size of the file."""
+"""Maps a code to the reason why a file is left out. `Listing.sizes` and `Maps.sizes` contain the code in place of the
+size."""
 _MAP = b"." + MAP.encode()
 _EXTENSIONS = tuple(b"." + extension.encode() for extension in IMAGES)
 
@@ -81,7 +82,8 @@ class Listing:
     labels: np.ndarray
     """Class number of each file, or -1 for no label: (N,) int64."""
     texts: list[str]
-    """Distinct texts of the labels, in order of first appearance. At first, `labels` holds indices into this list."""
+    """Distinct texts of the labels, in order of first appearance. Before `number_classes` is called, `labels` contains
+    indices into this list."""
     other_files: Counter[str] = field(default_factory=Counter)
     """Number of files that are not images, for each file name extension."""
     classes: list[str] | None = None
@@ -91,7 +93,7 @@ class Listing:
 
     @classmethod
     def of(cls, root: bytes, files: Iterable[File], other_files: Counter[str] | None = None) -> "Listing":
-        """Return the listing of files."""
+        """Return a listing of `files`, which the function iterates over once."""
         texts: dict[str, int] = {}
         names, facts = bytearray(), []
         for file in files:
@@ -157,7 +159,7 @@ def file_facts(path: bytes) -> tuple[int, int]:
 
 
 def _refuse_exhausted(error: OSError) -> None:
-    """Raise `ShardError` if resources have run out, because good files would be left out."""
+    """Raise `ShardError` if the error is a lack of resources. Otherwise, the listing would leave out good files."""
     if is_exhausted(error):
         raise ShardError(
             f"the images cannot be listed: {error.strerror}. Raise the limit (`ulimit -n` for open files)."
@@ -228,7 +230,7 @@ def _walk(root: bytes, besides: bytes | None, other_files: Counter[str]) -> Iter
         folders.clear()
         for path in (os.path.join(here, name) for name in found):
             folder = os.path.realpath(path)
-            if folder not in above and folder != besides:  # a link to a parent folder would make the walk endless
+            if folder not in above and folder != besides:  # following a link to a parent folder would never end
                 parents[path] = above | {folder}
                 folders.append(os.path.basename(path))
         prefix = os.path.join(os.path.relpath(here, root), b"") if here != root else b""

@@ -134,7 +134,7 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
     found = [opened[place] for place in sorted(opened)]
     counts, labelled, sizes = np.array([[one.samples, one.labelled, one.size] for one in found], dtype=np.int64).T
     statistics = {one.moments for one in found}
-    # If the folders of the shards have different statistics, the statistics of the source are unknown.
+    # The source has statistics only if all folders of its shards have the same statistics.
     mean, std = statistics.pop() if len(statistics) == 1 else (None, None)
     return Source(
         [one.shard for one in found],
@@ -192,7 +192,7 @@ def _open_all(
     """
     opened: dict[int, _Opened] = {}
     errors: dict[int, ShardError] = {}
-    verifies = indices.config.verify and os.environ.get("LOCAL_RANK", "0") == "0"  # one process per node
+    verifies = indices.config.verify and os.environ.get("LOCAL_RANK", "0") == "0"  # true in one process per node
     for place, path in enumerate(paths):
         if path in indices.entries and remote.is_remote(path) and not verifies:
             opened[place] = _from_index(path, indices.entries[path], indices.config)
@@ -247,7 +247,7 @@ def _counted(shard: Shard, listed: _Listed) -> _Opened:
 
 
 def _probe_servers(shards: list[Shard], config: SourceConfig) -> None:
-    """Check whether the web servers of shards support byte ranges, so that loader workers need not check again."""
+    """Check whether the web servers of shards support byte ranges. Forked loader workers inherit the results."""
     for shard in {remote.host(shard.path): shard for shard in shards if isinstance(shard, RemoteTar)}.values():
         try:
             _ = shard.supports_ranges
@@ -457,7 +457,7 @@ class _FolderIndices:
     def _content(self, path: str) -> tuple[bytes, int] | None:
         """Return the content of an `index.json`, and its modification time in nanoseconds (0 for a remote file)."""
         self._visited.add(path)
-        # Read the time before the content, so that an index that is replaced in between counts as too old, not too new.
+        # Read the time before the content. If the file is replaced in between, the index then counts as too old.
         written = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
         content = remote.read_small(path, self.config, index.LARGEST_FOLDER_INDEX)
         return None if content is None else (content, written)

@@ -31,7 +31,7 @@ from tessera.runtime.preemption import WaitInterruptedError, check_wait
 from tessera.runtime.user_error import printable
 
 PIPE = "pipe:"
-READ_SIZE = 2**20  # bytes
+READ_SIZE = 2**20  # number of bytes that are read at once
 SLOWEST = 2**16  # minimum mean transfer rate in bytes per second; slower transfers exceed their time limit
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "Last-Modified", "LastModified", "mtime", "created")
@@ -251,7 +251,10 @@ def fetch(
 
 
 class _CountingReader:
-    """Stream that counts and hashes the bytes that are read, and raises `ShardError` if there are more than `limit`."""
+    """Stream that counts and hashes the bytes that are read.
+
+    Raises `ShardError` after more than `limit` bytes; 0 for no limit.
+    """
 
     def __init__(self, file: Any, limit: int, url: str):
         self._file, self._limit, self._url = file, limit, url
@@ -270,7 +273,7 @@ class _TimedReader:
     """File whose `read` raises `TimeoutError` if one read or all reads together exceed their time limit.
 
     One read may take `timeout` seconds. All reads together may take `timeout` seconds plus one second for every
-    `SLOWEST` bytes, so that a server that sends a few bytes at a time cannot occupy a process forever.
+    `SLOWEST` bytes. Without this limit, a server that sends a few bytes at a time could occupy a process forever.
     """
 
     def __init__(self, file: Any, timeout: float):
@@ -388,12 +391,12 @@ def _system(url: str, config: SourceConfig) -> tuple[Any, str]:
 def _open_system(_process: int, scheme: str, server: str, timeout: float) -> Any:
     """Open an fsspec file system.
 
-    `_process` is the process id. The id is part of the cache key, so that each process opens its own file system. A
+    `_process` is the process id. Because the id is part of the cache key, each process opens its own file system. A
     forked process cannot use the file system of its parent, because threads do not survive a fork.
     """
     system = url_to_fs(f"{scheme}://{server}/", **_options(scheme, timeout))[0]
     if scheme in ("s3", "s3a"):
-        system.retries = 1  # one attempt per request, because `retry` repeats failed requests
+        system.retries = 1  # s3fs makes one attempt per request, because `retry` repeats failed requests
     return system
 
 
@@ -418,8 +421,7 @@ class NoRangesError(Exception):
 def with_timeout(seconds: float, do: Callable[[], T]) -> T:
     """Call `do` in a thread and return its result.
 
-    A call that exceeds the time limit is abandoned. The thread of this call cannot be stopped, and continues in the
-    background.
+    If the call exceeds the time limit, its thread cannot be stopped, and continues in the background.
 
     Raises:
         TimeoutError: `do` returned no result within `seconds`.

@@ -1,8 +1,8 @@
 """Sources of samples, and the shards that they consist of.
 
 A `Shard` is a tar or a folder of images. To read another kind of storage, derive a class from `Shard`, and choose it in
-`open.shard_at`. A `Source` is a list of shards whose samples are numbered consecutively. It reads names, encoded
-images, labels and segmentation maps, and decides what happens if a shard cannot be read.
+`open.shard_at`. A `Source` is a list of shards whose samples are numbered consecutively. A `Source` reads
+names, encoded images, labels and segmentation maps, and decides what happens if a shard cannot be read.
 """
 
 import bisect
@@ -76,7 +76,7 @@ def _resolved(path: str) -> str:
 class Shard(ABC):
     """Samples that are stored together, numbered from 0. Blocks of neighbouring samples never cross a shard.
 
-    Path, size and version, at the time of opening, identify the entries of the shard in the cache.
+    The path, the size and the version at the time of opening identify the entries of the shard in the cache.
     """
 
     path: str
@@ -104,11 +104,11 @@ class Shard(ABC):
     @property
     @abstractmethod
     def folder(self) -> str:
-        """Folder of the shard. All shards in a folder have the same class names."""
+        """Folder of the shard. All shards of a folder share its class names."""
 
     @abstractmethod
     def class_names(self) -> tuple[str, ...] | None:
-        """Return the class names of the folder in the order of the class numbers, or None if it has none."""
+        """Return the class names of the folder in the order of the class numbers; None if there are no class names."""
 
     @abstractmethod
     def index(self) -> Index:
@@ -241,7 +241,7 @@ class Source:
     numbers: tuple[int, ...] | None = None
     """Class number that `label` returns for each class number in the shards; None to return them unchanged."""
     readers: int = 1
-    """Number of sources that are read in this process. The limit on memory is divided among these sources."""
+    """Number of sources that are read in this process. They share the limit `KEPT_SAMPLES` equally."""
 
     def __post_init__(self) -> None:
         self._ends = np.cumsum(self.counts).tolist()
@@ -252,7 +252,8 @@ class Source:
         self._index = functools.lru_cache(kept)(self._load_index)
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return Source, tuple(getattr(self, one.name) for one in fields(self))  # a cache of indices cannot be pickled
+        # Pickle the fields only, because the cache of indices in `_index` cannot be pickled.
+        return Source, tuple(getattr(self, one.name) for one in fields(self))
 
     @property
     def images(self) -> int:
@@ -311,7 +312,7 @@ class Source:
         """Return the class number of a sample, renumbered if the source has `numbers`.
 
         Raises:
-            SampleError: the sample has no label, its label is not an integer, or classes.json does not name its class.
+            SampleError: the sample has no label, its label is not an integer, or classes.json has no name for it.
         """
         shard, sample = self.place(number)
         label = self._guard(shard, lambda: self.shards[shard].label(self._index(shard), sample))

@@ -34,7 +34,7 @@ LARGEST_MEMBER = 256 * 2**20  # maximum size in bytes of an image, label or map
 LARGEST_LABEL = 2**22 - 1
 """Largest class number. Evaluations need memory for every class up to the largest one."""
 LONGEST_SHOWN = 200  # maximum number of characters of the name of a member in a message
-LONGEST_PLAIN = 92  # keys of at least this length may be in an additional header: the name field has 100 bytes
+LONGEST_PLAIN = 92  # from this length on, a key may be in an additional header, because the name field has 100 bytes
 
 LARGEST_HEADER = 2**20  # maximum size in bytes of an additional header; headers in practice are much smaller
 BLOCK = tarfile.BLOCKSIZE
@@ -44,7 +44,7 @@ _LONG_NAME, _LONG_LINK, _PAX_GLOBAL, _SPARSE = b"L", b"K", b"g", b"S"
 _PAX = (b"x", b"X")
 _ADDITIONAL = (_LONG_NAME, _LONG_LINK, _PAX_GLOBAL, *_PAX)
 _RECORD = re.compile(rb"([0-9]{1,20}) ([^=]{0,4096})=")
-_SUM = 8 * 32  # the checksum field counts as eight spaces
+_SUM = 8 * 32  # sum of the eight spaces that replace the checksum field when a checksum is computed
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def _number(field: bytes) -> int:
 
 
 def plain_member(block: bytes, offset: int) -> Member:
-    """Return the member that a header at byte `offset` describes, without regard to additional headers."""
+    """Return the member that a header at byte `offset` describes, ignoring additional headers."""
     name = block[:100].partition(b"\0")[0]
     if block[257:262] == b"ustar" and block[262:264] != b" \0":  # a GNU header stores times in the field `prefix`
         prefix = block[345:500].partition(b"\0")[0]

@@ -226,7 +226,7 @@ class PackedTar(Tar):
 
     def open(self) -> int:
         def fill(sink: Sink) -> None:
-            check = None if self.sha256 else self._check_version  # the SHA-256 makes this check needless
+            check = None if self.sha256 else self._check_version  # `fetch` compares the SHA-256, if it is known
             remote.fetch(self.path, sink, self.config, size=self.size, sha256=self.sha256, check=check)
 
         return self.cache.open(self.cache_name("whole"), fill, None if self._is_packed else self.size or None)
@@ -270,7 +270,11 @@ class PackedTar(Tar):
 
 @functools.lru_cache(maxsize=16)
 def _cache(_: str | None, __: str | None, gigabytes: float) -> Cache:
-    """Return the cache of shard data. The first two arguments give a new cache if the environment variables change."""
+    """Return the cache of shard data, limited to `gigabytes` GB.
+
+    The other arguments are environment variables. They are keys of `lru_cache`, so a change of a variable gives a new
+    cache.
+    """
     return Cache(cache_folder() / "pieces-v1", int(gigabytes * 1e9))
 
 
@@ -352,17 +356,20 @@ class RemoteTar(PackedTar):
             return descriptor, 0, self.cache_name("whole")
         span = self._span(index, sample)
         if not span[0] <= start <= end <= span[1]:
-            span = (start, end)  # the span of a large image is only the image, so request the label or map separately
+            span = (start, end)  # the span of a large image has no label or map, which needs a separate request
         return self.open_range(*span), span[0], self.cache_name(f"{span[0]}-{span[1]}")
 
     def _downloaded(self) -> int | None:
-        """Return a descriptor of the complete tar if the cache has it, else None. Reading the headers downloads it."""
+        """Return a descriptor of the complete tar, or None if the tar is not in the cache.
+
+        The complete tar is in the cache if its headers were scanned, because `open` downloads the tar.
+        """
         return self.cache.find(self.cache_name("whole"))
 
     def _span(self, index: Index, sample: int) -> tuple[int, int]:
         """Return the byte range to download for a sample: the sample's block, several blocks, or a part of a block."""
         count = len(index.images)
-        usual = max(USUAL_REQUEST * count // max(self.size, 1), 1)  # samples
+        usual = max(USUAL_REQUEST * count // max(self.size, 1), 1)  # number of samples in about 8 MiB
         together = max(usual // self.block, 1) * self.block if self.joined else self.block
         first = sample // together * together
         last = min(first + together, count)
@@ -399,7 +406,7 @@ class RemoteTar(PackedTar):
         if self._is_command:
             return
         if self.sha256 is None:
-            super().verify()  # raises the error
+            super().verify()  # always raises the error for a missing SHA-256
         os.close(self.open())
 
     def _cache_path(self) -> str:

@@ -104,7 +104,7 @@ def test_a_stopped_holder_of_a_lock_is_passed_by(tmp_path, monkeypatch, caplog):
         descriptor = Cache(folder, 10**6).open(name, lambda sink: sink.write(b"content"))
         assert os.pread(descriptor, 9, 0) == b"content"
         assert time.monotonic() - start < 5
-        assert f"process {holder.pid} holds the lock and is stopped" in caplog.text
+        assert f"is held by process {holder.pid}, which is suspended" in caplog.text
         assert Cache(folder, 10**6).find(name) is not None
     finally:
         holder.kill()
