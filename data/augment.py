@@ -357,7 +357,8 @@ def augment_colors(
     drawn = [(operation, torch.from_numpy(numbers)) for operation, numbers in colors]
     if images.shape[1] != 3 and any(operation.needs_rgb(numbers) for operation, numbers in drawn):
         raise ValueError(
-            f"Saturation, hue and grayscale need RGB images, but these images have {images.shape[1]} channels."
+            f"Saturation, hue and grayscale need RGB images, but these images have {images.shape[1]} channels. "
+            "Turn these colour changes off."
         )
     steps: list[tuple[bool, Callable[..., Any], tuple[Any, ...]]] = [
         (True, _from_bytes, ()),

@@ -27,7 +27,7 @@ from rich.filesize import decimal
 
 from tessera.data.decode import FORMATS, ImageError, decode
 from tessera.data.maps import IGNORED, checked_map
-from tessera.data.shards.failures import MAKE_INDEX_AGAIN, REPLACE_INDEX, RESTORE_SHARD, SampleError, ShardError
+from tessera.data.shards.failures import CORRECT_INDEX, REPLACE_INDEX, RESTORE_SHARD, SampleError, ShardError
 from tessera.data.shards.index import (
     CLASSES,
     FOLDER_INDEX,
@@ -310,7 +310,7 @@ def _compare_index(folder: str, shards: list[Facts], source: SourceConfig) -> li
             if None not in (expected, value) and expected != value:
                 differences.append(
                     f"{path} lists {name} {expected} for {entry.url}, but the shard has {value}. Copy or make the "
-                    f"shard again. If the index is wrong: {MAKE_INDEX_AGAIN}"
+                    f"shard again. {CORRECT_INDEX}"
                 )
     missing = sorted(url for url in listed if os.path.isdir(folder) and not os.path.exists(f"{folder}/{url}"))
     return differences + [f"{path} lists the shard {url}, which does not exist. {REPLACE_INDEX}" for url in missing]

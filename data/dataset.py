@@ -26,7 +26,7 @@ from tessera.data.shards.tar import MAP
 MOST_SKIPPED = 100
 """Number of consecutive corrupt images after which a run stops."""
 MOST_NAMED = 10
-"""Number of corrupt images that an error message or the log names one by one."""
+"""Maximum number of corrupt images that an error message or the log names one by one."""
 DRAWN = 8
 """Number of samples whose random parameters are drawn before the first of these samples is decoded.
 

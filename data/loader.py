@@ -85,7 +85,7 @@ class LoaderConfig(Section):
         for name, accepted in OLD_SETTINGS.items():
             if name in values and values[name] not in accepted:
                 raise ValueError(
-                    f"loader.{name} no longer has the value {values[name]!r}, because only the loader's workers decode "
+                    f"loader.{name} is {values[name]!r}, which is no longer supported. The loader's workers decode "
                     f"images and cut crops. Remove loader.{name}."
                 )
         return {name: value for name, value in values.items() if name not in OLD_SETTINGS}

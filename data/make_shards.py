@@ -220,7 +220,7 @@ def _list_images(settings: MakeShards) -> Listing:
 
 
 def _check_plan(settings: MakeShards, folder: Folder, listing: Listing) -> None:
-    """Compare the settings and a hash of the images with those in the folder. In a new folder, store them.
+    """Compare the settings and a hash of the list of images with `folder.plan`, or write this file if it is missing.
 
     Raises:
         ShardError: the folder holds shards that were made with other settings or from other images.

@@ -62,8 +62,8 @@ def run(settings: PreviewSettings) -> None:
 def read_cells(opened: Source, numbers: np.ndarray, channels: int) -> list[Cell]:
     """Return a cell of the sheet for each of the samples `numbers`, which are indices in the source.
 
-    The caption is the class, or the name of the sample if it has no label. A corrupt image is shown as a white cell
-    whose caption begins with `corrupt`.
+    The caption is the class, or the name of the sample if the sample has no label. A corrupt image is shown as a white
+    cell whose caption begins with `corrupt`.
     """
     opened.prepare(numbers)
     cells = []

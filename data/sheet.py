@@ -52,7 +52,7 @@ def write_sheet(path: Path, rows: Sequence[Sequence[Cell]], title: str, *, side:
         ShardError: the file cannot be written.
     """
     columns = max(len(row) for row in rows)
-    with rc_context({"text.parse_math": False, "font.size": 7}):  # dollar signs in class names are not formulas
+    with rc_context({"text.parse_math": False, "font.size": 7}):  # show dollar signs in class names as text
         figure = Figure(figsize=(columns * side, len(rows) * side * 1.2 + 0.3), dpi=150, layout="constrained")
         for line, row in zip(figure.subplots(len(rows), columns, squeeze=False), rows, strict=True):
             for axes in line:

@@ -25,8 +25,8 @@ POLL = 1.0  # seconds between two checks of the workers while their parent waits
 STALLED = 30
 """Number of seconds between two log messages that describe the workers, while the parent waits for a batch."""
 START_LIMIT = 30
-"""Maximum number of seconds that the parent waits until all workers have started. Then the parent kills all workers and
-forks them again. A worker can hang at its start: if a thread of the parent holds a lock during the fork, the worker
+"""Maximum number of seconds that the parent waits for all workers to start. Then the parent kills all workers and forks
+them again. A worker can hang at its start: if a thread of the parent holds a lock during the fork, the worker
 waits forever for this lock."""
 ATTEMPTS = 3  # number of times that workers are forked before an error
 IDLE_LIMIT = 300

@@ -12,6 +12,7 @@ MOST_LISTED = 20
 MAKE_SHARD_AGAIN = "Make the shard again or remove it."
 RESTORE_SHARD = "Restore the shard or remove it from the list."
 MAKE_INDEX_AGAIN = "Make the index again with `tessera check_shards SHARDS --write_index true`."
+CORRECT_INDEX = "If the index is wrong, make it again with `tessera check_shards SHARDS --write_index true`."
 REPLACE_INDEX = "Remove the index, or make it again with `tessera check_shards SHARDS --write_index true`."
 
 log = logging.getLogger(__name__)

@@ -1,10 +1,10 @@
 """Files beside the shards: `index.json`, `SHARD.tar.index` and `classes.json`.
 
 `index.json` lists the shards of its folder in the format of webdataset's `wids` index, with additional optional keys.
-`SHARD.tar.index`, the table of a shard, is a NumPy archive with the names and byte positions of the samples. A run with
-both files does not read the tar headers to find the samples. `classes.json` lists the class names in the order of the
-class numbers. All these files may come from an untrusted source. Therefore nothing is unpickled, file names cannot
-point outside the folder, and sizes are checked before memory is allocated.
+`SHARD.tar.index`, the table of a shard, is a NumPy archive with the names and byte positions of the samples. If
+`index.json` and the table exist, a run finds the samples without reading the tar headers. `classes.json` lists the
+class names in the order of the class numbers. All these files may come from an untrusted source. Therefore nothing is
+unpickled, file names cannot point outside the folder, and sizes are checked before memory is allocated.
 """
 
 import io

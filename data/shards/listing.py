@@ -186,7 +186,7 @@ def list_folder(folder: Path, *, labels: str, besides: Path | None = None) -> Li
 
     Args:
         folder: folder of images.
-        labels: "folders" makes the first folder of each path the class of the image, "none" gives no labels, and "auto"
+        labels: "folders" makes the first folder of each path the class of the image. "none" assigns no labels. "auto"
             chooses "folders" if all images are exactly one folder deep and there are several folders, otherwise "none".
             "auto" refuses a folder with subfolders such as train and val.
         besides: subfolder to skip; None to skip no subfolder.

@@ -19,7 +19,7 @@ from braceexpand import braceexpand
 
 from tessera.data.shards import index, remote
 from tessera.data.shards.failures import (
-    MAKE_INDEX_AGAIN,
+    CORRECT_INDEX,
     MAKE_SHARD_AGAIN,
     MOST_LISTED,
     ResourceError,
@@ -225,7 +225,7 @@ def _open(path: str, indices: "_FolderIndices", verifies: bool) -> _Opened:
         if listed.entry.filesize != shard.size:
             raise ShardError(
                 f"{path} has {shard.size} bytes, but {FOLDER_INDEX} lists {listed.entry.filesize}. The shard may have "
-                f"been truncated. Copy or make the shard again. If the index is wrong: {MAKE_INDEX_AGAIN}"
+                f"been truncated. Copy or make the shard again. {CORRECT_INDEX}"
             )
         if listed.written >= shard.modified:
             return _counted(replace(shard, sha256=listed.entry.sha256), listed)

@@ -253,7 +253,7 @@ def fetch(
 class _CountingReader:
     """Stream that counts and hashes the bytes that are read.
 
-    Raises `ShardError` after more than `limit` bytes; 0 for no limit.
+    Raises `ShardError` if more than `limit` bytes are read. The limit 0 means that there is no limit.
     """
 
     def __init__(self, file: Any, limit: int, url: str):

@@ -1,8 +1,8 @@
 """Sources of samples, and the shards that they consist of.
 
 A `Shard` is a tar or a folder of images. To read another kind of storage, derive a class from `Shard`, and choose it in
-`open.shard_at`. A `Source` is a list of shards whose samples are numbered consecutively. A `Source` reads
-names, encoded images, labels and segmentation maps, and decides what happens if a shard cannot be read.
+`open.shard_at`. A `Source` is a list of shards whose samples are numbered consecutively. A `Source` reads names,
+encoded images, labels and segmentation maps, and handles shards that cannot be read.
 """
 
 import bisect
@@ -21,6 +21,7 @@ from pydantic import Field
 
 from tessera.data.shards.cache import CacheError, cache_folder
 from tessera.data.shards.failures import (
+    CORRECT_INDEX,
     MAKE_INDEX_AGAIN,
     ResourceError,
     SampleError,
@@ -59,8 +60,8 @@ class SourceConfig(Section):
     cache_gb: float = Field(default=64, gt=0)
     """maximum size in GB, on each node, of the cache of downloaded and decompressed shards below $TESSERA_CACHE"""
     commands: bool | None = None
-    """run the commands of pipe:COMMAND shards; only a flag can set this; by default, commands that flags give are run,
-    and commands in a settings file are refused"""
+    """run the commands of pipe:COMMAND shards; only a flag can set this; by default, a command in a flag is run,
+    and a command in a settings file is refused"""
 
 
 DEFAULT = SourceConfig()
@@ -460,7 +461,6 @@ class Source:
         if index.summary[0] != self.counts[shard]:
             raise ShardError(
                 f"{opened.path} has {index.summary[0]} samples, but {self.counts[shard]} were expected from index.json "
-                "or from an earlier count. The shard or the index has changed. Restart the run. "
-                f"If the index is wrong: {MAKE_INDEX_AGAIN}"
+                f"or from an earlier count. The shard or the index has changed. Restart the run. {CORRECT_INDEX}"
             )
         return index

@@ -20,6 +20,7 @@ import numpy as np
 from tessera.data.shards import remote
 from tessera.data.shards.cache import CHECKSUM, Cache, Sink, cache_folder, checksum, first_version, is_intact
 from tessera.data.shards.failures import (
+    CORRECT_INDEX,
     MAKE_INDEX_AGAIN,
     MAKE_SHARD_AGAIN,
     SampleError,
@@ -157,7 +158,7 @@ class Tar(Shard):
         if found != self.sha256.lower():
             raise ShardError(
                 f"{self.path} has a SHA-256 that differs from index.json, so the shard or the index has changed. "
-                f"{MAKE_SHARD_AGAIN} If the index is wrong: {MAKE_INDEX_AGAIN}"
+                f"{MAKE_SHARD_AGAIN} {CORRECT_INDEX}"
             )
 
 
@@ -226,13 +227,13 @@ class PackedTar(Tar):
 
     def open(self) -> int:
         def fill(sink: Sink) -> None:
-            check = None if self.sha256 else self._check_version  # `fetch` compares the SHA-256, if it is known
+            check = None if self.sha256 else self._check_version  # `fetch` checks a known SHA-256 instead
             remote.fetch(self.path, sink, self.config, size=self.size, sha256=self.sha256, check=check)
 
         return self.cache.open(self.cache_name("whole"), fill, None if self._is_packed else self.size or None)
 
     def _check_version(self, stated: list[str]) -> None:
-        """Raise `ShardError` if no version identifier of the server's response, such as an ETag, matches this shard."""
+        """Do nothing, because a local tar has no server. `RemoteTar` compares the version identifiers of a response."""
 
     def fetches(self, index: Index, samples: Sequence[int]) -> list[Callable[[], None]]:
         return [lambda: os.close(self.open())]

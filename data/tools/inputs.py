@@ -133,7 +133,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 def _refuse_columns(path: Path, names: Sequence[str]) -> None:
     if "path" not in names:
         raise ShardError(
-            f"{path} has no column 'path', but {', '.join(map(repr, names))}. Rename the column with the paths."
+            f"{path} has no column 'path'. Columns of the file: {', '.join(map(repr, names)) or 'none'}. "
+            "Rename the column with the paths."
         )
 
 
@@ -162,7 +163,10 @@ def find_maps(listing: Listing, folder: Path | None) -> None:
         listing.maps = maps
     elif folder is not None:
         example = printable(os.fsdecode(os.path.join(root, maps.path(listing.path(int(listing.usable[0]))))))
-        raise ShardError(f"--maps {folder} holds no map of any image. The map of the first image would be {example}.")
+        raise ShardError(
+            f"--maps {folder} holds no map of any image. The map of the first image would be {example}. "
+            "Give the folder that holds the segmentation maps."
+        )
     if folder is None:
         listing.other_files.pop(f".{MAP}", None)
 

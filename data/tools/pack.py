@@ -95,7 +95,7 @@ def read_map(listing: Listing, entry: int) -> bytes | None:
             raise LeftOut(REASONS[size])
         return _read(os.path.join(maps.root, maps.path(listing.path(entry))), size, int(maps.modified[entry]))
     except LeftOut as error:
-        raise LeftOut(f"its segmentation map: {error}") from error
+        raise LeftOut(f"the segmentation map cannot be used: {error}") from error
 
 
 def _read(path: bytes, size: int, modified: int) -> bytes:
@@ -170,7 +170,7 @@ def _prepare_map(encoded: bytes | None, size: tuple[int, int], stored: tuple[int
     try:
         values = checked_map(encoded, size)
     except ImageError as error:
-        raise LeftOut(f"its segmentation map: {error}") from error
+        raise LeftOut(f"the segmentation map cannot be used: {error}") from error
     if stored == size[::-1]:
         return encoded
     file = BytesIO()
@@ -179,7 +179,7 @@ def _prepare_map(encoded: bytes | None, size: tuple[int, int], stored: tuple[int
 
 
 def _format(content: bytes) -> str:
-    """Return the image format from the first bytes of a file, because file name extensions are often wrong."""
+    """Detect the image format by the first bytes of a file, because file name extensions are often wrong."""
     if is_jpeg(content):
         return "jpeg"
     if is_png(content):
@@ -232,7 +232,7 @@ class Record:
 
 
 def write_samples(path: Path, samples: Iterable[dict[str, Any]]) -> None:
-    """Write samples to a tar. A sample is a dict from file extensions to contents; `__key__` is the name of the sample.
+    """Write samples to a tar. A sample is a dict from file extensions to contents. The key `__key__` holds its name.
 
     The bytes of the tar depend only on the samples, because the headers hold no user, host name or time.
     """

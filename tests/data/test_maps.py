@@ -248,9 +248,12 @@ def test_images_with_broken_maps_are_left_out_and_named(scenes, tmp_path):
     make(scenes, tmp_path / "out")
     assert sorted(read_back(tmp_path / "out")) == ["im0", "im4", "im5", "im6"]
     reasons = (tmp_path / "out" / "left_out.csv").read_text()
-    assert 'im1.jpg,"its segmentation map: the map has 30 x 40 pixels, but the upright image has 40 x 30"' in reasons
-    assert "im2.jpg,its segmentation map: the file is empty" in reasons
-    assert "im3.jpg,its segmentation map: a damaged PNG" in reasons
+    assert (
+        'im1.jpg,"the segmentation map cannot be used: the map has 30 x 40 pixels, but the upright image has 40 x 30"'
+        in reasons
+    )
+    assert "im2.jpg,the segmentation map cannot be used: the file is empty" in reasons
+    assert "im3.jpg,the segmentation map cannot be used: a damaged PNG" in reasons
 
 
 def test_check_shards_counts_maps_and_names_bad_ones(scenes, write_tar, tmp_path, capsys):
