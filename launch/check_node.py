@@ -32,7 +32,7 @@ MIN_FREE_BYTES = 1e9
 def main(argv: list[str] | None = None) -> int:
     """Return the exit code: 0 if the node is fine, 2 if there is a problem."""
     parser = argparse.ArgumentParser(description="Check this node before a job starts.", allow_abbrev=False)
-    parser.add_argument("--sees", type=Path, metavar="FILE", help="file by the first node, to be visible on this node")
+    parser.add_argument("--sees", type=Path, metavar="FILE", help="file from the first node; this node must see it")
     parser.add_argument("--writes", type=Path, metavar="FOLDER", help="run folder of the job, which must be writable")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the job, which name its shards")
     arguments = sys.argv[1:] if argv is None else argv
