@@ -1,4 +1,5 @@
-"""Attention for batches of sequences and for packed images. On a CPU, half precision avoids torch's slow kernel.
+"""Attention for batches of sequences and for packed images. On a CPU, torch's fused kernel is slow in half precision,
+so attention is computed in another way.
 
 Letters in shapes: N tokens of an image; T tokens of all packed images; d width of one head.
 """
@@ -51,7 +52,7 @@ def attention(
         out = dot_product_attention(q, k, v, scale=scale)
         # The fused kernels store the result as (B, N, heads, d), so that `flatten` copies nothing.
         return out.transpose(1, 2).flatten(0, 1).transpose(0, 1)
-    from tessera.encoders import packed_attention  # imported here, because it loads torch's compiler, which is slow
+    from tessera.encoders import packed_attention  # imported here, because this import takes seconds
 
     return packed_attention.packed_attention(q, k, v, scale, segments)
 
@@ -62,18 +63,21 @@ def self_attention(qkv: Tensor, *, scale: float | None = None, segments: Segment
     With `segments`, `qkv` holds the tokens of packed images (T, 3, heads, d).
     """
     if segments is not None and not segments.uniform:
-        from tessera.encoders import packed_attention  # see `attention`
+        from tessera.encoders import packed_attention  # imported here for the same reason as in `attention`
 
         if len(segments.runs) <= packed_attention.FEW_RUNS:
             return packed_attention.self_attention_by_run(qkv, scale, segments)
-    # Because q, k and v are split along this axis, the gradient of `unbind` has the layout that the linear layer needs.
+    # `unbind` along this axis gives the gradient of `qkv` the memory layout that the linear layer needs.
     q, k, v = (part.transpose(-3, -2) for part in qkv.unbind(-3))
     return attention(q, k, v, scale=scale, segments=segments)
 
 
 @contextmanager
 def only_torchs_kernel() -> Iterator[None]:
-    """Use torch's kernel within the context, so that a CPU can count the memory that attention takes on a GPU."""
+    """Within the context, use torch's kernel for all data types, as on a GPU.
+
+    A dry run on a CPU can then count the memory that attention takes on a GPU.
+    """
     global _torchs_kernel
     before, _torchs_kernel = _torchs_kernel, True
     try:
@@ -87,10 +91,10 @@ def dot_product_attention(
 ) -> Tensor:
     """Return softmax(q k^T * scale + bias) v: queries (..., N, d), keys and values (..., M, d) -> (..., N, d).
 
-    In bf16 on the CPU, attention is computed as two matrix products and a softmax, because torch's fused kernel takes
-    five times as long in bf16, and twice as long in float32 (AMD EPYC with bf16 instructions). Logits and weights are
-    rounded to bf16, as in attention without a fused kernel under autocast. In fp16, and for more than `MOST_KEYS` keys,
-    attention is computed in float32.
+    In bf16 on the CPU, attention is computed as two matrix products and a softmax. On an AMD EPYC with bf16
+    instructions, this is five times as fast as torch's fused kernel in bf16, and twice as fast as the fused kernel in
+    float32. Logits and weights are rounded to bf16, as under autocast without a fused kernel. In fp16, and for more
+    than `MOST_KEYS` keys, attention is computed in float32 with torch's fused kernel.
 
     Args:
         bias: tensor that broadcasts to (..., N, M). A float bias is added to the logits. A bool bias excludes keys
@@ -117,6 +121,6 @@ def _by_products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: fl
     if bias is not None and bias.is_floating_point():
         logits = logits + bias.to(logits.dtype)
     elif bias is not None:
-        # -inf would turn the row of a query without keys into NaN
+        # With -inf, the softmax of a query whose keys are all excluded would be NaN.
         logits = logits.masked_fill(~bias, torch.finfo(logits.dtype).min)
     return logits.softmax(-1) @ v

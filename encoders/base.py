@@ -94,10 +94,10 @@ class Encoder(nn.Module):
 
     @classmethod
     def unused_settings(cls, settings: Mapping[str, Any]) -> dict[str, str]:
-        """Return the constructor arguments that have no effect with these `settings`.
+        """Return the constructor arguments that have no effect with these `settings`, as a dictionary.
 
-        Each key is such an argument, and its value is the setting that makes the argument ineffective. `encoders.build`
-        raises an error if such an argument differs from its default.
+        A key is the name of such an argument. The value is the name of the setting that makes the argument ineffective.
+        `encoders.build` raises an error if such an argument differs from its default.
         """
         del settings
         return {}
@@ -143,7 +143,7 @@ class Encoder(nn.Module):
 
     def _outputs(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Iterator[Any]:
         """Yield the output of each block. `_features` accepts each of these outputs."""
-        raise NotImplementedError(f"{type(self).__name__} has neither `forward` nor `_outputs`.")
+        raise NotImplementedError(f"{type(self).__name__} implements neither `forward` nor `_outputs`.")
 
     def _features(self, output: Any, grids: Tensor) -> Features:
         """Return the features for the output of a block. `grids` (B, 2) are the grids of the images."""
@@ -232,7 +232,7 @@ class Encoder(nn.Module):
         if len(images.patches) != count or int(images.grids.min()) < 1:
             raise EncoderError(
                 f"{len(images.patches)} packed patches do not match images with grids of {images.grids.tolist()} "
-                "patches."
+                "patches. An image must have rows x columns patches, at least 1."
             )
 
     def _check_mask(self, images: Images, mask: Mask | None, drop: bool) -> None:
@@ -258,9 +258,9 @@ class Encoder(nn.Module):
     def draw_drop_path(self, images: int, device: torch.device) -> Scales:
         """Draw the drop path factors of one forward pass. Return an iterator with one item per block.
 
-        For each block, the iterator yields the factors as a tensor (2, images). It yields only None if drop path is
-        inactive. It also yields only None outside of the context `encoders.randomness.random_keys`, where each block
-        draws its factors from torch's generator.
+        An item holds the factors of one block: (2, images). All items are None if drop path is inactive. Outside of the
+        context `encoders.randomness.random_keys`, all items are also None, and each block draws its factors from
+        torch's generator.
         """
         parts = [part if isinstance(part, nn.ModuleList) else [part] for part in self.blocks]
         drops = [block.drop_path for part in parts for block in part]

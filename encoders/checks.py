@@ -38,7 +38,7 @@ def check_settings(variant: str, settings: Mapping[str, Any], constructor: Any) 
 
 
 def _description(kind: Any) -> str:
-    """Describe in words the values that an annotation allows, such as `a bool`."""
+    """Return a phrase for the values that an annotation allows, such as `a bool`."""
     origin, members = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join(map(_description, members))
@@ -68,7 +68,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
     if kind in (bool, types.NoneType):
         return isinstance(value, bool) if kind is bool else value is None
-    return True  # only encoder families of other packages have other annotations
+    return True  # other annotations occur only in encoder families of other packages
 
 
 def check_finite(name: str, values: Any) -> tuple[float, ...]:

@@ -18,8 +18,8 @@ from tessera.encoders.errors import EncoderError
 from tessera.encoders.segments import Segments, copy_to_device
 
 Scales = Iterator[Tensor | None]
-"""Iterator that yields the drop path factors of one block after the other: (2, B), one row for attention and one row
-for the MLP. If the iterator yields None, the block draws the factors itself."""
+"""Iterator over blocks that yields the drop path factors of a block: (2, B), one row for attention and one row for the
+MLP. If the iterator yields None, the block draws the factors itself."""
 
 
 class DropPath(nn.Module):
@@ -42,7 +42,7 @@ class DropPath(nn.Module):
         return x if factors is None else x * factors
 
     def add(self, x: Tensor, branch: Tensor, segments: Segments | None = None, scale: Tensor | None = None) -> Tensor:
-        """Return the sum of `x` and of the branch after drop path. Both have the same shape."""
+        """Apply drop path to `branch`, and return the sum of `x` and the result. `branch` has the shape of `x`."""
         factors = self._factors(branch, segments, scale)
         if factors is None:
             return x + branch
@@ -51,7 +51,7 @@ class DropPath(nn.Module):
         return x + branch * factors
 
     def _factors(self, x: Tensor, segments: Segments | None, scale: Tensor | None) -> Tensor | None:
-        """Return the factors of the images, which broadcast to `x`. Return None if no image is dropped."""
+        """Return the factors of the images, which broadcast to `x`. Return None if drop path is inactive."""
         if not self.training or self.rate == 0:
             return None
         shape = (-1, *[1] * (x.ndim - 1))
@@ -115,8 +115,8 @@ class Subset:
 
 
 BranchScales = Iterator[Tensor | tuple[Subset, Subset] | None]
-"""Iterator like `Scales`. Instead of factors, it may yield two subsets per block: the images that keep attention, and
-the images that keep the MLP."""
+"""Iterator over blocks. For each block, it yields factors or None, as `Scales` does, or two subsets: the images that
+keep attention, and the images that keep the MLP."""
 
 
 def kept_images(scales: Scales, segments: Segments | None, device: torch.device) -> BranchScales:

@@ -19,7 +19,7 @@ from tessera.encoders.errors import EncoderError
 
 @dataclass(frozen=True)
 class PackedImages:
-    """Images of many sizes, stored as one flat sequence of patches. This is the input of NaViT (2307.06304)."""
+    """Images of many sizes, stored as one flat sequence of patches, as in NaViT (2307.06304)."""
 
     patches: Tensor
     """Pixel values of each patch in (row, column, channel) order: (T, P)."""
@@ -113,7 +113,11 @@ class Mask:
             )
 
     def extended(self, grids: Tensor) -> "Mask":
-        """Extend the mask to n images with these `grids` (n, 2). All tokens of the additional images are visible."""
+        """Return a mask for more images. The masked images come first, and all tokens of the other images are visible.
+
+        Args:
+            grids: grids of all n images, including the masked images: (n, 2).
+        """
         counts = grids[len(self.lengths) :].prod(1)
         tokens, more = len(self.hidden), int(counts.sum())
         return Mask(
@@ -169,7 +173,9 @@ def pack(views: Sequence[Images], patch: int) -> PackedImages:
             grid = torch.tensor([view.shape[-2] // patch, view.shape[-1] // patch])
             view = PackedImages(patchify(view, patch), grid.expand(len(view), 2), patch)
         if view.patch != patch:
-            raise EncoderError(f"A view is packed in patches of {view.patch} pixels, not of {patch} pixels.")
+            raise EncoderError(
+                f"A view has patches of {view.patch} pixels, not of {patch} pixels. Pack it with patch={patch}."
+            )
         parts.append(view)
     if len(parts) == 1:
         return parts[0]

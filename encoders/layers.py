@@ -19,7 +19,7 @@ from tessera.encoders.segments import Segments
 Interpolation = Literal["dino", "mae", "antialias"]
 Init = Literal["trunc_normal", "xavier"]
 Recompute = bool | Literal["selective"]
-"""Parts of an encoder that the backward pass computes again to save memory: none (False), blocks (True), or norms and
+"""Parts of an encoder that the backward pass recomputes to save memory: nothing (False), blocks (True), or norms and
 activation functions ("selective")."""
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -62,10 +62,10 @@ class LayerScale(nn.Module):
 
 
 def at_least_float32(parameter: Tensor) -> Tensor:
-    """Convert `parameter` to float32 under autocast, because an engine may have gathered it in half precision.
+    """Under autocast, convert a parameter in half precision to float32. Otherwise, return it unchanged.
 
-    Without autocast, return `parameter` unchanged, because the whole encoder then computes in the precision of its
-    parameters.
+    Under autocast, some training engines gather float32 parameters in half precision. Without autocast, the encoder
+    computes in the precision of its parameters.
     """
     if parameter.dtype not in (torch.bfloat16, torch.float16) or parameter.is_meta:
         return parameter
@@ -73,7 +73,7 @@ def at_least_float32(parameter: Tensor) -> Tensor:
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm: (..., D) -> (..., D). Under autocast, it also accepts float32 input for bf16 parameters."""
+    """Layer norm: (..., D) -> (..., D). Under autocast, the input may be float32 while the parameters are bf16."""
 
     def forward(self, input: Tensor) -> Tensor:
         if input.dtype == self.weight.dtype:
@@ -85,7 +85,8 @@ class LayerNorm(nn.LayerNorm):
 class SameDtypeLayerNorm(LayerNorm):
     """Layer norm whose output has the dtype of its input: (..., D) -> (..., D).
 
-    Autocast would convert an input in bf16 to float32. Means and variances are computed in float32 in any case.
+    Under autocast, torch's layer norm returns float32 even if the input is in bf16. Both norms compute means and
+    variances in float32.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -97,10 +98,10 @@ class SameDtypeLayerNorm(LayerNorm):
 
 
 class PreNormBlock(nn.Module):
-    """Transformer block: attention and an MLP, each after a norm and added to its input. (..., D) -> (..., D).
+    """Pre-norm transformer block with attention and an MLP as residual branches: (..., D) -> (..., D).
 
-    Drop path multiplies the branches of an image by the factors `scales` (2, B). `context` is passed to `attn` as its
-    second argument unless it is None. It holds the windows of a grid or the boundaries of packed images.
+    Drop path multiplies the branches of an image by the factors `scales` (2, B). If `context` is not None, it is the
+    second argument of `attn`: the windows of a grid, or the boundaries of packed images.
     """
 
     def __init__(
@@ -123,9 +124,9 @@ class PreNormBlock(nn.Module):
 
 
 def recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return `function(x)`. Keep only `x` for the backward pass, which computes the rest again.
+    """Return `function(x)`. Save only `x` for the backward pass, which calls `function` again.
 
-    A matrix product at the end of `function` is not computed again, because no gradient needs its result.
+    The second call stops before a matrix product at the end of `function`, because no gradient needs the product.
     """
     return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportReturnType]
 

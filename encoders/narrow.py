@@ -1,7 +1,7 @@
 """A narrow transformer on the features of an encoder: MAE's decoder (2111.06377), or a predictor of features.
 
-Shapes: B images; T tokens of a batch, V of them visible; N tokens of an image; D width of the encoder; E width of the
-narrow transformer; P predicted values of a token.
+Letters in shapes: B images; T tokens of a batch; V visible tokens; N tokens of an image; D width of the encoder; E
+width of the narrow transformer; P predicted values of a token.
 """
 
 import torch
@@ -15,13 +15,13 @@ from tessera.encoders.layers import LayerNorm, init_linear, sincos_table
 from tessera.encoders.segments import Segments, insert_prefix, split_prefix, token_positions
 
 LONGEST_SIDE = 512
-"""Largest number of rows or columns of tokens for which there are positions."""
+"""Largest number of token rows or token columns of an image. The table of positions has this number of entries."""
 
 
 class NarrowTransformer(nn.Module):
     """Linear embedding, fixed sine-cosine positions, transformer blocks, a norm and a linear prediction layer.
 
-    With `depth` 0, only the prediction layer is left. It predicts from the features of each token alone.
+    With `depth` 0, there is only the prediction layer, which predicts the values of each token from its own features.
 
     Args:
         features: width D of the features.
@@ -62,14 +62,14 @@ class NarrowTransformer(nn.Module):
         pooled: Tensor | None = None,
         sequences: Tensor | None = None,
     ) -> Tensor:
-        """Predict (T, P) for all tokens, image after image and row by row.
+        """Return the predicted values (T, P) of all tokens, image after image and row by row.
 
         Args:
             tokens: features of the tokens, (V, D) in the order of `mask.visible`, or (T, D) without `mask`.
             grids: number of token rows and of token columns of each image, (B, 2) on the CPU.
             mask: hidden tokens. Each hidden token is represented by the mask token and its position.
-            pooled: features (B, D) of one additional token per image. This token has no position, and no effect if
-                `depth` is 0.
+            pooled: features (B, D) of one additional token per image, or None. This token has no position. It has no
+                effect if `depth` is 0.
             sequences: `PackedImages.sequences`, or None for images of one size.
 
         Raises:

@@ -1,8 +1,8 @@
 """NaViT (2307.06304): a vision transformer for packed images of any size and aspect ratio.
 
 Letters in shapes: B images; C channels; P = patch * patch * C values of a patch; T tokens of the batch, image after
-image and row by row (only visible tokens, if hidden tokens are dropped); Q queries; D width of a token; d width of one
-head.
+image and row by row (only the visible tokens if hidden tokens are dropped); Q queries; D width of a token; d width of
+one head.
 """
 
 from collections.abc import Iterator
@@ -106,7 +106,7 @@ class AttentionPool(nn.Module):
 class NaViT(Encoder):
     """Vision transformer for images of any size. Each image attends only to itself.
 
-    The input is a tensor (B, C, H, W) with H and W that are multiples of the patch size, or `PackedImages`. The
+    The input is `PackedImages`, or a tensor (B, C, H, W) whose H and W are multiples of the patch size. The
     architecture is vit-pytorch's NaViT: factorised positions (one table for rows and one table for columns), layer
     norms without bias, normalised queries and keys, and attention pooling. If hidden tokens are replaced, the mask
     token replaces them before positions are added.
@@ -133,7 +133,7 @@ class NaViT(Encoder):
         positions: lookup in the position tables, by row and column ("absolute") or by their fractions ("fractional").
         pool: rule for `Features.pooled`, pooling with a learned query ("attention") or mean of the tokens ("mean").
         token_drop: fraction of the tokens of each image that is dropped in training.
-        token_drop_full: fraction dropped at `image_size`, linear in the image area. None means `token_drop`.
+        token_drop_full: fraction at `image_size`. It changes linearly with the image area. None means `token_drop`.
         drop_path: drop path rate of the last block. The rate rises linearly from 0 at the first block.
         mask_token: add a learned token that replaces hidden tokens.
         norm_eps: epsilon of all layer norms.
@@ -142,7 +142,7 @@ class NaViT(Encoder):
 
     can_drop = True
     takes_packed = True
-    # gains of norms, which have two dimensions here and would otherwise be decayed like matrices
+    # These gains of norms have several dimensions, so they would otherwise get weight decay like matrices.
     no_weight_decay = ("q_norm.gamma", "k_norm.gamma")
 
     def __init__(
@@ -230,7 +230,7 @@ class NaViT(Encoder):
         """
         if not self.fractional:
             return F.embedding(indices, table)
-        scaled = indices * len(table)  # integer arithmetic, because float rounding could move k / n below entry k
+        scaled = indices * len(table)  # integers, because float rounding could move the fraction k / n below entry k
         before = scaled // sides
         after = (before + 1).clamp(max=len(table) - 1)
         rest = ((scaled % sides) / sides).to(table.dtype)

@@ -23,10 +23,10 @@ VARLEN_TAKES_SCALE = "scale" in inspect.signature(varlen_attn).parameters
 
 FEW_RUNS = 8
 """Largest number of runs for which attention is computed run by run, with the kernels for batches. A run consists of
-consecutive images of the same size. If images are not packed, the crops of a training step form two to four runs."""
+consecutive images of the same size. If all crops of a view have the same size, a training step has two to four runs."""
 
 
-@torch.compiler.disable()  # otherwise torch would compile a new graph for each batch, because image lengths differ
+@torch.compiler.disable()  # otherwise torch would compile a new graph for each batch with other image lengths
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
     """Return the attention within each image, softmax(q k^T * scale) v: (heads, T, d) -> (heads, T, d).
 
@@ -86,8 +86,7 @@ def attention_in_sequences(q: Tensor, k: Tensor, v: Tensor, scale: float | None,
 def attention_by_run(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
     """Compute attention within each image: (heads, T, d) -> (heads, T, d).
 
-    Consecutive images with the same numbers of queries and tokens are computed as one batch. The crops of a training
-    step form a few such runs.
+    Each run of consecutive images with equal numbers of queries and tokens is computed as one batch.
     """
     queries = [images * length for images, length, _ in segments.runs]
     tokens = [images * length for images, _, length in segments.runs]

@@ -1,7 +1,7 @@
 """Published weights by name: `timm:NAME` is a pretrained model of timm, such as `timm:vit_small_patch16_224.dino`.
 
-timm downloads the weights to its cache, or finds them there. Only the weights, the normalisation and the size of the
-images are taken from timm. The encoder class is one of this project.
+timm downloads the weights to its cache, unless the cache already contains them. Only the weights and the normalisation
+of the images come from timm. The encoder class comes from this project.
 """
 
 import difflib
@@ -35,9 +35,11 @@ def fetch(source: str | Path) -> tuple[State, Preprocessing]:
         raise WeightsError(f"timm {timm.__version__} has no pretrained model {name!r}. {hint}")
     try:
         model = timm.create_model(name, pretrained=True)
-    # a failed download raises errors of several packages, such as huggingface_hub
+    # A failed download raises exceptions of several packages, such as huggingface_hub.
     except Exception as error:
-        raise WeightsError(f"timm could not load the weights of {name!r}: {error}") from error
+        raise WeightsError(
+            f"timm could not load the weights of {name!r}: {error}. Check the network connection."
+        ) from error
     config = model.pretrained_cfg
     return model.state_dict(), Preprocessing(tuple(config["mean"]), tuple(config["std"]))
 

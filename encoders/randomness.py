@@ -1,6 +1,6 @@
-"""Random numbers of encoders as a function of seed, step and sample.
+"""Random numbers of encoders that are functions of the seed, the step and the sample.
 
-The numbers depend neither on the device nor on the number of processes.
+The numbers do not depend on the device or on the number of processes.
 
 A training step sets the context before the forward pass:
 
@@ -130,7 +130,7 @@ def hashed(keys: Tensor, words: Tensor) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Mix the bits of 32-bit integers with a one-to-one map. Factors are below 2**31, so that products fit int64."""
+    """Mix the bits of 32-bit integers with a one-to-one map. The factors are below 2**31, so the products fit int64."""
     x = x ^ (x >> 15)
     x = (x * 0x2C1B3C6D) & MASK
     x = x ^ (x >> 12)
@@ -156,10 +156,10 @@ def _constants(rates: tuple[float, ...], device: torch.device) -> tuple[Tensor, 
 
     Returns:
         Three tensors: words (blocks, 2, 1) that are hashed with the keys of the images; thresholds (blocks, 1, 1),
-        where a hash below the threshold drops the branch; and factors (blocks, 1, 1) that scale the branches that are
-        kept.
+        where a hash below the threshold drops the branch; and the factors (blocks, 1, 1) of the branches that are not
+        dropped.
     """
-    with torch.inference_mode(False):  # training could not use the cached tensors if they were inference tensors
+    with torch.inference_mode(False):  # autograd would reject cached inference tensors in later training steps
         words = _mixed((torch.arange(2 * len(rates)) + 0x9E3779B9) & MASK).view(-1, 2, 1)
         exact = torch.tensor(rates, dtype=torch.float64).view(-1, 1, 1)
         constants = (words, (exact * 2**BITS).long(), (1 / (1 - exact)).float())

@@ -90,7 +90,7 @@ def build(variant: str, **settings: Any) -> Encoder:
     try:
         encoder = constructor(**resolved)
     except (TypeError, ZeroDivisionError, OverflowError) as error:
-        raise EncoderError(f"A setting of {variant} has a value of the wrong type: {error}.") from error
+        raise EncoderError(f"{variant} cannot be built with these settings: {error}.") from error
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in resolved.items()}
     encoder.settings = {"variant": variant, **plain}
     return encoder

@@ -1,8 +1,8 @@
 """Rotary positions (RoFormer, 2104.09864) for grids of patches, as in DINOv3 (2508.10104).
 
-Letters in shapes: B images; N patches of an image; T patches of all images (only the visible patches, if hidden tokens
-are dropped); S prefix tokens before the patches of each image; d width of one head; L blocks with rotations of their
-own (all blocks, or 1 if they share the rotations); G different grids of a batch; R rows of a table of rotations.
+Letters in shapes: B images; N patches of an image; T patches of all images (only the visible patches if hidden tokens
+are dropped); S prefix tokens before the patches of each image; d width of one head; L blocks with different rotations
+(1 if all blocks share the rotations); G different grids of a batch; R rows of a table of rotations.
 """
 
 import math
@@ -19,24 +19,24 @@ from tessera.encoders.segments import copy_to_device, insert_prefix
 
 Coordinates = Literal["separate", "max", "min"]
 Rotations = Iterator[Tensor | None]
-"""Iterator that yields the sines and cosines of one block after the other: (2, S + N, d / 2) for the tokens of an
-image, or (2, T + B * S, d / 2) for the tokens of all packed images. It yields None if the encoder rotates nothing."""
+"""Iterator over blocks that yields the sines and cosines of a block: (2, S + N, d / 2) for the tokens of an image, or
+(2, T + B * S, d / 2) for the tokens of all packed images. It yields None if the encoder has no rotary positions."""
 
 
 class RotaryPositions(nn.Module):
     """Sines and cosines of rotary positions, for the rows and columns of grids of patches.
 
     The centre of patch (i, j) of a grid of h x w patches has the coordinates (i + 0.5) / h and (j + 0.5) / w, mapped to
-    the range -1 to 1. With `coordinates="max"` or `"min"`, both are divided by the longer or the shorter side instead.
+    the range -1 to 1. With `coordinates="max"` or `"min"`, the longer or the shorter side replaces both h and w.
     An angle is 2 pi * coordinate / period. Each head has d / 4 angles of the row, then d / 4 angles of the column.
 
     The d / 4 `periods` are a buffer, so that the weights of an encoder include the periods that it was trained with.
 
-    In training, the coordinates may change at random: first a shift for rows and one for columns, drawn from -`shift`
-    to `shift`, is added to the coordinates. Then the coordinates are multiplied by three factors, each drawn
-    log-uniformly: one for rows and one for columns, from 1 / `jitter` to `jitter`, and a common factor, from
-    1 / `rescale` to `rescale`. New numbers are drawn for each block and each image size. All images of the same size
-    share these numbers, on all processes.
+    In training, the coordinates may change at random. First, a shift is added: one number for rows and one for columns,
+    each drawn uniformly from -`shift` to `shift`. Then, row coordinates and column coordinates are multiplied by one
+    factor each, from 1 / `jitter` to `jitter`, and both by a common factor, from 1 / `rescale` to `rescale`. All
+    factors are drawn log-uniformly. New numbers are drawn for each block and each image size. All images of the same
+    size share these numbers, on all processes.
 
     Args:
         head_dim: width d of a head.
@@ -121,7 +121,7 @@ class RotaryPositions(nn.Module):
     def draw(self, grids: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
         """Draw factors and shifts of the coordinates for each grid and block: two tensors (G, L, 2) on the CPU.
 
-        Return None in evaluation mode, or if no random change of coordinates is set.
+        Return None in evaluation mode, or if `shift`, `jitter` and `rescale` allow no change.
         """
         shift, jitter, rescale = self.ranges
         if not self.training or not any(self.ranges):
@@ -135,7 +135,7 @@ class RotaryPositions(nn.Module):
     def _tables(self, grids: list[tuple[int, int]]) -> tuple[Tensor, list[int]]:
         """Return the sines and cosines of all `grids`: (L, 2, R, d / 2), and the first row of each grid.
 
-        Row 0 is the rotation by 0, which belongs to prefix tokens.
+        Row 0 of the result holds the rotation by the angle 0, for prefix tokens.
         """
         drawn, device = self.draw(grids), self.periods.device
         count, half = (1 if drawn is None else self.blocks), 2 * len(self.periods)

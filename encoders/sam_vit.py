@@ -53,7 +53,7 @@ class LayerNorm2d(LayerNorm):
 def resize_relative(table: Tensor, size: int) -> Tensor:
     """Resize the relative position table of one image axis to `size` tokens: (L, d) -> (2 * size - 1, d).
 
-    The axis is the height or the width. The table is interpolated linearly.
+    The axis is the height or the width. L is the number of rows of the given table. Rows are interpolated linearly.
     """
     length = 2 * size - 1
     if len(table) == length:
@@ -65,7 +65,7 @@ def resize_relative(table: Tensor, size: int) -> Tensor:
 def relative_positions(table: Tensor, size: int) -> Tensor:
     """Return the entry of a relative position table for each pair of a query and a key: (L, d) -> (size, d, size).
 
-    The table is first resized for `size` tokens. Query q and key k use entry q - k + size - 1.
+    The table is first resized to `size` tokens. Query q and key k then use entry q - k + size - 1.
     """
     return resize_relative(table, size).unfold(0, size, 1).flip(2)
 
@@ -148,7 +148,7 @@ class SAMViT(Encoder):
         checkpoint_activations: recompute each block in the backward pass to save memory.
     """
 
-    no_weight_decay = ("pos_embed", "rel_pos_h", "rel_pos_w")  # no weight decay, as in MViTv2
+    no_weight_decay = ("pos_embed", "rel_pos_h", "rel_pos_w")  # as in MViTv2 (2112.01526)
 
     def __init__(
         self,

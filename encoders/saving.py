@@ -1,4 +1,4 @@
-"""Encoders in files.
+"""Save encoders to files, and load them.
 
 An encoder is saved as two files: `NAME.safetensors` holds the weights, `NAME.json` holds the settings and the
 preprocessing.
@@ -24,7 +24,7 @@ from tessera.runtime.user_error import printable
 DESCRIPTION_BYTES = 2**20
 """Largest size in bytes of the .json file of an encoder."""
 WEIGHTS = "encoder.safetensors"
-"""Name of the encoder's file in the folder of a run or of a checkpoint."""
+"""Name of the weight file of the encoder in the folder of a run or of a checkpoint."""
 
 
 def save(encoder: Encoder, path: str | Path, *, step: int | None = None):
@@ -85,7 +85,7 @@ def load(path: str | Path) -> Encoder:
         check_shapes(state, own, {})
         check_values({name: tensor for name, tensor in state.items() if own[name].is_floating_point()})
     except WeightsError as error:
-        raise WeightsError(f"The weights in {weights} do not fit the settings in {description}: {error}") from error
+        raise WeightsError(f"The weights in {weights} do not fit the settings in {description}. {error}") from error
     encoder = build(**settings)
     encoder.load_state_dict(state)
     encoder.preprocessing = preprocessing
@@ -95,7 +95,8 @@ def load(path: str | Path) -> Encoder:
 def places(folder: Path) -> list[Path]:
     """Return the paths at which a run folder or checkpoint folder may hold its encoder, in order of preference."""
     checkpoints = folder / "checkpoints"
-    # Without symlinks, there is no `latest`. Names of later steps are longer, or equally long and sort later.
+    # On a disk without symlinks, `latest` does not exist. The newest step has the longest name, or sorts last among the
+    # longest names.
     steps = sorted(checkpoints.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
     return [place / WEIGHTS for place in (folder, checkpoints / "latest", *steps)]
 
@@ -151,10 +152,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise EncoderError(f"{path} cannot be read: {error.strerror}.") from error
     if not isinstance(described, dict):
-        raise EncoderError(f"{path} does not describe an encoder.")
+        raise EncoderError(f"{path} does not describe an encoder. The file must contain a JSON object.")
     step = described.setdefault("step", None)
     if step is not None and (not isinstance(step, int) or not 0 <= step < 2**53):
-        raise EncoderError(f'"step" in {path} must be a number of optimizer steps.')
+        raise EncoderError(f'"step" in {path} must be a number of optimizer steps, not {printable(repr(step)[:100])}.')
     return described
 
 
@@ -174,6 +175,6 @@ def _preprocessing(described: Any, path: Path) -> Preprocessing:
 def _files(path: str | Path) -> tuple[Path, Path]:
     path = Path(path)
     if path.suffix != ".safetensors":
-        folder = " The folder holds no encoder of a run." if path.is_dir() else ""
+        folder = " The folder holds no encoder, because it contains no encoder.safetensors." if path.is_dir() else ""
         raise EncoderError(f"{path} must end in .safetensors.{folder}")
     return path, path.with_suffix(".json")

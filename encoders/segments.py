@@ -1,7 +1,8 @@
 """Boundaries of the images in a flat sequence of tokens.
 
-Letters in shapes: B images; T tokens of all images (keys and values); S packed sequences; L length of the longest
-sequence, to which all sequences are padded (L' for keys, if queries and keys have different lengths).
+Letters in shapes: B images; T tokens of all images (keys and values); S packed sequences, or S prefix tokens of
+an image in `insert_prefix` and `split_prefix`; L length of the longest packed sequence, to which all sequences are
+padded (L' for keys, if queries and keys have different lengths).
 """
 
 from dataclasses import dataclass, field
@@ -83,7 +84,7 @@ class Segments:
 
     @cached_property
     def padded(self) -> tuple["PaddedSequences", "PaddedSequences"]:
-        """Layout of the queries in padded sequences, and layout of the tokens in padded sequences.
+        """Layout of the queries in padded sequences, and layout of the keys and values in padded sequences.
 
         Raises:
             EncoderError: `sequences` is None.
@@ -171,7 +172,7 @@ def _split(x: Tensor, lengths: Tensor) -> list[Tensor]:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)  # torch.cat would copy a single tensor
+    return parts[0] if len(parts) == 1 else torch.cat(parts)  # `torch.cat` copies even a single tensor
 
 
 def token_positions(grids: Tensor, segments: Segments, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:

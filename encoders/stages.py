@@ -54,7 +54,7 @@ class StagedEncoder(Encoder):
         return Features(x.mean((1, 2)), x.flatten(0, 2), grids)  # (B, D), (B * h * w, D)
 
     def _hide(self, x: Tensor, mask: Mask, grid: tuple[int, int]) -> Tensor:
-        """In embeddings (B, h, w, D), replace all patches that hidden output tokens cover by the mask token."""
+        """Replace embeddings (B, h, w, D) of patches that hidden output tokens cover by the mask token."""
         side = self.stride // self.patch_size
         hidden = repeat(mask.hidden.view(len(x), *grid), "b h w -> b (h i) (w j) 1", i=side, j=side)
         return self.replace_hidden(x, hidden[:, : x.shape[1], : x.shape[2]]).to(x.dtype)

@@ -2,7 +2,7 @@
 
     tessera summary [VARIANT ...] [--image_size 224] [--set depth=4 ...]
 
-The table gives the cost of one image. The encoder is on torch's meta device, so that no memory is allocated. The number
+The table shows the cost of one image. The encoder is on torch's meta device, which allocates no memory. The number
 of multiply-accumulates is half the number of floating-point operations that torch counts in matrix products,
 convolutions and attention. Attention in windows and attention over the full image are also listed separately.
 """
@@ -78,7 +78,7 @@ def summarize(encoder: Encoder, height: int, width: int) -> Summary:
 class FusedAttention(TorchFunctionMode):
     """Torch function mode that counts the operations of attention, and replaces attention by a placeholder.
 
-    The placeholder is needed, because torch does not use a fused kernel for attention on the meta device. The
+    On the meta device, torch's attention uses no fused kernel, so the saved tensors differ from those on a GPU. The
     placeholder saves the tensors that a fused kernel saves for the backward pass.
     """
 

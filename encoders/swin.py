@@ -37,7 +37,7 @@ class Windows(NamedTuple):
     shift: tuple[int, int]
     """Rows and columns by which the windows are shifted."""
     padding: tuple[int, int]
-    """Number of padding rows below the grid, and of padding columns to its right, that fill the last windows."""
+    """Number of padding rows below the grid and of padding columns to the right. The padding fills the last windows."""
     offsets: Tensor
     """Row index in the relative position bias table for each pair of a query and a key in a window: (N * N,)."""
     mask: Tensor | None
@@ -53,7 +53,7 @@ def window_sizes(grid: tuple[int, int], window_size: int) -> tuple[int, int]:
 def make_windows(grid: tuple[int, int], window_size: int, shifted: bool, device: torch.device) -> Windows:
     """Divide a grid into windows. Windows are not shifted along a side of the grid that one window covers.
 
-    The mask holds -100, as in the published code, for pairs of tokens that are neighbours only because of the cyclic
+    The mask holds -100, as in the published code, for pairs of tokens that share a window only because of the cyclic
     shift. The mask holds -inf for keys that are padding, so that padding never influences a token.
     """
     rows, columns = grid
@@ -61,7 +61,7 @@ def make_windows(grid: tuple[int, int], window_size: int, shifted: bool, device:
     by = window_size // 2 if shifted else 0
     shift = (by if rows > window_size else 0, by if columns > window_size else 0)
     padding = (-rows % size[0], -columns % size[1])
-    with torch.inference_mode(False):  # training could not use the cached tensors if they were inference tensors
+    with torch.inference_mode(False):  # autograd would reject cached inference tensors in later training steps
         row, column = (torch.arange(window, device=device) for window in size)
         down = row[:, None, None, None] - row[:, None] + window_size - 1  # (r, 1, r, 1): query minus key
         right = column[:, None, None] - column + window_size - 1  # (c, 1, c)
@@ -80,7 +80,7 @@ def make_windows(grid: tuple[int, int], window_size: int, shifted: bool, device:
 
 
 def _side(length: int, shift: int, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For one side of the padded and shifted grid, return a mask of wrapped positions and a mask of padding."""
+    """Return two bool masks over one side of the padded and shifted grid: wrapped positions, and padding."""
     index = torch.arange(length + padding, device=device).roll(-shift)
     return index < shift, index >= length
 
@@ -171,8 +171,8 @@ class Swin(StagedEncoder):
 
     Images are padded to whole patches, and grids to whole windows and even sides, with zeros below and to the right.
     Tokens never attend to padding. If a side of a grid is not longer than `window_size`, windows have the length of
-    this side and are not shifted along this side. The published code does so for square grids, and timm for each side
-    of any grid. Windows smaller than `window_size` use the biases of the same relative positions.
+    this side and are not shifted along this side. The published code applies this rule to square grids only, and timm
+    applies it to each side of any grid. Smaller windows use the bias table entries of the same relative positions.
 
     The mask token replaces patches before position embeddings are added. Set `mask_token` only if training hides
     tokens. Without hidden tokens, the mask token gets no gradient.

@@ -36,7 +36,7 @@ VARIANTS = {
 }
 
 EMBED_EPS = 1e-5
-"""Epsilon of the norms in patch embeddings and after subsampling. In the published code, it is fixed to this value."""
+"""Epsilon of the norms in patch embeddings and after subsampling. It is also a constant in the published code."""
 
 
 def pad_to(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -53,7 +53,7 @@ def convolve(layer: nn.Conv2d, x: Tensor) -> Tensor:
 
 def real_keys(grid: tuple[int, int], window: tuple[int, int], heads: int, device: torch.device) -> Tensor:
     """Return a mask over the keys of each window, False for padding: (1, windows * heads, 1, r * c) bool."""
-    with torch.inference_mode(False):  # training could not use the cached tensors if they were inference tensors
+    with torch.inference_mode(False):  # autograd would reject cached inference tensors in later training steps
         rows, columns = (
             torch.arange(math.ceil(side / step) * step, device=device) < side
             for side, step in zip(grid, window, strict=True)
@@ -323,5 +323,7 @@ def _each(name: str, value: Number | Sequence[Number], stages: int) -> tuple[Num
     values = tuple(value) if isinstance(value, Sequence) else (value,)
     values = values * stages if len(values) == 1 else values  # a command-line flag with one number is parsed as a list
     if len(values) != stages:
-        raise EncoderError(f"{name} has {len(values)} entries, but dims defines {stages} stages. Give one per stage.")
+        raise EncoderError(
+            f"{name} has {len(values)} entries, but dims defines {stages} stages. Give one entry per stage."
+        )
     return values

@@ -1,7 +1,7 @@
 """Parameters of an encoder that get no gradient from the features that a method uses.
 
-A forward pass on the meta device, which computes no values, finds these parameters. A method freezes these parameters,
-because DDP fails if a trainable parameter gets no gradient.
+A method freezes these parameters, because DDP fails if a trainable parameter gets no gradient. A forward pass on the
+meta device, which computes no values, finds the parameters.
 """
 
 import re
@@ -15,7 +15,7 @@ from tessera.encoders.images import Mask
 from tessera.encoders.randomness import random_keys
 
 ON_META = re.compile(r"\b(register_)?meta\b")
-"""Pattern of the errors that torch raises if an operation needs the data of a meta tensor. torch has no exception class
+"""Pattern of torch's error messages for operations that need the data of a meta tensor. torch has no exception class
 for such errors."""
 IMAGES = 2
 """Number of images of the forward pass. Batch norm cannot normalise one image."""
@@ -33,8 +33,8 @@ def unused_parameters(
 ) -> set[str]:
     """Return the names of the trainable parameters that do not affect the features that a training step uses.
 
-    The forward pass changes neither the encoder nor any random state. An encoder that reads the values of tensors
-    cannot run on the meta device. The forward pass is then computed on the device of its parameters.
+    The encoder and all random states stay unchanged. The forward pass runs on the meta device. If the encoder reads the
+    values of tensors, it cannot run there, and the forward pass runs on the device of the encoder's parameters.
 
     Args:
         encoder: encoder on any device.
@@ -51,7 +51,7 @@ def unused_parameters(
     use = _Use(encoder, pooled, tokens, drop, packed)
     modes = {module: module.training for module in encoder.modules()}
     encoder.train()
-    # An export makes the meta device the default, on which the values of image grids could not be read.
+    # An export sets the meta device as the default device, but the encoder must read the values of image grids.
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), random_keys(0, 0, torch.arange(IMAGES)):
         views = [torch.zeros(IMAGES, encoder.channels, side, side) for side in sides]
         mask = _half_hidden(encoder, sides[0]) if masked else None
@@ -67,13 +67,13 @@ def unused_parameters(
 
 
 def freeze_unused(encoder: Encoder, sides: Sequence[int], **uses: bool) -> None:
-    """Freeze the parameters of `unused_parameters`, which has the same arguments."""
+    """Freeze the parameters that `unused_parameters` returns for the same arguments."""
     for name in unused_parameters(encoder, sides, **uses):
         encoder.get_parameter(name).requires_grad_(False)
 
 
 class _Use(nn.Module):
-    """Wrap an encoder so that `functional_call` returns only the features a method uses: (views, mask) -> features."""
+    """Module that runs an encoder and returns only the features that a method uses: (views, mask) -> features."""
 
     def __init__(self, encoder: Encoder, pooled: bool, tokens: bool, drop: bool, packed: bool) -> None:
         super().__init__()

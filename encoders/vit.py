@@ -2,7 +2,7 @@
 DINOv3 (2508.10104).
 
 Letters in shapes: B images; C channels, H x W pixels; h x w grid; N = h * w patches of an image (only the visible
-patches, if hidden tokens are dropped); T patches of all packed images; D width of a token; S prefix tokens before the
+patches if hidden tokens are dropped); T patches of all packed images; D width of a token; S prefix tokens before the
 patches (class, distillation and register tokens), of which the first K (class and distillation) have positions.
 Parameters have the names of the published weights.
 """
@@ -104,8 +104,8 @@ class ViT(Encoder):
     Positions are a table that is added to the patches and resized to the grid of the images (`positions="learned"` or
     `"sincos"`), or rotations of the queries and keys of patches (`"rope"`, see `encoders.rope`). The table `pos_embed`
     has rows for the class token, the distillation token and the patches, and no rows for register tokens. Rotations do
-    not change prefix tokens and do not depend on `image_size`. `encoders.build` raises an error if a setting is changed
-    that has no effect with the chosen positions.
+    not change prefix tokens and do not depend on `image_size`. `encoders.build` raises an error if a setting that
+    has no effect with the chosen positions differs from its default.
 
     If a side of the image is not a multiple of the patch, the last pixels of that side are cropped. If hidden tokens
     are replaced, the mask token replaces them before positions are added.
@@ -152,7 +152,7 @@ class ViT(Encoder):
         skip_dropped: compute a branch only for the images that keep it. This saves time if `drop_path` is high.
         bf16_residuals: under autocast to bf16, keep the tokens between blocks in bf16, and not in float32.
         positions: learned table ("learned"), fixed sine-cosine table of MAE ("sincos") or rotary positions ("rope").
-        interpolation: resizing of the position table, DINO's ("dino"), MAE's ("mae") or antialiased ("antialias").
+        interpolation: rule to resize the position table: DINO's ("dino"), MAE's ("mae") or antialiased ("antialias").
         cls_norm: normalise the class token with a separate layer norm instead of that of the patches.
         local_cls_norm: normalise the class tokens of local crops with another layer norm, in training.
         rope_base: base of the periods of rotary positions, which rise from 1 to nearly `rope_base`.
@@ -161,7 +161,7 @@ class ViT(Encoder):
         rope_jitter: largest random factor for each axis in training. None means no such factor.
         rope_rescale: largest random common factor in training. None means no such factor.
         init: initialisation of weights, DINO's truncated normal ("trunc_normal") or MAE's Xavier uniform ("xavier").
-        token_init: initial tokens: normal ("normal", "dinov3") or near 0 ("dinov2"). DINO rules set mask tokens to 0.
+        token_init: std of tokens, 0.02 ("normal", "dinov3") or 1e-6 ("dinov2"). "dinov2", "dinov3": mask token 0.
         position_init: initial values of a learned table, truncated normal ("normal") or sine-cosine table ("sincos").
         representation_size: width of a linear layer with tanh before the class head. None means no such layer.
         classes: number of outputs of the class head and of the distillation head. 0 means no heads.
@@ -315,11 +315,12 @@ class ViT(Encoder):
             yield x, segments
 
     def _draw(self, x: Tensor, segments: Segments | None) -> BranchScales:
-        """Return drop path factors for the images in `x`, or with `skip_dropped` the images that keep each branch."""
+        """For each block, yield the drop path factors of the images in `x`. With `skip_dropped`, yield the images that
+        keep each branch."""
         images = len(x) if segments is None else len(segments.lengths)
         if not self.skip_dropped:
             return self.draw_drop_path(images, x.device)
-        # on the CPU, because tensor shapes depend on how many images keep a branch
+        # Draw on the CPU, because the number of images that keep a branch determines tensor shapes.
         return kept_images(self.draw_drop_path(images, torch.device("cpu")), segments, x.device)
 
     def _embed(
@@ -388,8 +389,8 @@ class ViT(Encoder):
     def _resized(self, grid: tuple[int, int], *, square: bool) -> Tensor:
         """Return the rows of the position table for patches, resized to a grid: (1, N, D).
 
-        `square` is True for square images. For other images, DINO's published code always resizes a square table, even
-        to its own grid.
+        `square` is True for square images. For images that are not square, DINO's published code always resizes a
+        square table, even if the grid of the images equals the grid of the table.
         """
         assert self.pos_embed is not None
         patches = self.pos_embed[:, self.num_positioned :]
@@ -401,7 +402,7 @@ class ViT(Encoder):
     def _features(self, output: Output, grids: Tensor) -> Features:
         x, segments = output
         x = x.float() if self.bf16_residuals else x
-        # with rotary positions, the class token and the patches are normalised separately, even if they share one norm
+        # With rotary positions, class token and patches are normed in two calls, because each may have its own norm.
         apart = self.rope_embed is not None and self.pool != "all"
         x = x if apart else self.norm(x)
         lengths = torch.full((len(x),), x.shape[1]) if segments is None else segments.lengths

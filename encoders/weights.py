@@ -1,4 +1,4 @@
-"""Convert weights to an encoder of this project, of timm or of transformers.
+"""Convert weights to the format of this project, of timm or of transformers.
 
     tessera weights SOURCE_CHECKPOINT OUTPUT.safetensors [--to timm|transformers] [--set image_size=96]
 
@@ -111,7 +111,8 @@ def to_transformers(encoder: Encoder, output: Path) -> None:
     """
     if output.name != "model.safetensors":
         raise WeightsError(
-            f"transformers loads a folder with model.safetensors. Write {output.parent}/model.safetensors."
+            f"{output} has the wrong name, because transformers reads the weights of a folder from model.safetensors. "
+            f"Write {output.parent}/model.safetensors."
         )
     config, state = transformers_export.to_transformers(encoder)
     with atomic_write(output) as file:
@@ -126,7 +127,7 @@ WRITERS: dict[str, Callable[[Encoder, Path], None]] = {
     "timm": to_timm,
     "transformers": to_transformers,
 }
-"""Map from each value of `--to` to the function that writes it."""
+"""Map from each value of `--to` to the function that writes this format."""
 
 
 def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:
     return {
         "input_size": (encoder.channels, height, width),
         "interpolation": "bicubic",
-        # timm resizes the short side to size / crop_pct; the evaluations crop small images without a margin
+        # timm resizes the short side to size / crop_pct. The evaluations use no margin for small images.
         "crop_pct": 224 / 256 if min(height, width) >= 128 else 1.0,
         "mean": preprocessing.mean,
         "std": preprocessing.std,

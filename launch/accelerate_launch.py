@@ -38,7 +38,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def start_without_kind(args: argparse.Namespace) -> None:
-    """Start the trainers if neither a flag nor a file names the kind of distribution.
+    """Start the trainers if neither a flag nor a configuration file sets the kind of distribution, such as multi-GPU.
 
     A single trainer replaces this process, so that signals and the exit code need no forwarding. Several trainers are
     started as with `--multi_gpu`, which also works without a GPU.
@@ -67,7 +67,7 @@ class Trainers:
         """Start the trainers and forward signals to them. This method replaces `PContext.start`."""
         if self.received:  # `--max_restarts` must not restart trainers that were told to stop
             sys.exit(STOPPED_AND_SAVED)
-        # because of this variable, newer versions of torch install no SIGTERM handler of their own
+        # With this variable, newer versions of torch install no handler for SIGTERM.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGQUIT"
         self._listen()
         self._start(context)
@@ -78,7 +78,8 @@ class Trainers:
 
     def _listen(self) -> None:
         for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
+            # Under nohup, SIGHUP is ignored, and it must remain ignored.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.forward)
 
     def forward(self, number: int, _: FrameType | None) -> None:
@@ -107,8 +108,8 @@ class Trainers:
 def exit_code(codes: Iterable[int], received: signal.Signals | None) -> int:
     """Return one exit code for all trainers of this machine.
 
-    The code of a trainer that ended only because another trainer had ended is used only if there is no other code. The
-    elastic agent polls at intervals, and may therefore find both trainers at once.
+    If a trainer ended only because another trainer had ended, its code is used only if there is no other code. The
+    elastic agent polls the trainers at intervals, so it may find the codes of both trainers at once.
 
     Args:
         codes: exit codes other than 0. A negative code -N means that signal N killed the trainer. Once one trainer has
@@ -116,14 +117,14 @@ def exit_code(codes: Iterable[int], received: signal.Signals | None) -> int:
         received: signal that was forwarded to the trainers, or None.
     """
     codes = list(codes)
-    # if the signal killed all trainers, they had not yet installed their handlers, and nothing needed saving
+    # If the signal killed all trainers, they had not installed their signal handlers yet, so nothing needed saving.
     if received and all(code in (-received, -signal.SIGTERM) for code in codes):
         return STOPPED_AND_SAVED
     own = [code for code in codes if code != -signal.SIGTERM] or codes
     causes = [code for code in own if code not in (STOPPED_AND_SAVED, LOST_PEER)]
     if causes:
         return causes[0] if causes[0] > 0 else 128 - causes[0]
-    # after a signal, a trainer may report the loss of another one that has already saved and ended
+    # After a signal, a trainer may report that it lost another trainer, which has saved and ended earlier.
     saved = STOPPED_AND_SAVED in own and (received or LOST_PEER not in own)
     return STOPPED_AND_SAVED if saved else LOST_PEER
 
@@ -133,7 +134,7 @@ def main() -> None:
     launch.simple_launcher = start_without_kind
     elastic.run = trainers.run
     PContext.start = lambda self: trainers.start(self)
-    # the trainers have printed what failed, and torch's launcher would log the exit codes after that
+    # The trainers print their errors. Without this line, torch's launcher would log the exit codes after these errors.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     args = launch.launch_command_parser().parse_args()
     if args.config_file:

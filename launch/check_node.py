@@ -32,7 +32,7 @@ MIN_FREE_BYTES = 1e9
 def main(argv: list[str] | None = None) -> int:
     """Return the exit code: 0 if the node is fine, 2 if there is a problem."""
     parser = argparse.ArgumentParser(description="Check this node before a job starts.", allow_abbrev=False)
-    parser.add_argument("--sees", type=Path, metavar="FILE", help="file of the first node that this node must see")
+    parser.add_argument("--sees", type=Path, metavar="FILE", help="file from the first node; this node must see it")
     parser.add_argument("--writes", type=Path, metavar="FOLDER", help="run folder of the job, which must be writable")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the job, which name its shards")
     arguments = sys.argv[1:] if argv is None else argv
@@ -54,7 +54,7 @@ def node() -> str:
 
 
 def check_gpus(count: int) -> Iterator[str]:
-    """Yield a problem for each GPU that fails a matrix product, and one if torch sees fewer than `count` GPUs."""
+    """Yield a problem per GPU that fails a matrix product, and a problem if torch finds fewer than `count` GPUs."""
     try:
         import torch  # imported here, because other checks need no torch
     except ImportError as error:
@@ -78,7 +78,7 @@ def check_gpus(count: int) -> Iterator[str]:
 
 
 def check_folder(sees: Path | None, writes: Path | None) -> Iterator[str]:
-    """Yield a problem if the run folder is not shared between nodes, is not writable, or is on a full disk.
+    """Yield a problem if the run folder is not on a shared disk, is not writable, or has too little free space.
 
     Args:
         sees: file that the first node wrote and that this node must see.
@@ -148,7 +148,7 @@ def shard_patterns(flags: list[str]) -> Iterator[str]:
 
     Raises:
         LaunchError: the settings file cannot be read.
-        ValueError: a value is not SHARDS.
+        ValueError: the value of a setting is not a pattern, a list, a mapping or JSON text.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--data", "--data.shards", action="append")
@@ -186,7 +186,7 @@ def as_patterns(value: Any) -> list[str]:
     if isinstance(value, dict):
         return as_patterns(value["shards"]) if "shards" in value else list(value)
     if isinstance(value, list):
-        # nested lists are not expanded, because YAML aliases can nest lists without end
+        # Lists inside the list are ignored, because a YAML list can contain itself through an alias.
         return [pattern for one in value if isinstance(one, str) for pattern in as_patterns(one)]
     if not isinstance(value, str):
         raise ValueError(f"SHARDS must be text, not a {type(value).__name__}")

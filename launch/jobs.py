@@ -105,7 +105,7 @@ def quoted(text: str, *, lines: bool = False) -> str:
     """
     if all(letter.isprintable() or (lines and letter == "\n") for letter in text):
         return shlex.quote(text)
-    # interactive bash would also expand `!`, because its history expansion does not recognise this form of quotes
+    # `!` is escaped, because the history expansion of interactive bash also expands it inside these quotes.
     kept = {byte for byte in range(32, 127) if chr(byte) not in "\\'!"}
     letters = (chr(byte) if byte in kept else f"\\{byte:03o}" for byte in text.encode("utf-8", "surrogateescape"))
     return f"$'{''.join(letters)}'"
@@ -167,7 +167,7 @@ def _sbatch(job: Job, command: list[str]) -> str:
     Raises:
         LaunchError: SLURM refuses the job.
     """
-    # a job that is submitted by another job must not inherit the SLURM variables of that job's allocation
+    # If a job submits another job, the new job must not inherit the SLURM variables of the first job's allocation.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_")) or k == "SLURM_CONF"}
     done = _run(command, inherited | job.environment)
     if done.returncode:
@@ -177,13 +177,14 @@ def _sbatch(job: Job, command: list[str]) -> str:
 
 
 def submit_chain(jobs: Sequence[Job], prepare: Callable[[], None]) -> None:
-    """Submit jobs. All other jobs wait for the first job. If a step fails, cancel the jobs that were submitted.
+    """Submit jobs. All other jobs wait for the first job. If anything fails, cancel the jobs that were submitted.
 
     Args:
-        prepare: function that is called when SLURM has accepted all jobs, before the first one may start.
+        jobs: jobs to submit. The other jobs start only if the first job succeeds.
+        prepare: function that is called after SLURM has accepted all jobs, and before the first job can start.
 
     Raises:
-        LaunchError: SLURM refuses a job, or does not release the first one.
+        LaunchError: SLURM refuses a job, or does not release the first job.
     """
     first, *others = jobs
     try:
@@ -263,7 +264,7 @@ def read_record(output: Path) -> tuple[Record, list[Job]]:
     except (OSError, ValueError, RecursionError) as error:
         raise LaunchError(f"cannot read {path}: {error}") from error
     try:
-        known = [item.name for item in fields(Job)]  # other versions may write additional entries
+        known = [item.name for item in fields(Job)]  # jobs.json of another version may have additional entries
         jobs = [Job(**{name: entry[name] for name in known}) for entry in stored.pop("jobs")]
         return stored, jobs
     except (KeyError, TypeError, AttributeError) as error:
@@ -286,7 +287,9 @@ def read_settings(path: Path) -> dict[str, Any]:
     """
     try:
         if path.stat().st_size > MAX_SETTINGS_BYTES or not path.is_file():
-            raise LaunchError(f"{path} is not a settings file of at most {MAX_SETTINGS_BYTES} bytes")
+            raise LaunchError(
+                f"{path} is not a settings file of at most {MAX_SETTINGS_BYTES} bytes. Give another file."
+            )
         settings = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise LaunchError(f"cannot read {path}: {error}") from error

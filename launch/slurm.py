@@ -248,8 +248,8 @@ def flag_values(name: str, flags: Sequence[str]) -> list[str]:
 def evaluation_shards(config: Path, settings: dict[str, Any], flags: Sequence[str], own: Sequence[str]) -> list[str]:
     """Return `--train SHARDS --val SHARDS` from the flags, or else from the settings file.
 
-    A set that the `own` flags of the evaluation name is left out, because these flags replace it. If only the test set
-    is given, the training set of the run is used. The evaluation checks its labels.
+    If the `own` flags of the evaluation contain --train or --val, this set is left out. If only the test set is given,
+    the result also contains the training set of the run. The evaluation checks that this set has labels.
 
     Raises:
         LaunchError: neither the flags nor the settings file name the shards.
@@ -277,7 +277,7 @@ def evaluation_shards(config: Path, settings: dict[str, Any], flags: Sequence[st
 
 
 def pretraining_shards(settings: dict[str, Any], flags: Sequence[str]) -> Any:
-    """Return the SHARDS of the run from the flags, or else from the settings file; None for a mixture."""
+    """Return the SHARDS of the run from the flags, or else from the settings file. Return None for a mixture."""
     given = flag_values("data", flags) or flag_values("data.shards", flags) or settings.get("data")
     given = given.get("shards") if isinstance(given, dict) else given
     return None if isinstance(given, dict) else given
@@ -320,7 +320,7 @@ def evaluation_options(options: argparse.Namespace) -> list[str]:
 
 
 def print_plan(options: argparse.Namespace, output: Path, jobs: list[Job], record: Record) -> None:
-    """Print shell commands that do the same as `submit`."""
+    """Print the shell commands that have the effect of the command `submit`."""
     folder = output / "submitted"
     print(f"# the settings that the jobs will read\nmkdir -p {quoted(str(folder))}")
     for name, text in frozen_files(options.config, options.accelerate, folder).items():

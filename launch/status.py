@@ -71,7 +71,7 @@ def _keep_encoder(checkpoint: Path, output: Path, kinds: list[str]) -> bool:
 
 
 def _link(file: Path, name: Path) -> None:
-    """Make a hard link `name` to a file, or copy the file if the disk does not support hard links."""
+    """Make `name` a hard link to `file`, or a copy if the disk does not support hard links."""
     try:
         os.link(file, name)
     except FileNotFoundError:

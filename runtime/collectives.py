@@ -25,7 +25,7 @@ VISIBILITY_TIMEOUT = 35.0
 """Seconds to wait for a file that another node wrote to a shared disk. NFS can show a new file up to 30 s late, because
 it caches the contents of folders."""
 PREPARING_TIMEOUT = timedelta(days=2)
-"""Longest time for which ranks wait in a `patient_group`. The watchdog ends the wait earlier if a rank is lost."""
+"""Timeout of a `patient_group`. If a rank is lost, the watchdog ends the wait of the other ranks earlier."""
 T = TypeVar("T")
 _is_alone = False
 
@@ -175,7 +175,7 @@ def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None 
 def first_of_node_first() -> Iterator[None]:
     """Run the block on the first rank of each node, and then on the other ranks.
 
-    The first rank fills caches that the others use, for example the index of many shards.
+    The first rank fills caches that the other ranks of the node use, for example the index of many shards.
     """
     if world_size() == 1:
         yield
@@ -212,7 +212,7 @@ def wait_for_path(path: Path) -> None:
             raised at once.
     """
     end = time.monotonic() + (VISIBILITY_TIMEOUT if dist.is_initialized() else 0)
-    # on NFS, `listdir` shows new files before `exists` does
+    # On NFS, `listdir` shows a new file earlier than `exists`.
     while not (path.parent.is_dir() and path.name in os.listdir(path.parent)):
         if time.monotonic() > end:
             raise RankError(
@@ -226,7 +226,7 @@ def local(tensor: Tensor) -> Tensor:
 
     The shard is a block of rows under FSDP2 and a flat range under ZeRO-3. Without sharding, return the full tensor.
     """
-    # a DTensor is recognised by its attribute `to_local`, because importing the class takes most of a second
+    # Recognise a DTensor by its attribute `to_local`, because the import of the class takes almost a second.
     if hasattr(tensor, "to_local"):
         return tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
     return getattr(tensor, "ds_tensor", tensor)
@@ -250,7 +250,7 @@ def _collected_failures(error: BaseException) -> dict[int, BaseException]:
     """Return the exceptions in a `CheckpointException` of torch.distributed.checkpoint, as a dictionary by rank.
 
     For any other exception, return an empty dictionary. `CheckpointException` is recognised by its attribute
-    `failures`, because importing the class takes most of a second.
+    `failures`, because the import of the class takes almost a second.
     """
     return {failed: cause for failed, (cause, _) in getattr(error, "failures", {}).items()}
 

@@ -16,8 +16,8 @@ def atomic_write(path: str | Path, *, sync: bool = False) -> Iterator[Path]:
     """Yield a temporary path next to `path`, and rename it to `path` when the block ends without an exception.
 
     Other processes see the old file or the new file, never a partial file. If the block raises an exception, the
-    temporary file is removed. The function also removes temporary files of killed processes of this machine. The new
-    file always has the permissions that `open` gives to a new file.
+    temporary file is removed. The function also removes temporary files that killed processes of this machine have
+    left. The new file always has the permissions that `open` gives to a new file.
 
     Args:
         path: file to create or replace; its folder must exist.
@@ -58,7 +58,7 @@ def _remove_left_over(folder: Path, start: str) -> None:
 def read_bounded(path: str | Path, most: int) -> bytes:
     """Return the content of a regular file of at most `most` bytes.
 
-    Untrusted files are read with this function, because an expected file may be a pipe or a device that never ends.
+    Use this function for untrusted files. A path may lead to a pipe or a device whose content never ends.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or is too large.

@@ -57,7 +57,7 @@ class Timing:
 
 
 def _exit(message: str) -> None:
-    # without clean-up, because the other run now owns the folder
+    # Exit without clean-up, because the folder now belongs to the other run.
     tell(f"\n{os.path.basename(sys.argv[0])}: {message}. This run ends without saving.\n")
     os._exit(os.EX_UNAVAILABLE)
 
@@ -99,12 +99,16 @@ def locked(folder: Path, timing: Timing = Timing(), on_loss: Callable[[str], Non
         with contextlib.suppress(OSError):
             if _is_newest(path, descriptor):
                 path.unlink()
-        if not thread.is_alive():  # a hanging thread could otherwise write into a new file with this descriptor
+        if not thread.is_alive():  # the system may reuse a closed descriptor, and a hanging thread would write to it
             os.close(descriptor)
 
 
 def _create(folder: Path, timing: Timing) -> tuple[Path, int]:
-    """Create a new lock file as soon as there is no other live holder. Return its path and a descriptor."""
+    """Create a new lock file if no other holder is alive. Return the path of the file and a descriptor.
+
+    Raises:
+        LockedError: another holder is alive.
+    """
     while True:
         newest = _newest(folder)
         if newest is not None and not _is_dead(newest, timing):
@@ -159,7 +163,7 @@ def _write(descriptor: int, since: str, beats: int) -> None:
         "pid": os.getpid(),
         "started": start_time(os.getpid()),
         "since": since,
-        "beats": f"{beats:012d}",  # fixed width, so that a new record overwrites the old one completely
+        "beats": f"{beats:012d}",  # fixed width, so that a new record fully overwrites the old record
     }
     os.pwrite(descriptor, json.dumps(record).encode(), 0)
     os.fsync(descriptor)

@@ -52,7 +52,7 @@ def process_fields(pid: int) -> list[str]:
     The list is empty if the process does not run, or if the system has no /proc.
     """
     try:
-        # the name of the program, in parentheses, may contain spaces and parentheses
+        # The program name is in parentheses, and may itself contain spaces and parentheses.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
@@ -72,7 +72,10 @@ def is_launcher(command: Sequence[str]) -> bool:
 
 
 def signal_at_end_of_parent(number: int) -> None:
-    """Let the kernel send a signal to this process when the thread that started it ends. Only Linux can do this."""
+    """Let the kernel send this process the signal `number` when the thread that started this process ends.
+
+    On systems other than Linux, the function does nothing.
+    """
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, number)
 
@@ -120,7 +123,7 @@ def keep_freed_memory() -> bool:
     global _keeps_freed_memory
     chosen = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
     if sys.platform.startswith("linux") and not chosen and hasattr(LIBC, "gnu_get_libc_version"):
-        _keeps_freed_memory = _mallopt({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1})  # -1: never
+        _keeps_freed_memory = _mallopt({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1})  # -1 means never
     return _keeps_freed_memory
 
 

@@ -26,7 +26,7 @@ class Preempted(Exception):  # noqa: N818, because a requested stop is not an er
 
 
 class WaitInterruptedError(UserError, RuntimeError):
-    """Raised while a process waits for data, if the process was asked to stop and the data does not come."""
+    """Raised if a process was asked to stop while it waits for data that does not arrive."""
 
 
 def check_wait(since: float) -> None:
@@ -61,11 +61,12 @@ def ignore() -> None:
 
 
 def end_with_launcher() -> None:
-    """Receive SIGTERM when `accelerate launch` ends, if it has started only this process.
+    """Make this process receive SIGTERM when `accelerate launch` ends, if it is the only process of this launch.
 
-    For a single process, `accelerate launch` does not forward signals: SIGTERM would end the launcher and leave this
-    process running. For several processes, torch's elastic agent forwards SIGTERM. launch/accelerate_launch.py replaces
-    itself by this process, which then has another parent. Only Linux supports such a signal.
+    `accelerate launch` does not forward signals to a single process, so SIGTERM would otherwise end the launcher and
+    leave this process running. If there are several processes, torch's elastic agent forwards SIGTERM. The function
+    does nothing under launch/accelerate_launch.py, which replaces itself by this process, and on systems other than
+    Linux.
     """
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ or not is_launcher(command_line(parent)):
@@ -130,6 +131,6 @@ def _record(number: int, _: object) -> None:
 def _record_interrupt(number: int, frame: object) -> None:
     _record(number, frame)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # `tell`, not print or logging: they are not reentrant, and the signal may have arrived while one of them ran.
+    # Use `tell`, because print and logging are not reentrant, and the signal may have interrupted one of them.
     if os.environ.get("RANK", "0") == "0":
         tell("\nThe run finishes this step, saves and ends. To end it at once, without saving, press Ctrl-C again.\n")

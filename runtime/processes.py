@@ -36,12 +36,14 @@ def make_accelerator(**settings: Any) -> Accelerator:
         try:
             PartialState(cpu=True)  # a plain `Accelerator()` would ignore the other processes of the launch
         except ValueError as error:
-            raise LaunchError(f"The processes cannot find each other ({error}). Use `accelerate launch`.") from error
-    # pretrain.engines reads the sizes of the groups itself. Without this line, accelerate refuses groups on the CPU.
+            raise LaunchError(
+                f"The processes cannot find each other ({error}). Start them with `accelerate launch`."
+            ) from error
+    # pretrain.engines reads the sizes of parallelism groups itself, and accelerate refuses this variable on a CPU.
     os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
     wanted, started = settings.get("mixed_precision"), AcceleratorState._shared_state.get("_mixed_precision")
     if wanted and started and wanted != started:
-        AcceleratorState._reset_state()  # left by an earlier run in this process, as in a notebook
+        AcceleratorState._reset_state()  # an earlier run in this process, as in a notebook, left its state
     accelerator = Accelerator(**settings)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched:

@@ -9,7 +9,7 @@ from rich.progress import track as bar
 
 T = TypeVar("T")
 FIRST, EVERY = 10.0, 60.0
-"""Seconds after which the first line is printed, and seconds between two lines."""
+"""Seconds until the first line is printed, and seconds between two lines."""
 
 
 def track(items: Iterable[T], description: str, *, total: int, shown: bool = True) -> Iterator[T]:
@@ -17,7 +17,7 @@ def track(items: Iterable[T], description: str, *, total: int, shown: bool = Tru
 
     Args:
         items: items of the loop.
-        description: what the loop does, for the bar or the lines.
+        description: name of the loop, shown beside the bar or at the start of each line.
         total: number of items.
         shown: False to show nothing, for processes other than the main process.
     """

@@ -43,7 +43,7 @@ class SettingsError(UserError, ValueError):
 
 
 class _DerivedMarker:
-    """Marks a field whose value the run derives if it is not given."""
+    """Marks a field whose value the run derives if the user does not set the field."""
 
 
 T = TypeVar("T")
@@ -303,7 +303,7 @@ def _typed(name: str, field: FieldInfo, words: list[str]) -> Any:
     structured = kinds & {list, tuple, dict}
     if structured and _is_positional(field):
         return words
-    # parse a word only if it starts like a JSON list or mapping, because shard patterns contain braces and commas
+    # Shard patterns contain braces and commas, so parse a word only if it starts like a JSON list or mapping.
     if structured and str in kinds:
         values = [_yaml(name, word) if word.startswith(('["', '{"')) else word for word in words]
         return values[0] if len(values) == 1 else values
@@ -313,7 +313,7 @@ def _typed(name: str, field: FieldInfo, words: list[str]) -> Any:
     if text.startswith(("[", "{")):
         return _yaml(name, text)
     if text in kinds or (kinds & {int, float} and "," not in text):
-        return text  # the setting also takes a single value, and a single value is given
+        return text  # the setting accepts a single value, and `text` is one
     return [part.strip() for part in text.split(",")]
 
 
@@ -325,7 +325,7 @@ def _yaml(name: str, text: str) -> Any:
 
 
 def help_text(model: type[Section], program: str, topic: str | None = None) -> str:
-    """Return the help text of a command. A setting has a line with the type, the meaning and the default.
+    """Return the help text of a command. It lists the flag, type, meaning and default of each setting.
 
     Args:
         topic: `all` for all settings, the name of a section for its settings, or the name of one setting. None stands

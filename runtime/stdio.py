@@ -50,7 +50,7 @@ def tell(message: str) -> None:
 
 
 def _lasting(number: int, old: Any) -> io.TextIOWrapper:
-    """Return a text stream for a file descriptor. Characters that the encoding lacks are escaped."""
+    """Return a text stream for a file descriptor. Characters that are not in the encoding are escaped."""
     if old is not None:
         with contextlib.suppress(OSError, ValueError):
             old.flush()
@@ -63,7 +63,7 @@ def _lasting(number: int, old: Any) -> io.TextIOWrapper:
 def _point_to_null(number: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     if null == number:
-        os.set_inheritable(number, True)  # as `dup2` does, so that child processes have the stream, too
+        os.set_inheritable(number, True)  # child processes inherit the stream, as after `dup2`
     else:
         os.dup2(null, number)
         os.close(null)

@@ -1,10 +1,10 @@
 """Watchdog of a run with several processes: if one process is lost, the other processes exit with a message.
 
 A process is lost if it was killed, is frozen, or its machine failed. Without the watchdog, the other processes would
-wait for it in a collective for minutes or forever. Every process sends heartbeats to a store from a separate thread, so
-that heartbeats continue while the main thread is saving, reading or waiting in a collective. Process 0 watches the
-heartbeats of all other processes, and each other process watches the heartbeats of process 0. Messages about a lost or
-failed process reach all processes through the same store.
+wait for the lost process in a collective, for minutes or forever. Every process sends heartbeats to a store from a
+separate thread, so that heartbeats continue while the main thread is saving, reading or waiting in a collective.
+Process 0 watches the heartbeats of all other processes, and each other process watches the heartbeats of process 0.
+Messages about a lost or failed process reach all processes through the same store.
 
 The heartbeats begin before the process group is made. A process that has never sent a heartbeat does not count as lost,
 because it may still be importing torch from a slow disk. Every minute, the first process of each node names the
@@ -134,7 +134,7 @@ class Watch:
         self._closed = threading.Event()
         self._awake = 0.0  # number of seconds in which this process was able to notice heartbeats
         others = [peer for peer in range(processes) if peer != rank]
-        # time of the store's last answer: `_answered` on the clock `_awake`, `_answered_at` since the Unix epoch
+        # Time of the store's last answer: `_answered` on the clock `_awake`, `_answered_at` in seconds since the epoch.
         self._answered, self._answered_at = 0.0, time.time()
         self._peers = {peer: _Peer() for peer in (others if rank == 0 else [0])}
         self._began, self._notices = time.monotonic(), 0
@@ -248,7 +248,7 @@ class Watch:
 
 def _connect(address: tuple[str, int], prefix: str) -> Store:
     """Return a new connection to the store, because the main thread may block the process group's connection."""
-    # test the address first, because torch prints a page of errors for each failed attempt to reach the store
+    # Test the address first, because torch prints many lines for each failed attempt to reach the store.
     socket.create_connection(address, 10).close()
     limit = datetime.timedelta(seconds=10)
     store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit)

@@ -1,4 +1,4 @@
-"""Reading of YAML files that may be untrusted."""
+"""Read YAML files that may be untrusted."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from tessera.runtime.user_error import UserError, printable
 MAX_BYTES = 2**18
 """Largest size of a settings file in bytes."""
 MAX_DIGITS = 1000
-"""Largest number of characters of a number. PyYAML needs quadratic time for numbers such as 1:59:59."""
+"""Largest number of characters of a number. PyYAML needs quadratic time for base-60 numbers such as 1:59:59."""
 MAX_VALUES = 20_000
 """Largest number of values in a settings file. A value to which several aliases refer counts several times, because a
 short file of nested aliases can stand for billions of values."""
@@ -69,7 +69,7 @@ def _expanded_size(node: yaml.Node | None, known: dict[int, int]) -> int:
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if id(node) not in known:
-        known[id(node)] = MAX_VALUES + 1  # until the size is known, so that a value that contains itself is too large
+        known[id(node)] = MAX_VALUES + 1  # so that a value that contains itself exceeds the limit
         children = [one for pair in node.value for one in (pair if isinstance(pair, tuple) else (pair,))]
         known[id(node)] = 1 + sum(_expanded_size(child, known) for child in children)
     if known[id(node)] > MAX_VALUES:
@@ -84,12 +84,12 @@ def _check(value: Any, where: str) -> None:
                 raise YAMLError(f"the name {key!r} below '{where}' is not text. Put the name in quotes.")
             name = f"{where}.{key}" if where else key
             if "\0" in key:
-                raise YAMLError(f"{printable(name)} has a NUL character")
+                raise YAMLError(f"{printable(name)} has a NUL character. Remove the character.")
             _check(one, printable(name))
     elif isinstance(value, list):
         for one in value:
             _check(one, where)
     elif isinstance(value, str) and "\0" in value:
-        raise YAMLError(f"{where} has a NUL character")
+        raise YAMLError(f"{where} has a NUL character. Remove the character.")
     elif not (value is None or isinstance(value, str | int | float | bool)):
         raise YAMLError(f"{where} is a {type(value).__name__}. Settings cannot have this type. Put text in quotes.")

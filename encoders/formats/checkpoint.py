@@ -109,8 +109,8 @@ def load_weights(
 ) -> Report:
     """Load published weights, or weights of this project, into `encoder`.
 
-    If the class of `encoder` is not in `FORMATS`, the weights must already have the tensor names and shapes of
-    `encoder`.
+    If the class of `encoder` is not in `FORMATS`, the weights are not converted: they must have the tensor names and
+    shapes of `encoder`.
 
     Args:
         encoder: encoder that receives the weights.
@@ -203,7 +203,7 @@ def read(path: str | Path) -> Any:
     except Exception as error:  # torch raises errors of almost any class for a damaged file
         blocked = re.search(r"GLOBAL ([\w.]+)", str(error))
         if blocked is None:
-            # Leave out a message of torch that recommends weights_only=False, because this option runs pickled code.
+            # Do not print torch's advice to set weights_only=False, because this option runs pickled code.
             reason = "" if "weights_only" in str(error) else f": {printable(str(error)[:500])}"
             raise WeightsError(f"{path} is neither a .safetensors file nor a torch file of weights{reason}.") from error
         raise WeightsError(
@@ -222,15 +222,18 @@ def _check_file(path: Path) -> None:
         OSError: the file does not exist.
     """
     if not stat.S_ISREG(path.stat().st_mode):
-        raise WeightsError(f"{path} is not a file.")
+        raise WeightsError(f"{path} is not a file. Give the path of a weight file.")
     if path.suffix != ".safetensors" and zipfile.is_zipfile(path):
         try:
             with zipfile.ZipFile(path) as archive:
                 size = sum(entry.file_size for entry in archive.infolist())
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-            raise WeightsError(f"{path} is a damaged archive: {error}.") from error
+            raise WeightsError(f"{path} is a damaged archive: {error}. Copy the file again.") from error
         if size > path.stat().st_size:
-            raise WeightsError(f"{path} is a compressed archive of {size} bytes. torch writes no such files.")
+            raise WeightsError(
+                f"{path} is a compressed archive, which could expand to {size} bytes. Save the weights with "
+                "torch.save, which does not compress."
+            )
 
 
 def unwrap(checkpoint: Any, source: Source, report: Report) -> State:
@@ -254,7 +257,7 @@ def unwrap(checkpoint: Any, source: Source, report: Report) -> State:
     state = {name.removeprefix("module."): tensor for name, tensor in checkpoint.items()}
     for inserted in ("_orig_mod.", "_checkpoint_wrapped_module."):
         state = {name.replace(inserted, ""): tensor for name, tensor in state.items()}
-    for network in ("teacher.", "student."):  # training checkpoints of DINOv2 and DINOv3 hold both, as one state dict
+    for network in ("teacher.", "student."):  # DINOv2 and DINOv3 save both networks in one state dict
         if any(name.startswith(f"{network}backbone.") for name in state):
             report.left_out += [name for name in state if not name.startswith(network)]
             state = {name.removeprefix(network): t for name, t in state.items() if name.startswith(network)}

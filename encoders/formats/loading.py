@@ -86,7 +86,7 @@ def check_shapes(state: State, own: State, decides: Mapping[str, str]) -> None:
     """Check that each tensor of `state` has the shape of the encoder tensor with the same name in `own`.
 
     Raises:
-        WeightsError: a tensor has another shape than the encoder's tensor. The message lists all such tensors.
+        WeightsError: the shape of a tensor differs from that of the encoder's tensor. The message lists such tensors.
     """
     wrong = [
         f"{name} {tuple(tensor.shape)}, not {tuple(own[name].shape)}"
@@ -95,7 +95,7 @@ def check_shapes(state: State, own: State, decides: Mapping[str, str]) -> None:
     ]
     if wrong:
         raise WeightsError(
-            f"Tensors of the checkpoint have other shapes than the encoder: {listed(wrong)}. {advice(wrong, decides)}"
+            f"Shapes of these tensors differ from those of the encoder: {listed(wrong)}. {advice(wrong, decides)}"
         )
 
 
@@ -127,7 +127,7 @@ def check_values(state: State) -> None:
     """
     empty = [name for name, tensor in state.items() if tensor.is_meta]
     if empty:
-        raise WeightsError(f"These tensors have no values (device meta): {listed(empty)}.")
+        raise WeightsError(f"These tensors are on the meta device, without values: {listed(empty)}.")
     integers = [f"{name} ({tensor.dtype})" for name, tensor in state.items() if not tensor.is_floating_point()]
     if integers:
         raise WeightsError(f"Weights must be floating point. These tensors are not: {listed(integers)}.")
@@ -163,7 +163,10 @@ def check_size(found: tuple[int, int, int], own: tuple[int, int, int], variants:
 
 
 def check_equivalent(differences: Mapping[str, bool], library: str) -> None:
-    """Raise `WeightsError` if any of the differences between an encoder and the models of a library is True."""
+    """Raise `WeightsError` if an encoder differs from the models of a library.
+
+    `differences` maps the description of each possible difference to True if the difference exists.
+    """
     found = [difference for difference, exists in differences.items() if exists]
     if found:
         raise WeightsError(

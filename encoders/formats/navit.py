@@ -1,4 +1,4 @@
-"""Weight formats of the NaViT: those of vit-pytorch (na_vit.py) and of this project.
+"""Weight formats of the NaViT (vit-pytorch's na_vit.py and this project).
 
 Letters in shapes: D is the width of a token, P is the number of values in a patch of p1 x p2 pixels with c channels,
 and R is the number of rows of a position table.

@@ -95,7 +95,7 @@ def named(state: State) -> State:
 
 
 def _masks_key_bias(state: State) -> bool | None:
-    """Return True if the model that wrote the weights ignores the bias of keys, and None if this is unknown.
+    """Return True if the model of the weights ignores the bias of keys, False if not, and None if this is unknown.
 
     Raises:
         WeightsError: the weights mask biases other than those of all keys.
@@ -104,7 +104,9 @@ def _masks_key_bias(state: State) -> bool | None:
         if name.endswith(KEY_MASK):
             expected = torch.tensor([[1.0], [0.0], [1.0]]).expand(3, len(mask) // 3)
             if not mask.is_meta and not torch.equal(mask.float().cpu(), expected.flatten()):
-                raise WeightsError(f"{name} masks biases other than those of the keys, which no RoPE-ViT does.")
+                raise WeightsError(
+                    f"{name} masks biases other than those of the keys. A RoPE-ViT cannot load such weights."
+                )
             return True
     if of_eva(state):
         return True if "blocks.0.attn.q_bias" in state else None
@@ -115,7 +117,7 @@ def _masks_key_bias(state: State) -> bool | None:
 
 
 def has_masked_bias(encoder: ViT) -> bool:
-    """Return True if the bias of keys counts as 0."""
+    """Return True if the encoder treats the bias of keys as 0."""
     return isinstance(modules_of(encoder.blocks, Block)[0].attn.qkv, MaskedKeyBiasLinear)
 
 
@@ -230,7 +232,10 @@ def _check_timm(encoder: ViT) -> None:
 
 
 def unlike_dinov3(encoder: ViT) -> dict[str, bool]:
-    """Return a map from each deviation from the DINOv3 models of timm and transformers to True if `encoder` has it."""
+    """Compare an encoder with the DINOv3 models of timm and transformers.
+
+    Return a map from the description of each possible difference to True if the difference exists.
+    """
     block = modules_of(encoder.blocks, Block)[0]
     rope = rotary_positions(encoder)
     return {

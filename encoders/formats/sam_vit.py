@@ -185,7 +185,7 @@ def describe(state: State) -> dict[str, Any]:
 
 
 def _windows(state: State) -> dict[str, Any]:
-    """Return the token grid, number of heads, window size and global blocks of the encoder that the weights belong to.
+    """Return the token grid, number of heads, window size and global blocks that the weights were trained with.
 
     If the position tables have the same shapes as in the variant of the same width and depth, the values are those of
     this variant. Otherwise, the values are derived from the shapes of the relative position tables.
@@ -262,5 +262,5 @@ def to_timm(encoder: SAMViT) -> tuple[str, dict[str, Any], State]:
 
 
 def _variant(dim: int, depth: int) -> str | None:
-    """Return the name of the variant with this width and depth, or None if there is no such variant."""
+    """Return the name of the variant with this width and depth, or None if no variant has them."""
     return next((n for n, s in sam_vit.VARIANTS.items() if (s["dim"], s["depth"]) == (dim, depth)), None)

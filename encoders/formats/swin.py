@@ -205,7 +205,7 @@ def _windows(encoder: Swin) -> list[tuple[int, int]]:
 
 
 def _middle(window: int, size: tuple[int, int]) -> Tensor:
-    """Return the indices of the rows in a square window's bias table that belong to a smaller window.
+    """Return the rows of a square window's bias table that belong to a smaller window, as a 1-d tensor of indices.
 
     Args:
         window: side of the square window.
@@ -245,7 +245,7 @@ def _fit_biases(encoder: Swin, state: State, report: Report) -> State:
             table = rearrange(state[name], "(r c) heads -> 1 heads r c", r=2 * r - 1)
             table = F.pad(table, (window - c, window - c, window - r, window - r), mode="replicate")
             state[name] = rearrange(table, "1 heads r c -> (r c) heads")
-            report.resized.append(f"{name} of windows of {_by(target)} copied to the middle of {window} x {window}")
+            report.resized.append(f"{name} copied from windows of {_by(target)} to the middle of {window} x {window}")
     return state
 
 

@@ -1,4 +1,4 @@
-"""Export of ViTs like DINOv2's and DINOv3's to transformers: a configuration, and weights with renamed tensors."""
+"""Export ViTs with the architecture of DINOv2 or DINOv3 to transformers."""
 
 from typing import Any
 
@@ -52,7 +52,8 @@ def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
     """Return the configuration of an equivalent transformers model, and weights with the names of published files.
 
     `AutoModel.from_pretrained` loads a folder with both. For images of the encoder's image size, the model computes the
-    same features as the encoder. For other sizes, the features are equal only if both resize positions in the same way.
+    same features as the encoder. For other sizes, the features are equal only if the model and the encoder resize
+    positions by the same rule.
 
     Raises:
         WeightsError: transformers has no equivalent model.
@@ -92,7 +93,10 @@ def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
 
 
 def _unlike_dinov2(encoder: ViT) -> dict[str, bool]:
-    """Return a map from each deviation from the DINOv2 models of transformers to True if `encoder` has it."""
+    """Compare an encoder with the DINOv2 models of transformers.
+
+    Return a map from the description of each possible difference to True if the difference exists.
+    """
     block, ratio = modules_of(encoder.blocks, Block)[0], encoder.settings["mlp_ratio"]
     return {
         "it has no layer scale": not hasattr(block.ls1, "gamma"),
@@ -111,7 +115,7 @@ def _unlike_dinov2(encoder: ViT) -> dict[str, bool]:
 
 
 def _split(encoder: ViT, gated: bool) -> State:
-    """Split joint tensors as transformers stores them: queries, keys and values, and gate and value in a RoPE-ViT.
+    """Split tensors that transformers stores separately: queries, keys and values, and gate and value in a RoPE-ViT.
 
     transformers requires a mask token, so a missing mask token is replaced by zeros.
     """
@@ -134,7 +138,10 @@ def _split(encoder: ViT, gated: bool) -> State:
 
 
 def _renamed(state: State, parts: dict[str, str], prefixes: dict[str, str]) -> State:
-    """Return `state` with names of transformers. `prefixes` are replaced at the start of names only."""
+    """Return `state` with the tensor names of transformers.
+
+    `parts` maps parts of names to new parts. `prefixes` maps prefixes to new prefixes, and is applied first.
+    """
     found = {}
     for name, tensor in state.items():
         for ours, theirs in prefixes.items():

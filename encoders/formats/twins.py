@@ -47,7 +47,7 @@ DECIDES = {
 FIRST = "patch_embeds.0.proj.weight"
 PIXEL_NORM = "patch_embeds.0.pixel_norm.weight"
 
-# The next patterns match tensor names in vit-pytorch.
+# The patterns THEIR_EMBED to THEIR_HEAD match tensor names of vit-pytorch.
 THEIR_EMBED = re.compile(r"layers\.(\d+)\.0\.proj\.([012])\.(g|b|weight|bias)")
 THEIR_LAYER = re.compile(r"layers\.(\d+)\.([13])\.layers\.(\d+)\.([0-3])\.fn\.(.+)\.(g|b|weight|bias)")
 THEIR_POSITIONS = re.compile(r"layers\.(\d+)\.2\.proj\.fn\.(weight|bias)")
@@ -147,9 +147,9 @@ def to_timm(encoder: Twins) -> tuple[str, dict[str, Any], State]:
     """Return a model name and options for `timm.create_model`, and the encoder's weights with timm's tensor names.
 
     For images that need no padding, such as images of `image_size`, the timm model computes the same features as the
-    encoder. For other images, the features differ, because timm does not mask the padding of windows. Where
-    a size is not a multiple of the patch or of the subsampling factor, this project pads and timm crops. The mask token
-    is not exported.
+    encoder. For other images, the features differ, because timm does not mask the padding of windows. If a size is not
+    a multiple of the patch or of the subsampling factor, this project pads and timm crops. The mask token is not
+    exported.
 
     Raises:
         WeightsError: timm has no equivalent model, or images of `image_size` need padding.
@@ -278,7 +278,7 @@ def _check_size(encoder: Twins, state: State):
 def _check_fixed(encoder: Twins):
     """Raise `WeightsError` unless the encoder has the heads, epsilon and scale that vit-pytorch fixes in its code.
 
-    The weights do not reveal these values, so a difference would otherwise go unnoticed.
+    The weights do not contain these values, so loading alone would not detect a difference.
     """
     theirs = (THEIR_HEADS,) * len(encoder.dims), THEIR_HEAD_DIM, THEIR_EPS, None
     if (encoder.heads, encoder.head_dim, encoder.norm_eps, encoder.qk_scale) != theirs:
@@ -331,7 +331,10 @@ def _pixels(first: Tensor) -> tuple[int, int]:
     if values == 3 * side**2:
         return 3, side
     if values % 16:
-        raise WeightsError(f"The number of channels is unknown for patches of {values} values.")
+        raise WeightsError(
+            f"The number of channels is unknown for patches of {values} values. Build the encoder with the "
+            "channels and the patch_size of the weights."
+        )
     return values // 16, 4
 
 

@@ -121,7 +121,7 @@ def named(state: State, report: Report) -> State:
 
 
 def _first_shape(state: State, channels: int) -> tuple[int, int]:
-    """Return the width D of a token and the side of a patch in pixels, given the filters of the first layer.
+    """Return the width D of a token and the side of a patch in pixels, computed from the filters of the first layer.
 
     The filters have the shape (D, C, p, p) or, if they are flat, (D, P). For flat filters, the side is computed with
     the given number of `channels`.

@@ -107,7 +107,7 @@ def test_biases_of_windows_cut_short_keep_their_relative_positions(window, size,
     report = load_weights(encoder, model.state_dict())
     assert_equals_timm(encoder, model, size)
     name, rows, columns = f"layers.2.blocks.0.{TABLE}", size[0] // 16, size[1] // 16
-    sentence = f"{name} of windows of {rows} x {columns} copied to the middle of {window} x {window}"
+    sentence = f"{name} copied from windows of {rows} x {columns} to the middle of {window} x {window}"
     assert sentence in report.resized
     table = encoder.state_dict()[name].view(2 * window - 1, 2 * window - 1, 4)
     assert torch.equal(table[0, 0], table[window - rows, window - columns])
