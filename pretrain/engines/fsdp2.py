@@ -156,7 +156,10 @@ def check_options(accelerator: Accelerator, precision: str) -> None:
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise SettingsError("FSDP 1 is not supported. Set fsdp_version: 2 (configs/accelerate/fsdp2.yaml).")
     if precision == "fp16":
-        raise SettingsError("--precision fp16 is not supported under FSDP2. Use --precision bf16.")
+        raise SettingsError(
+            "--precision fp16 is not supported under FSDP2, because this engine has no gradient scaler. "
+            "Use --precision bf16."
+        )
     if accelerator.num_processes == 1:
         raise SettingsError("FSDP2 needs two or more processes. Launch two or more, or launch without FSDP.")
     _check_groups(accelerator.num_processes)
