@@ -50,7 +50,9 @@ def build_method(config: RunConfig, *, fresh: bool, main: bool | None = None) ->
 
 
 def _build(config: RunConfig, *, fresh: bool, check: bool = True) -> Method:
-    """Build the method of a run. Only the encoder loads weights here; `build_method` also loads heads and teacher.
+    """Build the method of a run. Of the weights of `config.init_from`, load only those of the encoder.
+
+    `build_method` loads the weights of heads and teacher.
 
     Args:
         check: True to check the method by a dry forward pass.
@@ -68,7 +70,7 @@ def _build(config: RunConfig, *, fresh: bool, check: bool = True) -> Method:
     try:
         method = METHODS[config.method](encoder, config.method_config, config.steps)
         if fresh and method.needs_start and not config.init_from:
-            raise ValueError("gram_start 0 takes the Gram teacher from an earlier run. Set --init_from RUN.")
+            raise ValueError("gram_start 0 needs the teacher of an earlier run as Gram teacher. Set --init_from RUN.")
         if config.init_from and method.other_encoders() and config.optim.encoder_lr_factor != 1:
             raise ValueError(
                 f"optim.encoder_lr_factor {config.optim.encoder_lr_factor} is meant for the encoder that init_from "
@@ -100,7 +102,12 @@ def _build_empty(config: RunConfig) -> Method:
         if not ON_META.search(str(error)):
             raise
         reason = str(error)
-    log.warning("Process %d builds the method with all of its weights in host memory: %s", rank(), reason)
+    log.warning(
+        "Process %d builds the method with all of its weights in host memory, because it cannot build the method on "
+        "the meta device: %s",
+        rank(),
+        reason,
+    )
     torch.manual_seed(config.seed)
     return _build(config, fresh=False, check=False)
 
@@ -111,7 +118,10 @@ def _tensor_attribute(method: Method) -> str | None:
         for name, value in vars(module).items():
             values = value if isinstance(value, list | tuple) else [value]
             if any(isinstance(one, Tensor) for one in values):
-                return f"{type(module).__name__}.{name} is a tensor. Use register_buffer to save this memory."
+                return (
+                    f"{type(module).__name__}.{name} is a tensor, but neither a parameter nor a buffer. To save the "
+                    "memory, register it with register_buffer."
+                )
     return None
 
 
@@ -145,7 +155,8 @@ def compile_blocks(method: Method) -> None:
     """Apply `torch.compile` to each block of every encoder in the method."""
     import torch._dynamo.config  # imported here, because the import takes seconds
 
-    # the compiled variants for all stages and crop sizes count towards this limit
+    # All stages and crop sizes need compiled variants of their own, which count towards one limit. Beyond this limit,
+    # torch runs a block without compilation.
     torch._dynamo.config.recompile_limit = 64
     for part in method.modules():
         if isinstance(part, encoders.Encoder):
@@ -157,7 +168,7 @@ def take_weights(method: Method, other: Method, folder: Path) -> None:
     """Copy all weights of `other`, the method of the run in `folder`, to `method`.
 
     Raises:
-        SettingsError: the weights do not fit.
+        SettingsError: the weights of `other` do not fit `method`.
     """
     try:
         method.start_from(other)

@@ -82,7 +82,7 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
     file = read_yaml(config) if config else read_yaml(own) if own and own.exists() else {}
     file = merge(RunConfig, file)  # `merge` expands short forms such as `data: SHARDS`
     if is_saved(file) and isinstance(file["optim"], Mapping):
-        file["optim"] = {"encoder_lr_factor": 1.0} | dict(file["optim"])  # older runs lack this setting
+        file["optim"] = {"encoder_lr_factor": 1.0} | dict(file["optim"])  # runs of older versions did not store it
     method = early.get("method") or file.get("method", "dino")
     if not isinstance(method, str) or method not in METHODS:
         shown = printable(str(method)[:200])
@@ -136,12 +136,17 @@ def without_commands(config: RunConfig, file: Mapping[str, Any], own_values: Map
 
 
 def is_saved(file: Mapping[str, Any]) -> bool:
-    """Return True if a settings file has all sections. The config.yaml that a run writes has them all."""
+    """Return True if a settings file has all sections, as the config.yaml that a run writes does."""
     return all(name in file for name, field in RunConfig.model_fields.items() if section_type(field))
 
 
 def check_method(values: Mapping[str, Any], method: str, where: str = "") -> None:
     """Check that the settings have no section of a method other than `method`, because the run would ignore it.
+
+    Args:
+        values: settings as nested dictionaries.
+        method: method of the run.
+        where: start of the error message, such as the name of the settings file.
 
     Raises:
         SettingsError: the settings have a section of another method.
@@ -172,12 +177,12 @@ def one_length(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def started_encoder(init_from: str) -> dict[str, Any]:
     """Return the settings of the encoder that `init_from` names.
 
-    The entry "data" holds the number of channels and the normalisation of the images. The result is empty for weight
-    files that neither this project nor timm wrote, because they do not describe the encoder.
+    The entry "data" contains the number of channels and the normalisation of the images. The result is empty for a
+    weight file that neither this project nor timm wrote, because such a file does not describe its encoder.
 
     Raises:
-        SettingsError: the folder `init_from` holds no encoder, the description of the encoder cannot be read, or timm
-            has no weights of this name.
+        SettingsError: the folder `init_from` contains no encoder, the description of the encoder cannot be read, or
+            timm has no weights of this name.
     """
     # imported here, because the import takes seconds, and --help does not need it
     from tessera.evaluation.features import resolve_checkpoint

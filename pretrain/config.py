@@ -72,7 +72,7 @@ class DataConfig(Section, frozen=True):
                 )
             values[name] = given
         if min(values["std"]) <= 0:
-            raise SettingsError(f"data.std must be positive, not {list(values['std'])}")
+            raise SettingsError(f"data.std must be positive, not {list(values['std'])}. Change the values.")
         return self.model_copy(update=values)
 
     @property
@@ -91,7 +91,7 @@ class CheckpointConfig(Section):
     keep_every: int | None = Field(default=None, ge=1)
     """in addition, keep every checkpoint whose step is a multiple of this number"""
     background: bool = False
-    """write checkpoints while training continues, from a copy in host memory"""
+    """copy each checkpoint to host memory, and write the copy to disk while training continues"""
 
 
 class EvaluationConfig(Section):
@@ -163,8 +163,9 @@ class RunConfig(Settings, frozen=True):
     then exit without training"""
     init_from: str | None = None
     """initial weights of the encoder: a run folder, a weight file of this project, `timm:NAME` for a pretrained model
-    of timm, or a published weight file; all but the last also set the defaults of encoder, data.channels, data.mean
-    and data.std; from a run folder of dinov2 or dinov3, a run of either method also takes student, teacher and heads"""
+    of timm, or a published weight file; a source other than a published weight file also sets the defaults of encoder,
+    data.channels, data.mean and data.std; a run of dinov2 or dinov3 also loads student, teacher and heads from a run
+    folder of either method"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """precision of the forward pass; auto: the launcher's precision if the launcher sets one, else bf16 where bf16 is
     faster (on a GPU that supports bf16, and for encoders of 128 channels or more on a CPU with bf16 instructions), else

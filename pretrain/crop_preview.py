@@ -73,10 +73,10 @@ def split(argv: Sequence[str]) -> tuple[SheetSettings, list[str]]:
 
 
 def first_images(config: RunConfig, images: int) -> tuple[Batch, list[Sample], list[str]]:
-    """Return the first images of a run on one process.
+    """Return the first images of a run on one process: a batch as the method receives it, the decoded samples, and
+    their captions.
 
-    The result holds a batch as the method receives it, the decoded samples in the order of the batch, and their
-    captions.
+    Samples and captions have the order of the batch.
 
     Raises:
         UserError: the shards cannot be read, or the settings do not fit together.
@@ -93,7 +93,7 @@ def first_images(config: RunConfig, images: int) -> tuple[Batch, list[Sample], l
 
 
 def _captions(dataset: TrainDataset, opened: Sources, positions: np.ndarray) -> dict[str, str]:
-    """Return a dictionary from sample names to captions. Samples that replace corrupt images are missing."""
+    """Return a dictionary from sample names to captions. It has no entry for a sample that replaces a corrupt image."""
     named = [replace(one, classes=one.class_names()) for one in opened.lists]
     found = {}
     for source, shard, sample in zip(*dataset.sampler(positions), strict=True):
@@ -137,13 +137,13 @@ def view_name(batch: Batch, place: int) -> str:
 
 
 def hidden_tokens(view: View, mask: Mask, index: int) -> Tensor:
-    """Return the hidden tokens of one crop as a bool tensor (h, w)."""
+    """Return a bool tensor (h, w) that is True for the hidden tokens of the crop at index `index` of `view`."""
     if isinstance(view.images, PackedImages):
         rows, columns = view.images.grids[index].tolist()
         return mask.hidden.split(view.images.lengths.tolist())[index].view(rows, columns)
     height, width = view.images.shape[-2:]
     tokens = mask.hidden.view(len(view.images), -1)[index]
-    rows = round(math.sqrt(len(tokens) * height / width))  # tokens are squares
+    rows = round(math.sqrt(len(tokens) * height / width))  # tokens are square
     return tokens.view(rows, -1)
 
 

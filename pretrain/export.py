@@ -38,6 +38,7 @@ MAX_BYTES = 2**24
 LARGEST_SIZE = 2**24
 """Largest integer that a method setting in a checkpoint may have, such as the number of prototypes."""
 LARGEST_STEPS = 2**53
+"""Upper bound of the length of a run in a checkpoint, in steps."""
 PARTS = ("encoder", "encoder-NAME", "student", "teacher", "method")
 
 
@@ -50,7 +51,10 @@ def main(argv: list[str] | None = None) -> None:
         "checkpoint", metavar="CHECKPOINT", type=Path, help="run folder, or a checkpoint in a run folder"
     )
     parser.add_argument(
-        "output", metavar="OUTPUT", type=Path, help="file to write (.safetensors), next to a .json file of settings"
+        "output",
+        metavar="OUTPUT",
+        type=Path,
+        help=".safetensors file to write; a .json file of settings is written beside it",
     )
     parser.add_argument(
         "--part",
@@ -81,14 +85,18 @@ def export(checkpoint: Path, output: Path, part: str = "encoder") -> str:
         raise ValueError(f"{output.parent} is not a folder. Make it first.")
     checkpoint = find(checkpoint)
     if output.resolve().parent == checkpoint:
-        raise ValueError(f"{output} is inside the checkpoint. A checkpoint must not hold other files. Write elsewhere.")
+        raise ValueError(
+            f"{output} is inside the checkpoint. A checkpoint must contain no other files. Choose another folder."
+        )
     trainer = read_trainer(checkpoint)
     verify(checkpoint)
     settings = trainer["settings"]
     try:
         described = {name: settings[name] for name in ("method", "encoder", settings["method"], "steps")}
     except KeyError as error:
-        raise CheckpointError(f"{checkpoint} lacks the setting {error}. Another program wrote it.") from error
+        raise CheckpointError(
+            f"{checkpoint} lacks the setting {error}. Choose a checkpoint of this program."
+        ) from error
     described["step"] = trainer["position"]["step"]
     method = _on_meta(described, checkpoint)
     name = _module_name(method, part)
@@ -141,14 +149,18 @@ def find(path: Path) -> Path:
         return path.resolve()
     found = list_checkpoints(path / "checkpoints")
     if not found:
-        raise ValueError(f"{path} holds no checkpoint: neither trainer.json nor checkpoints/step-... is in it.")
+        raise ValueError(
+            f"{path} contains no checkpoint: neither trainer.json nor checkpoints/step-... is in it. Give a run folder "
+            "or a checkpoint."
+        )
     return found[-1].resolve()
 
 
 def find_on_main(path: Path) -> Path | None:
-    """Return the result of `find` on the main process, or None if it finds no checkpoint. Collective.
+    """Return on all processes the checkpoint that `find` returns on the main process, or None if there is none.
 
-    All processes use this result, because a new file on a shared disk may not be visible to all of them yet.
+    Collective. The processes do not search on their own, because a new file on a shared disk may not be visible to all
+    of them yet.
     """
     try:
         found = find(path)
@@ -234,13 +246,17 @@ def _on_meta(described: dict[str, Any], checkpoint: Path) -> Method:
 
 
 def _fill(module: nn.Module, prefix: str, checkpoint: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Load `module`, which is on the meta device, from the tensors of `checkpoint` whose names start with `prefix`."""
+    """Load weights into `module`, which is on the meta device. Collective in `group`.
+
+    Args:
+        prefix: prefix of the names under which `checkpoint` stores the tensors of `module`.
+    """
     state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in module.state_dict().items()}
     wanted = {prefix + name: unsharded(tensor) for name, tensor in state.items()}
     try:
         run_on_all_ranks(lambda: read(wanted, checkpoint, strict=False, group=group), group)
     except RankError as error:
-        raise CheckpointError(f"{checkpoint} does not fit its own settings: {error}") from error
+        raise CheckpointError(f"the weights in {checkpoint} do not fit its settings: {error}") from error
     module.load_state_dict(state, assign=True)
 
 

@@ -65,7 +65,8 @@ class Prepared(NamedTuple):
 def prepare(given: RunConfig, accelerator: Accelerator) -> Prepared:
     """Open the training data, and return it with the settings of the run. Collective.
 
-    Runs, `--dry_run`, `tessera preview` and `tessera.training_batches` all call this function.
+    Runs, `--dry_run`, `tessera preview` and `tessera.training_batches` all call this function, so all of them use
+    the same settings and sample order.
 
     Raises:
         UserError: the shards cannot be read, or the settings do not fit together.
@@ -142,7 +143,9 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
 
 
 def first_batches(given: RunConfig) -> tuple[Prepared, Batches, torch.device]:
-    """Return the prepared settings and data of a run, its loader from the first step on, and its device. No run starts.
+    """Return the settings and data of a run, its loader and its device, without starting the run.
+
+    The loader begins at the first step.
 
     Raises:
         UserError: the shards cannot be read, or the settings do not fit together.
@@ -201,7 +204,8 @@ def evaluations(
 ) -> tuple[OnlineKNN | None, Accuracy | None]:
     """Return the online k-NN and the evaluation of a supervised method.
 
-    At most one of the two is set. Both are None without `evaluation.val`.
+    The first is None for a supervised method, and the second for all other methods. Both are None if `evaluation.val`
+    is not set.
     """
     if config.evaluation.val is None:
         return None, None
@@ -240,7 +244,7 @@ def finish_run(run: TrainingRun) -> None:
     """Write the trained encoder to encoder.safetensors, and each other encoder to encoder-NAME.safetensors. Print the
     scores, and a command for the linear probe.
 
-    A supervised method writes its accuracy to a result file instead.
+    For a supervised method, write its accuracies to a result file instead of printing scores and the command.
     """
     # encoder.safetensors is written last, because it marks the run as finished
     trained = {f"encoder-{name}": encoder for name, encoder in run.method.other_encoders().items()}
@@ -266,7 +270,8 @@ def finish_run(run: TrainingRun) -> None:
         after = f"{100 * scores.history[-1].accuracy:.1f} % after {run.steps} steps"
         print(f"\n{evaluation.k}-NN accuracy on held-out images: {after} ({baselines(scores)}){linear(scores)}")
     command = f"tessera linear_probe --checkpoint {run.output} --train '{train}' --val '{val}'"
-    # Mirroring changes the class of a digit. On a CPU, new crops for each of 100 epochs would take longer than the run.
+    # Suggest no augmentation for the digits, because mirroring changes the class of a digit, or on a CPU, because new
+    # crops for each of 100 epochs would take longer than the run.
     if run.config.data.shards is None or run.accelerator.device.type == "cpu":
         command += " --no-augment --batch_norm"
     print(f"encoder: {paths}")

@@ -136,11 +136,12 @@ def training_step(run: TrainingRun, batches: Iterable[Batch], *, discard: bool =
 
 
 def _agree(loss: Tensor, norm: Tensor, discard: bool) -> list[float]:
-    """Average five numbers over all processes, and return them: the loss, the gradient norm, and three flags (0 or 1).
+    """Return the averages of five numbers over all processes: the loss, the gradient norm, and three flags.
 
-    The flags are set if loss and norm are finite, if a stop was requested, and if `discard` is True.
+    On each process, the flags are 1 or 0. The first is 1 if loss and norm are finite, the second if a stop was
+    requested, and the third if `discard` is True.
 
-    No other part of a training step waits for the device.
+    This function waits for the device. No other part of a training step does.
     """
     finite = (loss.isfinite() & norm.isfinite()).to(loss.dtype)
     stop = torch.full_like(loss, preemption.stop_requested())
@@ -236,7 +237,7 @@ def _exit(run: TrainingRun) -> NoReturn:
     """Raise `Preempted` to end a run that received a stop signal and has written its last checkpoint."""
     if run.recorder:
         run.recorder.close()
-    run.accelerator.wait_for_everyone()  # the launcher kills all processes when one exits
+    run.accelerator.wait_for_everyone()  # because the launcher kills all processes when one exits
     raise preemption.Preempted(preemption.message(run.state.step))
 
 
@@ -268,7 +269,7 @@ class Meter:
 
 
 def _count_corrupt(run: TrainingRun, meter: Meter) -> None:
-    """Add the number of corrupt images on all processes to `run.state`, and reset the count. Collective."""
+    """Add the corrupt images in the meters of all processes to `run.state`, and reset their count. Collective."""
     run.state.corrupt_images += int(all_reduce_sum(torch.tensor(meter.corrupt)))
     meter.corrupt = 0
 
@@ -339,7 +340,10 @@ def _record_and_score(run: TrainingRun, record: dict[str, Any], batch: Batch | N
 
 
 def _classify(run: TrainingRun, evaluation: Accuracy) -> dict[str, float]:
-    """Evaluate the classifier, add its accuracies to the scores of the run, log and return them. Collective."""
+    """Evaluate the classifier, log its accuracies, and return them. Collective.
+
+    The accuracies are also added to the scores of the run.
+    """
     found = evaluation.evaluate(run.engine.gather_full_parameters(run.method))
     scores = verdict.Scores(run.state.scores)
     scores.add(run.state.step, found)
@@ -379,7 +383,9 @@ def _pictures(run: TrainingRun, batch: Batch) -> dict[str, np.ndarray]:
 
 
 def _report_skipped(run: TrainingRun, result: Step, batches: list[Batch]) -> None:
-    """Log that a step was skipped, and write the names of its samples to skipped.jsonl unless float16 overflowed.
+    """Log that a step was skipped, and write the names of its samples to skipped.jsonl.
+
+    If a gradient overflowed float16, the names are not written.
 
     Raises:
         NonFiniteError: too many steps in a row were skipped.

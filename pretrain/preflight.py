@@ -45,10 +45,12 @@ class Plan:
 def dry_forward(method: Method) -> None:
     """Check a method by a forward pass of a copy on the meta device, which computes shapes but no values.
 
-    There is one batch for each combination of crop sizes that a step can draw. Each batch holds crops of a square, a
-    wide and a tall image. The random generators of the run do not advance. The check is skipped with a log message if
-    the method reads tensor values, which do not exist on the meta device, or uses a tensor that is neither a parameter
-    nor a buffer, which the copy does not move to the meta device.
+    The method gets one batch for each combination of crop sizes that a step can draw. Each batch contains crops of a
+    square, a wide and a tall image. The random generators of the run do not advance.
+
+    The check is skipped, and a message is logged, if the method reads tensor values, because the meta device has none.
+    It is also skipped if the method uses a tensor that is neither a parameter nor a buffer, because the copy leaves
+    such a tensor on its device.
 
     Raises:
         ValueError: the method or its encoder does not support the crops.
@@ -93,8 +95,9 @@ def state_bytes(method: Method) -> int:
 def activation_bytes(method: Method, precision: str, images: int) -> int:
     """Return the number of bytes that a forward pass of `images` images keeps for the backward pass.
 
-    The number is extrapolated from forward passes of two and of four images. They use PyTorch's fused attention, which
-    keeps the same tensors as on a GPU. If the crop sizes are drawn for each step, the largest ones are assumed.
+    The number is extrapolated from forward passes of two and of four images. These passes use PyTorch's fused
+    attention, which keeps the same tensors as on a GPU. If the crop sizes are drawn for each step, the largest ones are
+    assumed.
     """
     method = copy.deepcopy(method)  # copy, because a forward pass changes the state of the method
     two, four = (_kept_bytes(method, precision, n) for n in (2, 4))
@@ -143,7 +146,7 @@ def print_plan(config: RunConfig, method: Method, run: Plan) -> None:
         "memory per process: weights, gradients, optimizer": f"{state_bytes(method) / 1e9:.2f} GB",
         "memory per process: activations (estimate)": f"{activations / 1e9:.2f} GB",
         "checkpoint": f"{(state_bytes(method) - 4 * trained) / 1e9:.2f} GB",
-        "checkpoints": f"{checkpoints}, the newest {config.checkpoint.keep} stay",
+        "checkpoints": f"{checkpoints}, of which the newest {config.checkpoint.keep} are kept",
     }
     table = Table("quantity", "value", title="this run")
     for quantity, value in rows.items():

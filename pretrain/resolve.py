@@ -134,7 +134,8 @@ def chosen_precision(config: RunConfig) -> str:
     precision = {"no": "fp32"}.get(precision, precision)
     if precision != "bf16" and config.encoder_settings.get("bf16_residuals"):
         raise SettingsError(
-            f"encoder.bf16_residuals needs --precision bf16, but the precision of this run is {precision}"
+            f"encoder.bf16_residuals needs --precision bf16, but the precision of this run is {precision}. "
+            "Set --precision bf16, or remove encoder.bf16_residuals."
         )
     return precision
 
@@ -142,8 +143,9 @@ def chosen_precision(config: RunConfig) -> str:
 def faster_in_bf16(config: RunConfig) -> bool:
     """Return True if the device computes the encoder's matrix products faster in bf16 than in fp32.
 
-    This is so on a GPU that supports bf16. On a CPU with bf16 instructions (AVX512-BF16 or AMX), it is so for encoders
-    with at least 128 output channels. In narrower encoders, the conversions take as much time as bf16 saves.
+    A GPU is faster in bf16 if it supports bf16. A CPU is faster in bf16 if it has bf16 instructions (AVX512-BF16 or
+    AMX) and the encoder has at least 128 output channels. In narrower encoders, the conversions between bf16 and fp32
+    take as much time as bf16 saves.
     """
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported()
@@ -168,7 +170,7 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
     accelerator = processes.make_accelerator(
         # DeepSpeed's own mixed precision would cast the teacher's weights, so its engine uses autocast (zero.py)
         mixed_precision="no" if deepspeed or precision == "fp32" else precision,
-        # accelerate does not prepare the loader, so it cannot detect the end of the loader
+        # the loader is not passed to `Accelerator.prepare`, so accelerate cannot detect the end of the loader
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=config.accumulate, sync_with_dataloader=False
         ),
@@ -176,7 +178,7 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     if accelerator.device.type == "cpu":
-        keep_freed_memory()  # each step allocates tensors of the same sizes
+        keep_freed_memory()  # each step allocates tensors of the same sizes, and can reuse the freed memory
     return accelerator, engines.select(accelerator, precision, config.accumulate)
 
 
@@ -196,7 +198,7 @@ def training_shards(config: RunConfig) -> tuple[WeightedShards, RunConfig]:
 
 
 def agree(opened: list[Source], buffers: list[int]) -> str:
-    """Check that all processes see the same shards, and return the fingerprint of the sample order.
+    """Check that all processes see the same shards, and return the fingerprint of the sample order. Collective.
 
     Raises:
         ShardError: two processes see different shards.
@@ -219,7 +221,8 @@ def agree(opened: list[Source], buffers: list[int]) -> str:
 def fingerprint(opened: list[Source], buffers: list[int]) -> str:
     """Return a hash of everything that determines the sample order.
 
-    These are the names, image counts and order of the shards, and the sizes of the shuffle buffers.
+    The sample order depends on the names, image counts and order of the shards, and on the sizes of the shuffle
+    buffers.
     """
     counts = [shard for source in opened for shard in source.identity]
     return hashlib.sha256(json.dumps([counts, buffers]).encode()).hexdigest()
@@ -250,7 +253,7 @@ def measure_classes(config: RunConfig, opened: Sources, accelerator: Accelerator
 
 
 def _measured(accelerator: Accelerator, measure: Callable[[], T], name: str) -> T:
-    """Call `measure` on the main process, and return its result on all processes.
+    """Call `measure` on the main process, and return its result on all processes. Collective.
 
     Raises:
         ShardError: `measure` failed.

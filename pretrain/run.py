@@ -10,7 +10,7 @@ from tessera.runtime import preemption, stdio
 
 if __name__ == "__main__":
     stdio.protect()
-    faulthandler.enable()  # a crashed process, or a loader worker that hangs, prints its stack
+    faulthandler.enable()  # print the stack of a process that crashes, and of a loader worker that hangs
     preemption.end_with_launcher()
     preemption.listen()  # handle signals before the imports below, which take seconds
 
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
     0: the run is complete. 2: the user must change the settings, the data or the disk. 69: another process of the run
     was lost. 75: the run received SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, saved and stopped; --resume continues the run.
-    130: Ctrl-C interrupted the run before the first step, or a second Ctrl-C interrupted it, without saving.
+    130: the run was interrupted without saving, by Ctrl-C before the first step or by a second Ctrl-C.
     """
     handler = _log_handler()
     handler.addFilter(_escape_controls)

@@ -40,8 +40,11 @@ log = logging.getLogger(__name__)
 def claimed(config: RunConfig, main: bool) -> Iterator[Path]:
     """Create and lock the folder of a run, and yield its path. The lock keeps other runs out. Collective.
 
-    The main process (`main`) creates the folder and holds the lock. If the new folder is still empty at the end, it is
-    removed. With `--dry_run`, nothing is created or locked.
+    The main process creates and locks the folder. If the folder is new and still empty at the end, it is removed. With
+    `--dry_run`, nothing is created or locked.
+
+    Args:
+        main: True on the main process.
 
     Raises:
         SettingsError: `--resume` is given without `--output`.
@@ -73,7 +76,7 @@ def _locked_folder(config: RunConfig) -> Iterator[Path]:
 
 
 def new_folder(config: RunConfig) -> str:
-    """Return the name of a folder under runs/ that does not exist."""
+    """Return the path of a folder under runs/ that does not exist yet."""
     name = str(Path("runs") / f"{config.method}-{config.encoder.variant}-{time.strftime('%Y%m%d-%H%M%S')}")
     number = 1
     while Path(name if number == 1 else f"{name}-{number}").exists():
@@ -92,7 +95,7 @@ def newest_checkpoint(config: RunConfig, output: Path) -> Path | None:
     shown = printable(str(output))
     if config.resume and not config.dry_run:
         run_on_all_ranks(lambda: resume.adopt_latest(output / "checkpoints") if rank() == 0 else None)
-    found = broadcast_object(resume.list_checkpoints(output / "checkpoints"))  # all processes use what rank 0 sees
+    found = broadcast_object(resume.list_checkpoints(output / "checkpoints"))  # all processes use rank 0's list
     holds_run = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
     if config.overwrite and config.resume:
         raise SettingsError("--overwrite deletes the run that --resume would continue. Give only one of them.")

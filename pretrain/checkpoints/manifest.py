@@ -38,7 +38,7 @@ def wrong_sizes(folder: Path) -> list[str]:
     except OSError as error:
         return [f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"]
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return [f"{NAME} is not a list of files"]
+        return [f"{NAME} does not contain a list of files"]
     faults = [f"{name} is missing" for name in files if name not in found]
     faults += [
         f"{name} has {found[name]} bytes and should have {size}"
@@ -58,7 +58,7 @@ def wrong_checksums(folder: Path, rank: int = 0, processes: int = 1) -> list[str
     for name, (_, checksum) in list(_read(folder).items())[rank::processes]:
         try:
             if _sha256(folder / name) != checksum:
-                faults.append(f"{name} has another checksum than when it was written")
+                faults.append(f"the checksum of {name} differs from {NAME}")
         except OSError as error:
             faults.append(f"{name} cannot be read ({error.strerror})")
     return faults

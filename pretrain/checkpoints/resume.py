@@ -90,7 +90,7 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
     Return the train state of the checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint belongs to another method or encoder, or its files are damaged.
+        CheckpointError: the tensors of the checkpoint differ from those of the run, or its files are damaged.
     """
     path = path.resolve()  # resolve the link, because `latest` may change while the checkpoint is read
     trainer = read_trainer(path)
@@ -110,12 +110,13 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
         try:
             set_random_states(torch.load(states, weights_only=True))
         except Exception as error:  # torch raises many kinds of errors for a damaged file, and executes no code
-            raise _damaged(path, [f"{states.name} holds no random states ({type(error).__name__})"]) from error
+            raise _damaged(path, [f"{states.name} contains no random states ({type(error).__name__})"]) from error
     else:
         log.info(
-            "%s was written by another number of processes (%d). The random generators start from the seed.",
+            "%s was written by %d processes, but this run has %d. The random generators start from the seed.",
             path.name,
             trainer["processes"],
+            accelerator.num_processes,
         )
     return TrainState(**trainer["position"])
 
@@ -241,12 +242,12 @@ def _read_trainer(path: Path) -> dict[str, Any]:
             f"To start a new run from its encoder, use --init_from {path}."
         )
     if fault := _wrong_value(trainer):
-        raise _damaged(path, [f"{file.name} holds a wrong value of {fault}"])
+        raise _damaged(path, [f"{file.name} has an invalid value of {fault}"])
     return trainer
 
 
 def _wrong_value(trainer: dict[str, Any]) -> str | None:
-    """Return the name of an entry of trainer.json whose value cannot be one that this program wrote, or None."""
+    """Return the name of an entry of trainer.json that has an invalid value, or None if all values are valid."""
     counts = {"processes": trainer["processes"], "optimizer_steps": trainer["optimizer_steps"]}
     for one in dataclasses.fields(TrainState):
         value = trainer["position"].get(one.name, 0 if one.type is int else {})
@@ -290,7 +291,7 @@ def point_latest(checkpoints: Path, name: str) -> None:
     the run was copied without links, `latest` is a folder. This folder is removed if it is a copy of a checkpoint.
 
     Raises:
-        CheckpointError: `latest` is a folder that holds something else.
+        CheckpointError: `latest` is a folder, but not a copy of a checkpoint.
     """
     latest, new = checkpoints / "latest", checkpoints / ".latest.part"
     if new.is_dir() and not new.is_symlink():
@@ -301,7 +302,7 @@ def point_latest(checkpoints: Path, name: str) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             raise
-        log.warning("%s cannot be made, because the disk does not support symlinks (%s)", latest, error.strerror)
+        log.warning("%s cannot be created, because the disk does not support symlinks (%s)", latest, error.strerror)
         return
     if latest.is_dir() and not latest.is_symlink():
         adopt_latest(checkpoints)
@@ -314,10 +315,12 @@ def point_latest(checkpoints: Path, name: str) -> None:
 def adopt_latest(checkpoints: Path) -> None:
     """Rename the folder `latest` to the name of its step, unless a checkpoint with that name already exists.
 
-    `latest` is a folder instead of a link if a run was copied by a program that follows links.
+    `latest` is a folder instead of a link if a run was copied by a program that follows links. If `latest` is a link,
+    do nothing.
 
     Raises:
-        CheckpointError: `latest` is a folder that does not hold a copy of a checkpoint.
+        CheckpointError: `latest` is a folder without a checkpoint, or its checkpoint differs from the checkpoint that
+            already has this name.
     """
     latest = checkpoints / "latest"
     if latest.is_symlink() or not latest.is_dir():

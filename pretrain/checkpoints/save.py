@@ -1,4 +1,4 @@
-"""Writing of checkpoints.
+"""Write checkpoints.
 
 A checkpoint is written to a temporary folder, which is renamed when the checkpoint is complete. Every folder with a
 name such as step-00001000 is therefore a complete checkpoint.
@@ -48,6 +48,7 @@ watchdog finds it within a minute."""
 BACKGROUND_TIMEOUT = 30.0
 """Seconds that a failed run waits for a checkpoint that is being written in the background."""
 THREAD = "checkpoint"
+"""Name of the thread that writes checkpoints in the background."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class _Snapshot:
         """Return a copy of the snapshot in host memory, so that later training steps do not change the data.
 
         Args:
-            trained: the encoder that later steps change. `self.encoder` is copied only if it is this encoder.
+            trained: the encoder that later steps change. `self.encoder` is copied only if it is this encoder, because
+                otherwise it is already a copy.
         """
         state = {name: tensor.to_host() for name, tensor in self.state.items()}
         return replace(self, state=state, encoder=_host_copy(trained) if self.encoder is trained else self.encoder)
@@ -129,7 +131,7 @@ class Saver:
         """Write a checkpoint, and then remove old checkpoints. Do nothing if the step already has a checkpoint.
 
         Args:
-            encoder: the trained encoder, as the engine holds it.
+            encoder: the trained encoder, with parameters that the engine may have sharded.
             exiting: True if the run is exiting. The checkpoint is then written synchronously, even if
                 `checkpoint.background` is true, and a failure of an earlier background save is only logged.
             keep_old: True to keep all older checkpoints.
@@ -191,7 +193,7 @@ class Saver:
     def _in_background(self, snapshot: _Snapshot) -> None:
         try:
             device = self.accelerator.device
-            if device.type == "cuda" and device.index is not None:  # one of several GPUs; the first is the default
+            if device.type == "cuda" and device.index is not None:  # a new thread uses the first GPU by default
                 torch.cuda.set_device(device)
             self._write(snapshot)
         except BaseException as error:  # `wait` raises the error on the main thread
@@ -254,8 +256,10 @@ class Saver:
 
 
 def has_unfinished_save() -> bool:
-    """Return True if a checkpoint is being written in the background. The write may never end if a process
-    was lost."""
+    """Return True if a checkpoint is still being written in the background.
+
+    If a process was lost, the write may never end.
+    """
     return any(thread.name == THREAD for thread in threading.enumerate())
 
 

@@ -25,8 +25,8 @@ def select(accelerator: Accelerator, precision: str, accumulate: int) -> type[En
     fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if not fsdp and fsdp2.groups().total_size > 1:
         raise SettingsError(
-            "parallelism_config is only supported under FSDP2. Remove it from the launcher's file, or launch with "
-            "configs/accelerate/hsdp.yaml."
+            "parallelism_config is only supported under FSDP2. Remove it from the launcher's configuration, or launch "
+            "with configs/accelerate/hsdp.yaml."
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         zero.complete_config(accelerator, precision, accumulate)

@@ -36,7 +36,7 @@ class Engine(ABC):
     copies: int = 1
     """Number of processes that hold the same shard, if `sharded` is True."""
     meta_copy: MetaCopy | None = None
-    """Copy of the method before it was sharded; None if every process holds full parameters."""
+    """Copy of the unsharded method on the meta device; None if every process holds full parameters."""
     accelerator: Accelerator
     method: Method
     optimizer: torch.optim.Optimizer
@@ -142,7 +142,7 @@ def local_state(
     """Return the local state (`Engine.local_state`) of an engine that shards moments in the same way as weights.
 
     Args:
-        state: AdamW's state by parameter.
+        state: AdamW's state of each parameter.
         to_local: function that returns this process's shard of a weight, buffer or moment.
     """
     tensors = {f"method.{name}": tensor for name, tensor in method.state_dict(keep_vars=True).items()}

@@ -85,7 +85,7 @@ class FSDP2(Engine):
 
 
 def _mesh(accelerator: Accelerator) -> DeviceMesh:
-    """Return the mesh of all processes. Its last dimension shards; under HSDP, its first dimension holds the copies."""
+    """Return the mesh of all processes: (shards,), or under HSDP (copies, shards)."""
     copies, processes = groups().dp_replicate_size or 1, accelerator.num_processes
     if copies == 1:
         return init_device_mesh(accelerator.device.type, (processes,), mesh_dim_names=("shard",))
@@ -118,8 +118,8 @@ def _send_parameters(method: nn.Module, weights: dict[str, Tensor], device: torc
 
     Args:
         method: the sharded method, whose parameters are on the meta device.
-        weights: full weights by name, which are removed as they are sent. On other processes than the main process, the
-            weights may be on the meta device.
+        weights: full weights by name. Each weight is removed when it is sent. Except on the main process, the weights
+            may be on the meta device.
         device: device of the process.
         offload: True if the shards are kept on the CPU.
     """
@@ -130,8 +130,8 @@ def _send_parameters(method: nn.Module, weights: dict[str, Tensor], device: torc
         rows = distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None)
         shards[name] = torch.empty_like(sharded, device="cpu" if offload else device)
         local(shards[name]).copy_(local(rows))
-        del given, full, rows  # before the next weight is allocated
-    method.load_state_dict(shards, strict=False, assign=True)  # buffers are not in `shards`
+        del given, full, rows  # free the memory before the next weight is allocated
+    method.load_state_dict(shards, strict=False, assign=True)  # not strict, because `shards` has no buffers
 
 
 def _local_rows(tensor: Tensor) -> LocalTensor:
@@ -156,7 +156,10 @@ def check_options(accelerator: Accelerator, precision: str) -> None:
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise SettingsError("FSDP 1 is not supported. Set fsdp_version: 2 (configs/accelerate/fsdp2.yaml).")
     if precision == "fp16":
-        raise SettingsError("--precision fp16 has no gradient scaler under FSDP2. Use --precision bf16.")
+        raise SettingsError(
+            "--precision fp16 is not supported under FSDP2, because this engine has no gradient scaler. "
+            "Use --precision bf16."
+        )
     if accelerator.num_processes == 1:
         raise SettingsError("FSDP2 needs two or more processes. Launch two or more, or launch without FSDP.")
     _check_groups(accelerator.num_processes)
@@ -185,7 +188,7 @@ def _check_groups(processes: int) -> None:
     """Check the launcher's settings of HSDP, if there are any.
 
     Raises:
-        SettingsError: the groups do not fit the number of processes, or another kind of parallelism is asked for.
+        SettingsError: the groups do not fit the number of processes, or another kind of parallelism is set.
     """
     config = groups()
     if config.total_size == 1:
@@ -198,8 +201,8 @@ def _check_groups(processes: int) -> None:
     if copies * shards != processes:
         raise SettingsError(
             f"dp_replicate_size {copies} x dp_shard_size {shards} are {copies * shards} processes, but {processes} "
-            "were launched. Set dp_replicate_size to the number of groups that hold all shards, and dp_shard_size to "
-            "the number of processes of a group."
+            "were launched. Set dp_replicate_size to the number of process groups, and dp_shard_size to the number "
+            "of processes in each group."
         )
     if shards == 1:
         raise SettingsError("dp_shard_size 1 shards nothing. Set it to 2 or more, or launch without FSDP.")

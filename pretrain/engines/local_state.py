@@ -57,7 +57,7 @@ class LocalTensor:
     copies: int = 1
     """Number of processes that hold the same elements."""
     copy: int = 0
-    """Index of this process among these processes."""
+    """Index of this process among the processes that hold the same elements."""
 
     def write_share(self) -> "LocalTensor":
         """Return the elements that this process writes to a checkpoint.
@@ -157,7 +157,7 @@ def _check_sizes(stored: Mapping[str, TensorStorageMetadata], state: LocalState)
         return
     sizes = [f"{name} ({saved.get(name, 0)} elements instead of {wanted.get(name, 0)})" for name in differ[:3]]
     more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-    raise ValueError(f"the checkpoint holds other tensors than expected: {', '.join(sizes)}{more}")
+    raise ValueError(f"tensor sizes differ: {', '.join(sizes)}{more}")
 
 
 class _Writer(FileSystemWriter):
@@ -197,7 +197,7 @@ def write(state: LocalState, folder: Path, group: dist.ProcessGroup | None = Non
 
 
 def read(state: LocalState, folder: Path, *, strict: bool = True, group: dist.ProcessGroup | None = None) -> None:
-    """Load the local state of each process from the files that `write` made in `folder`. Collective.
+    """Load the local state of each process from the files that `write` wrote into `folder`. Collective.
 
     The files may be untrusted: no code in them is executed.
 

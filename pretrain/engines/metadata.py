@@ -1,7 +1,7 @@
-"""Reading of a checkpoint's file .metadata, which may be untrusted.
+"""Read a checkpoint's file .metadata, which may come from an untrusted source.
 
-torch.distributed.checkpoint writes the file as a pickle, and a pickle can name any function for the reader to call.
-This module calls only constructors of the classes that such a file needs, and checks the result.
+torch.distributed.checkpoint writes the file as a pickle, and a pickle can make its reader call any function. This
+module calls only constructors of the classes that the file needs, and checks the result.
 """
 
 import io
@@ -31,7 +31,7 @@ class MetadataError(UserError, ValueError):
 def _memory_format(kind: object, name: object, /) -> object:
     """Return the memory format with this name. The unpickler calls this function instead of `getattr`.
 
-    Python 3.11.2 and other versions of that time pickle a member of an enumeration as `getattr(class, name)`.
+    Python 3.11.2 and other Python versions of that time pickle a member of an enumeration as `getattr(class, name)`.
     """
     formats = of_torch._MEM_FORMAT_ENCODING
     if kind is not formats or not isinstance(name, str) or name not in formats.__members__:
@@ -43,7 +43,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {(of_torch.__name__, name): getattr(of_to
 _ALLOWED |= {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # a look-up in a dict
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # looks a name up in a dict
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,  # the name of the folder in which the checkpoint was written
     ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
     ("builtins", "getattr"): _memory_format,
@@ -67,10 +67,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 class CheckpointReader(FileSystemReader):
-    """Reader of checkpoint files that runs no code of the files.
+    """Reader of checkpoint files that runs no code from these files.
 
     Raises:
-        MetadataError: the file .metadata is damaged, names objects that could run code, or points to other folders.
+        MetadataError: the file .metadata is damaged, names objects that could run code, or names a file in another
+            folder.
         OSError: the file cannot be read.
     """
 
@@ -90,13 +91,13 @@ def read_metadata(path: Path) -> Metadata:
     """Return the content of the file `path`.
 
     Raises:
-        MetadataError: the file does not hold what this project writes there.
+        MetadataError: the file is damaged, or contains objects or tensors that this project does not write.
         OSError: the file cannot be read.
     """
     content = read_bounded(path, MAX_BYTES)
     try:
         metadata = _Unpickler(io.BytesIO(content)).load()
-        fault = None if isinstance(metadata, Metadata) else "it holds something else"
+        fault = None if isinstance(metadata, Metadata) else "it does not describe a checkpoint"
         fault = fault or _fault(metadata)
     except MetadataError as error:
         raise MetadataError(f"{path.name} was not read, because {error}") from None

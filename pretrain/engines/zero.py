@@ -152,7 +152,8 @@ def complete_config(accelerator: Accelerator, precision: str, accumulate: int) -
     zero: dict[str, Any] = config["zero_optimization"]
     if precision == "fp16":
         raise SettingsError(
-            "--precision fp16 is not supported under DeepSpeed, whose fp16 casts the teacher too. Use --precision bf16."
+            "--precision fp16 is not supported under DeepSpeed, because it would also cast the teacher. "
+            "Use --precision bf16."
         )
     _check_sections(config)
     _check_batch_sizes(config, accumulate)
@@ -231,12 +232,12 @@ def _check_sections(config: dict[str, Any]) -> None:
 
 
 def _check_batch_sizes(config: dict[str, Any], accumulate: int) -> None:
-    """Raise `SettingsError` if the DeepSpeed file has other batch sizes or accumulation than the run."""
+    """Raise `SettingsError` if the DeepSpeed file sets a batch size, or an accumulation that differs from the run's."""
     passes = config.get("gradient_accumulation_steps", "auto")
     if passes not in ("auto", 1, accumulate):  # accelerate sets 1 if no value is given
         raise SettingsError(
-            f"The DeepSpeed settings have gradient_accumulation_steps {passes}. Remove this value and set "
-            f"--accumulate {passes}."
+            f"The DeepSpeed settings have gradient_accumulation_steps {passes}, but the run has --accumulate "
+            f"{accumulate}. Remove gradient_accumulation_steps and set --accumulate {passes}."
         )
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         if config.get(name, "auto") != "auto":

@@ -1,8 +1,9 @@
 """Cross-entropy of the logits of DINO (2104.14294) and iBOT (2111.07832), in chunks of rows.
 
 Float32 logits of many rows and 65,536 prototypes occupy gigabytes, and each operation reads and writes all of them.
-This module therefore converts only one chunk of rows at a time to float32. The forward pass also computes the gradient
-and overwrites the logits with it, in their precision. The backward pass multiplies the gradient by one factor per row.
+This module therefore converts only one chunk of rows at a time to float32. The forward pass also computes the gradient,
+and overwrites the logits with the gradient, rounded to the precision of the logits. The backward pass multiplies the
+gradient by one factor per row.
 
 If all rows fit in one chunk, torch's autograd computes the gradient from the formulas in `pretrain.methods.losses`.
 
@@ -69,8 +70,8 @@ def token_loss(
     """Return the loss of `ibot_loss`, and two properties of each of the teacher's distributions: its entropy in nats
     (M,) and its most probable prototype (M,). Collective if the centring is sinkhorn.
 
-    `student` may be overwritten. The number of rows may differ between processes, even if only some of them compute in
-    chunks.
+    `student` may be overwritten. The number of rows may differ between processes, even if only some processes
+    compute in chunks.
 
     Args:
         student: (M, K) logits of the student for hidden tokens.

@@ -53,9 +53,9 @@ class DINOv2Config(TeacherStudentConfig, frozen=True):
     local_scale: Areas = (0.05, 0.32)
     """smallest and largest area of a local crop before the resize, as a share of the image's area"""
     blur_global1: Share = 0.0
-    """probability that the first global crop is blurred; 1 in the paper, but the official code inverts it"""
+    """probability that the first global crop is blurred; 1 in the paper, but 0 in the official code"""
     blur_global2: Share = 0.9
-    """probability that the second global crop is blurred; 0.1 in the paper, but the official code inverts it"""
+    """probability that the second global crop is blurred; 0.1 in the paper, but 0.9 in the official code"""
     norm_last_layer: bool = False
     """fix the norm of every prototype vector at 1"""
     linear_last_layer: Derived[bool] = derived()
@@ -69,7 +69,8 @@ class DINOv2Config(TeacherStudentConfig, frozen=True):
     mask_ratio: Areas = (0.1, 0.5)
     """smallest and largest share of hidden tokens in a masked global crop; tokens are hidden in blocks"""
     fill_masks: bool = False
-    """hide single tokens at random until a mask has exactly the drawn share of hidden tokens, as in DINOv3"""
+    """hide single tokens in addition to blocks, until a mask has exactly the drawn share of hidden tokens, as in
+    DINOv3"""
     separate_head: bool = False
     """use a second head for the iBOT loss; otherwise both losses share one head"""
     ibot_prototypes: Derived[int] = derived(ge=2)
@@ -164,8 +165,8 @@ class DINOv2(TeacherStudent):
             raise ValueError(f"{name} has no mask token to replace hidden tokens. Set encoder.mask_token to true.")
         if rows * columns < 2:
             raise ValueError(
-                f"A global crop of {config.global_size} pixels is only one token of {name}. If it is hidden, nothing "
-                f"is visible. Set global_size to at least {2 * encoder.stride}."
+                f"A global crop of {config.global_size} pixels is only one token of {name}, so a mask would hide the "
+                f"whole crop. Set global_size to at least {2 * encoder.stride}."
             )
         if config.linear_last_layer and config.norm_last_layer:
             raise ValueError("norm_last_layer needs prototypes with weight norm. Set linear_last_layer to false.")

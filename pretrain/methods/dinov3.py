@@ -34,7 +34,7 @@ from tessera.runtime.settings import Derived, derived
 
 
 class CropSizes(NamedTuple):
-    """Sides in pixels of the crops of a step, with the names of the settings."""
+    """Sides in pixels of the crops of a step. The fields have the names of the settings."""
 
     global_size: int
     local_size: int
@@ -42,7 +42,7 @@ class CropSizes(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "CropSizes":
-        """Parse sizes that are written as `global/local/gram` or `global/local`."""
+        """Parse sizes that are written as `global/local/gram`, or as `global/local` if gram equals global."""
         sides = [int(side) for side in text.split("/")]
         return cls(sides[0], sides[1], sides[-1] if len(sides) > 2 else sides[0])
 
@@ -80,9 +80,9 @@ class DINOv3Config(DINOv2Config, frozen=True):
     separate_head: bool = True
     """use a second head for the iBOT loss; otherwise both losses share one head"""
     linear_last_layer: Derived[bool] = derived()
-    """use prototypes without weight norm; default: true from 100,000 images on"""
+    """use prototypes without weight norm; default: true for 100,000 or more images"""
     fill_masks: bool = True
-    """hide single tokens at random until a mask has exactly the drawn share of hidden tokens"""
+    """hide single tokens in addition to blocks, until a mask has exactly the drawn share of hidden tokens"""
     gram_weight: float = Field(default=2.0, ge=0)
     """weight of the Gram loss after its warm-up; 0: no Gram loss and no Gram teacher"""
     gram_start: Derived[int] = derived(ge=0)
@@ -164,7 +164,7 @@ class DINOv3(DINOv2):
     Config = DINOv3Config
     resolve = staticmethod(resolve)
     section = "dinov3"
-    config: DINOv3Config  # pyright: ignore[reportIncompatibleVariableOverride] - narrower, and never set again
+    config: DINOv3Config  # pyright: ignore[reportIncompatibleVariableOverride] - safe, because it is never set again
 
     def __init__(self, encoder: Encoder, config: DINOv3Config, steps: int) -> None:
         """Build student, teacher and Gram teacher. `steps` is the length of the run.
@@ -255,7 +255,7 @@ class DINOv3(DINOv2):
         return torch.stack(list(terms.values())).sum(), metrics
 
     def gram_weight(self, step: int) -> float:
-        """Return the weight of the Gram loss at a step: 0 before `gram_start`, then a linear rise."""
+        """Return the weight of the Gram loss at a step: 0 before `gram_start`, then a linear rise to the setting."""
         since = step - self.config.gram_start
         return linear(since, self.config.gram_warmup_steps, 0.0, self.config.gram_weight) if since >= 0 else 0.0
 

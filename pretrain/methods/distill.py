@@ -41,7 +41,7 @@ class DistillConfig(RandomCropConfig):
     """encoder to learn from: a run folder, a checkpoint in it, a weight file of this project, or a published weight
     file"""
     teacher_hash: str | None = None
-    """SHA-256 of the teacher's weights and settings; the run stops if the teacher has another hash; default: computed
+    """SHA-256 of the teacher's weights and settings; the run stops if the teacher's hash differs; default: computed
     from the teacher"""
     teacher_size: int | None = Field(default=None, ge=1)
     """side in pixels to which a crop is resized for the teacher; default: `size`"""
@@ -66,7 +66,7 @@ class DistillConfig(RandomCropConfig):
 def resolve(config: DistillConfig, optim: OptimConfig, size: RunSize) -> tuple[DistillConfig, OptimConfig]:
     """Return the settings of distillation and of the optimizer, with all missing values filled in.
 
-    They include the hash of the teacher and the encoder settings of the additional students.
+    The settings of distillation include the hash of the teacher and the encoder settings of the additional students.
 
     For data sets of ImageNet's size, the learning rate is that of AM-RADIO: 1e-3 for 1024 images. The other values are
     choices of this project.
@@ -332,11 +332,11 @@ class Distill(Method):
     small_settings: ClassVar[dict[str, Any]] = {"size": 16}
 
     def __init__(self, encoder: Encoder, config: DistillConfig, steps: int) -> None:
-        """Load the teacher, and build the projections and the other students. `config` holds resolved settings.
+        """Load the teacher, and build the projections and the additional students. `config` holds resolved settings.
 
         Raises:
-            ValueError: the teacher cannot be loaded, or takes images with another number of channels; or another
-                student cannot be built.
+            ValueError: the teacher cannot be loaded, its number of input channels differs from the encoder's, or an
+                additional student cannot be built.
         """
         super().__init__()
         del steps

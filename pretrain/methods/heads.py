@@ -97,6 +97,6 @@ class Head(nn.Module):
             self.last_layer = Prototypes(bottleneck_dim, prototypes, fixed_length=fixed_length)
 
     def forward(self, x: Tensor) -> Tensor:
-        # float16 needs a larger epsilon, because it rounds 1e-12 to 0
+        # in float16, the default epsilon of 1e-12 is rounded to 0
         x = self.mlp(x)
         return self.last_layer(F.normalize(x, dim=-1, eps=1e-6 if x.dtype == torch.float16 else 1e-12))

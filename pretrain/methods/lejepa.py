@@ -1,6 +1,6 @@
-"""LeJEPA (2511.08544): the views of an image learn equal embeddings, and all embeddings a normal distribution.
+"""LeJEPA (2511.08544): an encoder learns embeddings that are equal for all views of an image and normally distributed.
 
-There is one encoder, and the embeddings of all views pass gradients to it: there is no teacher, no moving average, no
+There is one encoder, which gets gradients from the embeddings of all views. There is no teacher, no moving average, no
 stop-gradient and no predictor. SIGReg, a test of normality along random directions, keeps the embeddings from
 collapsing.
 
@@ -33,7 +33,7 @@ from tessera.runtime.settings import Derived, derived
 POINTS = 17
 """Number of points at which SIGReg compares characteristic functions (T)."""
 LAST_POINT = 3.0
-"""Largest point. The smallest point is 0, which is enough, because the integrand is symmetric."""
+"""Largest of the points at which SIGReg compares characteristic functions. The smallest is 0, by symmetry."""
 REFERENCE_IMAGES = 256
 """Number of images per forward pass to which `sigreg_weight` refers."""
 

@@ -82,9 +82,9 @@ def ibot_loss(student: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
 def token_weights(mask: Mask) -> Tensor:
     """Return the weight of each hidden token in the iBOT loss: (M,) float32 on the CPU.
 
-    The weight of a token is 1 / (number of hidden tokens of its crop * number of crops). All masked crops thus have the
-    same weight, and crops without hidden tokens count as crops whose loss is 0, as in the official code. All crops of
-    the mask must have the same number of tokens.
+    The weight of a token is 1 / (number of hidden tokens of its crop * number of crops). So all masked crops have the
+    same weight, and a crop without hidden tokens counts as a crop whose loss is 0, as in the official code. All crops
+    of the mask must have the same number of tokens.
     """
     hidden = len(mask.hidden) // len(mask.lengths) - mask.lengths  # (G * B,)
     return torch.repeat_interleave(1 / (hidden.clamp(min=1) * len(hidden)), hidden)
@@ -95,7 +95,7 @@ def koleo_loss(features: Tensor) -> Tensor:
 
         loss = - mean over i of  log max(min over j != i of |x[i] - x[j]|, NEAREST),  x[i] = features[i] / |features[i]|
 
-    The official code searches the nearest neighbour only among the images of the same process. It adds 1e-8 to the
+    The official code searches for the nearest neighbour only among the images of the same process. It adds 1e-8 to the
     distance, which has no effect in float16, where 1e-8 is rounded to 0.
 
     Args:

@@ -31,7 +31,7 @@ from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.collectives import all_reduce_max
 
 NO_CONTRAST = 0.01
-"""Threshold of `target_contrast`. At or below it, all patches count as equal, because of rounding errors."""
+"""All patches count as equal if `target_contrast` is at most this value, which allows for rounding errors."""
 LOOKED_AT = 256
 """Number of patches per process from which `target_contrast` is computed."""
 
@@ -64,7 +64,7 @@ class MAEConfig(RandomCropConfig):
     decoder_heads: int | None = Field(default=None, ge=1)
     """number of attention heads of the decoder; default: one head per 32 channels of the decoder's width"""
     native: bool = False
-    """keep the aspect ratio of each image; needs an encoder that takes packed images (ViT, RoPE-ViT, NaViT);
+    """keep the aspect ratio of each image; needs an encoder that supports packed images (ViT, RoPE-ViT, NaViT);
     `ratio` is then ignored"""
     smallest_size: int | None = Field(default=None, ge=1)
     """size of the smallest native image, given as the side in pixels of a square with the same area; default: `size`"""

@@ -145,7 +145,7 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def after_step(self, step: int) -> None:
-        """Update weights that the optimizer does not train, such as a teacher, after an optimizer step. Collective.
+        """Update weights that the optimizer does not train, such as a teacher's, after an optimizer step. Collective.
 
         The training loop does not call this function after a skipped step.
         """
@@ -199,7 +199,7 @@ class Method(nn.Module):
     def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
         """Return the signs of collapse in the metrics of one step, as a dict from kind of collapse to message.
 
-        The message names settings to change. The rank of the features need not be checked, because the alarm does it.
+        The message names settings to change. Do not check the rank of the features, because the alarm checks it.
         """
         return {}
 

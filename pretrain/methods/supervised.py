@@ -102,7 +102,7 @@ def mixed_cross_entropy(logits: Tensor, labels: Tensor, partner: Tensor, share: 
 
 
 class Finetune(Method):
-    """Fine-tuning of an encoder together with a linear classifier of its pooled features."""
+    """The fine-tuning method: an encoder, and a linear classifier of the encoder's pooled features."""
 
     Config = FinetuneConfig
     resolve = staticmethod(resolve)

@@ -26,7 +26,7 @@ from tessera.runtime.collectives import all_reduce_sum
 from tessera.runtime.settings import Derived, derived
 
 TERMS = ("dino_loss", "ibot_loss", "koleo_loss")
-"""metrics that hold the terms of the loss, including their weights"""
+"""names of the metrics that report the terms of the loss, each multiplied by its weight"""
 
 
 class TeacherStudentConfig(MultiCropConfig, frozen=True):
@@ -86,7 +86,8 @@ class TeacherStudent(Method):
     After each step, the parameters and running statistics of the teacher move towards those of the student (`ema`). The
     teacher is always in eval mode.
 
-    A second head, `ibot_head`, has its own output, centre and metrics, whose names start with `ibot_`.
+    A subclass may add a second head, `ibot_head`, and a second output of the teacher. The names of the centre and of
+    the metrics of this output start with `ibot_`.
     """
 
     section: ClassVar[str]
@@ -129,7 +130,7 @@ class TeacherStudent(Method):
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        self.teacher.eval()  # the teacher must not use drop path
+        self.teacher.eval()  # so that the teacher does not use drop path
         return self
 
     @torch.no_grad()
@@ -236,7 +237,7 @@ class PendingCenter:
         self._sums: tuple[int, Tensor] | None = None
 
     def add(self, step: int, logits: Tensor) -> None:
-        """Add the logits (N, K) of a forward pass. Discard the sums of an earlier step, because it was skipped."""
+        """Add the logits (N, K) of a forward pass. If an earlier step was skipped, discard its sums first."""
         sums = logits.sum(0, dtype=torch.promote_types(logits.dtype, torch.float32))  # (K,)
         sums = torch.cat([sums, sums.new_full((1,), len(logits))])  # (K + 1,)
         self._sums = (step, self._sums[1] + sums if self._sums and self._sums[0] == step else sums)

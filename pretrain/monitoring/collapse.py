@@ -117,7 +117,7 @@ class CollapseAlarm:
         The keys are kinds of collapse, and the values are messages.
         """
         signs, rank = dict(method_signs), record.get("feature_rank", math.nan)
-        largest = self.memory["largest_rank"] = max(self.memory["largest_rank"], rank)  # unchanged by NaN
+        largest = self.memory["largest_rank"] = max(self.memory["largest_rank"], rank)  # a NaN leaves it unchanged
         if rank == 0:
             signs["identical"] = (
                 "all images have the same features. Look at pictures/crops.png: all images may be black or equal. "

@@ -35,7 +35,7 @@ from tessera.runtime.collectives import all_gather, all_reduce_max, all_reduce_s
 PIXEL_SIDE = 32
 """Side in pixels to which larger images are shrunk before the k-NN accuracy of the raw pixels is computed."""
 TOP = 5
-"""Number of classes with the highest scores. An image counts in top-5 accuracy if its true class is one of them."""
+"""Number of best-scored classes in top-5 accuracy. An image counts as correct if its class is one of them."""
 
 
 class OnlineEvaluation:
@@ -173,7 +173,11 @@ class Accuracy(OnlineEvaluation):
 
 
 def _check_classes(labels: Tensor, classes: int) -> None:
-    """Check the labels of all processes. `labels` (N,) are those of this process. Call this on all processes.
+    """Check the labels of all processes. Collective.
+
+    Args:
+        labels: labels of this process, (N,).
+        classes: number of classes.
 
     Raises:
         EvaluationError: there is no readable image, or a label is not a class index.
@@ -193,10 +197,10 @@ def _check_classes(labels: Tensor, classes: int) -> None:
 def write_accuracy(config: RunConfig, output: Path, scores: Scores) -> None:
     """Print the accuracies of a finished run, and write them to a result file. Call it only on the main process.
 
-    The result describes the encoder that the run started from. If `init_from` is a run, a checkpoint or an encoder of
-    this project, the path is that of `evaluation.results.result_path`. Otherwise, it is
-    OUTPUT/evaluation/finetune.json. `top1` and `top5` are those of the last step. The accuracy of the best step is only
-    informative, because this step is chosen on the same images.
+    The result describes the encoder from which the run started. If `init_from` is a run, a checkpoint or an encoder of
+    this project, `evaluation.results.result_path` determines the path of the result file. Otherwise, the path is
+    OUTPUT/evaluation/finetune.json. `top1` and `top5` are the accuracies of the last step. The accuracy of the best
+    step is not an unbiased result, because this step is chosen on the same images.
     """
     last, best = scores.memory["last"], scores.best
     result = {

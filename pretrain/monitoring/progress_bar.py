@@ -46,9 +46,9 @@ class Progress:
         self.progress.update(self.task, completed=step, numbers=numbers)
 
     def scored(self, record: Mapping[str, Any]) -> None:
-        """Take the accuracies (0 to 1) from `record`; later progress output shows them.
+        """Read the accuracies (0 to 1) from `record`, to show them in later progress output.
 
-        If `record` has no accuracy, the output keeps showing the earlier ones.
+        If `record` has no accuracy, the output still shows the earlier accuracies.
         """
         found = [f"{name} {100 * record[metric]:.1f} %  " for metric, name in ACCURACIES.items() if metric in record]
         if found:

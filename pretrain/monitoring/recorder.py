@@ -1,4 +1,4 @@
-"""Write the records of a training run: metrics, pictures, skipped samples, and facts about the machine."""
+"""Write the records of a training run: metrics, pictures, skipped samples, and a description of the machine."""
 
 import datetime
 import math

@@ -189,7 +189,7 @@ SINKS: dict[str, type[Sink]] = {
     "wandb": WandB,
     "mlflow": MLflow,
 }
-"""Sinks by the names that `metrics.sinks` takes."""
+"""Sinks by their names in `metrics.sinks`."""
 OPTIONAL_PACKAGES = ("wandb", "mlflow")
 """Sinks that need an optional package of the same name."""
 
@@ -241,14 +241,13 @@ def keep_lines(path: Path, step: int) -> None:
 
 
 def tracked_run(output: Path, service: str) -> dict[str, str]:
-    """Return the id and name under which a tracking service knows this run folder, or an empty dict if none is
-    stored."""
+    """Return the id and name that this run has in a tracking service, or an empty dict if none is stored."""
     path = output / "tracking.json"
     return json.loads(path.read_text()).get(service, {}) if path.exists() else {}
 
 
 def track_run(output: Path, service: str, run_id: str, name: str) -> None:
-    """Write the id and name under which a tracking service knows this run folder to OUTPUT/tracking.json."""
+    """Store the id and name that this run has in a tracking service, in OUTPUT/tracking.json."""
     path = output / "tracking.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     with atomic_write(path) as temporary:

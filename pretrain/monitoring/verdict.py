@@ -1,4 +1,4 @@
-"""The verdict of an evaluation: one line that says whether the run learns."""
+"""The verdict of an evaluation: one line that states whether the run learns."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -35,7 +35,7 @@ class OptimConfig(Section, frozen=True):
     """factor by which the learning rate decreases from each layer to the layer below it: the factor of a layer is
     layer_decay ** (depth + 1 - layer)"""
     patch_embed_lr_factor: float = Field(default=1.0, gt=0)
-    """additional factor on the learning rate of the patch embedding, on top of layer_decay"""
+    """factor on the learning rate of the patch embedding, in addition to layer_decay"""
     encoder_lr_factor: Derived[float] = derived(gt=0)
     """factor on the learning rate of the encoder; default: 0.1 if `init_from` loads an encoder without heads, so that
     only the new heads learn at the full rate, else 1"""
@@ -78,8 +78,8 @@ class OptimConfig(Section, frozen=True):
 def adamw(method: nn.Module, config: OptimConfig, frozen: Mapping[str, int]) -> torch.optim.AdamW:
     """Return AdamW over the trainable parameters of a method, grouped by `parameter_groups`.
 
-    One kernel updates many parameters (`fused`). On a CPU, the update of a small encoder then takes a fraction of the
-    time.
+    With `fused`, one kernel updates many parameters. For a small encoder on a CPU, such an update takes a fraction of
+    the time of an update without `fused`.
     """
     groups = parameter_groups(method, frozen, learning_rate_factors(method, config))
     return torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=config.eps, fused=True)

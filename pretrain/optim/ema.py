@@ -15,8 +15,9 @@ def update(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
     are counts, are copied. All other buffers are constants and do not change. If the engine shards teacher and student
     in the same way, each process updates its own shard.
 
-    The update is computed as `t + (1 - m)(s - t)`. Its float32 rounding error then scales with the distance between
-    teacher and student, not with the size of the weights. A teacher that equals its student stays exactly equal to it.
+    The update is computed as `t + (1 - m)(s - t)`. The float32 rounding error of this form scales with the distance
+    between teacher and student, not with the size of the weights. A teacher that equals its student stays exactly equal
+    to it.
 
     Raises:
         TypeError: the teacher has lower precision than float32. In bfloat16 with momentum 0.996, most updates would be

@@ -13,7 +13,7 @@ from tessera.runtime.collectives import all_reduce_sum, world_size
 def running_statistics(module: nn.Module, *, training: bool = False) -> list[Tensor]:
     """Return the running statistics of a module and its submodules. If `training` is true, leave out those of modules
     in eval mode, such as teachers."""
-    # `_buffers` is looked at first, because this runs at every step, and a missing attribute of a module is slow
+    # `_buffers` is checked first: this function runs at every step, and `getattr` is slow if the attribute is missing
     parts = [part for part in module.modules() if part._buffers and getattr(part, "track_running_stats", False)]
     return [buffer for part in parts if part.training or not training for buffer in part.buffers(recurse=False)]
 
@@ -33,10 +33,10 @@ class StepStatistics:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average the statistics over processes, which saw different images. Collective.
+        """Average the statistics over processes, because each process had different images. Collective.
 
-        The variance is the mean of the variances within processes. torch.nn.SyncBatchNorm computes one variance over
-        the images of all processes.
+        The result is the mean of the processes' variances, unlike in torch.nn.SyncBatchNorm, which computes one
+        variance over the images of all processes.
         """
         buffers = [buffer for buffer in self.buffers if buffer.is_floating_point()]
         if not buffers or world_size() == 1:

@@ -23,7 +23,7 @@ def cosine(
 
 
 def linear(step: int, steps: int, start: float, end: float) -> float:
-    """Return a value that goes linearly from `start` at step 0 to `end` at step `steps - 1`, and then stays at `end`.
+    """Return a value that changes linearly from `start` at step 0 to `end` at step `steps - 1`, and then stays there.
 
     If `steps` is 1, the value at step 0 is `start`, as in `np.linspace(start, end, 1)`.
     """

@@ -117,16 +117,16 @@ def test_what_cannot_be_is_said_in_a_line(run, tmp_path: Path, capsys: pytest.Ca
 
     assert "must end in .safetensors" in said(folder, tmp_path / "out.pt")
     assert "is not a folder. Make it first" in said(folder, tmp_path / "no" / "out.safetensors")
-    assert "holds no checkpoint: neither" in said(tmp_path, output)
+    assert "contains no checkpoint: neither" in said(tmp_path, output)
     assert "is a file. Give the run folder" in said(newest / "encoder.safetensors", output)
-    assert "must not hold other files. Write elsewhere" in said(
+    assert "must contain no other files. Choose another folder" in said(
         folder, folder / "checkpoints" / "latest" / "x.safetensors"
     )
     shard = newest / "__0_0.distcp"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     line = said(folder, output)
-    assert "__0_0.distcp has another checksum" in line
+    assert "the checksum of __0_0.distcp differs from manifest.json" in line
     assert "step-00000003" in line
     shard.write_bytes(whole)
     trainer = json.loads((newest / "trainer.json").read_text())
@@ -143,7 +143,7 @@ def test_what_cannot_be_is_said_in_a_line(run, tmp_path: Path, capsys: pytest.Ca
         (newest / "manifest.json").write_text(json.dumps(listed))
         return said(folder, output)
 
-    assert "does not fit its own settings" in changed("encoder", "dim")  # another shape than that of the tensors
+    assert "do not fit its settings" in changed("encoder", "dim")  # another shape than that of the tensors
     assert "trainer.json cannot be used: brightness is larger than 16777216" in changed("dino", "brightness")
 
 

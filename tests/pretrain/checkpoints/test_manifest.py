@@ -33,11 +33,11 @@ def test_holds_sizes_and_checksums(folder: Path) -> None:
         (lambda f: (f / "file-3").unlink(), "file-3 is missing"),
         (lambda f: (f / "file-9").touch(), "file-9 is not listed in manifest.json"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json cannot be read (No such file or directory)"),
-        (lambda f: os.truncate(f / "manifest.json", 50), "manifest.json is not a list of files"),
-        (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json is not a list of files"),
+        (lambda f: os.truncate(f / "manifest.json", 50), "manifest.json does not contain a list of files"),
+        (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json does not contain a list of files"),
         (
             lambda f: (f / "manifest.json").write_text('{"files": {"file-1": {"bytes": 101}}}'),
-            "manifest.json is not a list of files",
+            "manifest.json does not contain a list of files",
         ),
     ],
 )
@@ -53,7 +53,7 @@ def test_processes_share_the_checksums(folder: Path) -> None:
     for processes in (1, 2, 3, 7):
         found = [manifest.wrong_checksums(folder, rank, processes) for rank in range(processes)]
         each = sorted(fault for of_one in found for fault in of_one)
-        assert each == [f"file-{n} has another checksum than when it was written" for n in range(4)]
+        assert each == [f"the checksum of file-{n} differs from manifest.json" for n in range(4)]
         assert max(map(len, found)) == -(-4 // processes)
 
 

@@ -179,7 +179,7 @@ def test_wrong_values_of_trainer_json_are_named(checkpoint: Path, tmp_path: Path
     trainer = json.loads((checkpoint / "trainer.json").read_text())
     (checkpoint / "trainer.json").write_text(json.dumps(trainer | change))
     signed(checkpoint)
-    with pytest.raises(CheckpointError, match=r"trainer\.json holds a wrong value of|written by another version"):
+    with pytest.raises(CheckpointError, match=r"trainer\.json has an invalid value of|written by another version"):
         resume.read_train_state(checkpoint)
     with pytest.raises(CheckpointError):
         export.export(checkpoint, tmp_path / "out.safetensors")
@@ -190,4 +190,4 @@ def test_deep_json_is_named(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match="not valid JSON"):
         resume.read_trainer(checkpoint)
     (checkpoint / manifest.NAME).write_text("[" * 100_000)
-    assert manifest.wrong_sizes(checkpoint) == ["manifest.json is not a list of files"]
+    assert manifest.wrong_sizes(checkpoint) == ["manifest.json does not contain a list of files"]
