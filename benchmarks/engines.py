@@ -42,7 +42,7 @@ from tessera.runtime.settings import Settings, SettingsError, parse
 ROOT = Path(__file__).parent.parent
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 GROUPS = 2
-"""Number of groups of processes under HSDP. It is measured only if asked for, because it needs four processes."""
+"""Number of groups of processes under HSDP. HSDP is measured only on request, because it needs four processes."""
 KEPT = 1e9
 """Default of DeepSpeed's stage3_max_live_parameters: largest number of parameters that ZeRO-3 keeps gathered."""
 GATHERED = {"fp32": 4, "bf16": 2}
@@ -63,7 +63,7 @@ class EnginesBenchmark(Settings):
     processes: int = Field(default=2, ge=1)
     """number of processes per launch"""
     images: int = Field(default=2, ge=1)
-    """images per process and step; the default is small, so that activations do not hide the sharded state"""
+    """images per process and step; with few images, the sharded state takes more memory than the activations"""
     steps: int = Field(default=3, ge=1)
     """number of timed steps, after two warm-up steps"""
     output: Path | None = None
@@ -107,14 +107,15 @@ def costs(
     if engine == "zero3":  # ZeRO-3 keeps gradients allocated, and keeps weights gathered
         gathered = min(4 * (trained + teacher), 4 * KEPT)
         return Costs((16 * trained + 4 * teacher) / n, gathered, ring * (2 * trained + teacher + trained))
-    # FSDP2 gathers the student's weights in each forward and each backward pass, gathers the teacher's weights once,
-    # and reduces gradients. HSDP does this within a group, and then sums the shards of the gradients over the groups.
+    # In a step, FSDP2 gathers the student's weights for each forward and each backward pass, gathers the teacher's
+    # weights once, and reduces the gradients. HSDP does the same within a group, and then sums the gradient shards over
+    # the groups.
     size, groups = (n // GROUPS, GROUPS) if engine == "hsdp" else (n, 1)
     width = GATHERED[precision]
     within = (size - 1) / size * (width * (2 * passes * trained + teacher) + 4 * trained)
     between = 2 * (groups - 1) / groups * 4 * trained / size
     # Three blocks are gathered: one that runs, one in advance, and one that is not freed yet. With several forward
-    # passes, the gradients of the blocks are only complete, and reduced, in the backward pass of the first.
+    # passes, the gradient of a block is complete only after the backward pass of the first one, and is reduced then.
     waiting = width * trained if passes > 1 else 0
     step = 4 * trained / size + 3 * width * block + waiting
     return Costs((12 * trained + 4 * teacher) / size, step, within + between)
@@ -127,7 +128,7 @@ def measure(settings: EnginesBenchmark, output: Path) -> None:
     steps = settings.steps + 2
     before, host = resident(), status("VmRSS")
     forget_peak()
-    main = accelerator.is_main_process if engine_class.sends_weights else None  # as in a run
+    main = accelerator.is_main_process if engine_class.sends_weights else None  # as in a pretraining run
     config = make_config(
         settings.methods[0], settings.encoders[0], settings.images * accelerator.num_processes,
         data_images=50_000, steps=steps, precision=settings.precision, optim={"warmup_steps": 0},
@@ -171,7 +172,7 @@ def measure(settings: EnginesBenchmark, output: Path) -> None:
 
 
 def count_passes(parts: list[nn.Module]) -> list[int]:
-    """Start to count the forward passes of the encoder in `parts`. The returned list has one element, the count."""
+    """Count the forward passes of the encoder in `parts` from now on. Return a list whose only element is the count."""
     count = [0]
 
     def increment(*_: object) -> None:
@@ -187,7 +188,7 @@ def resident() -> int:
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
     if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)  # return free memory to the system, so that VmRSS excludes it
+        ctypes.CDLL(None).malloc_trim(0)  # return free memory to the system, because VmRSS includes it
     return status("VmRSS")
 
 
@@ -213,7 +214,7 @@ def loopback() -> int:
 
 
 def launch(settings: EnginesBenchmark, engine: str, method: str, variant: str) -> dict[str, float]:
-    """Start one launch, and return its measurements."""
+    """Measure one engine, method and encoder variant in a launch of its own. Return the measurements."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "measured.json"
         command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]

@@ -1,8 +1,8 @@
-"""Run code for a GPU without a GPU, and count what the GPU would have to do.
+"""Run code for a GPU without a GPU, and count the operations that the GPU would run.
 
-Tensors on the device are fake: they have a shape, a data type and a device, but no values. Tensors on the CPU
-are real, so that everything that the CPU decides, such as which crops are blurred, is decided as in a real run. Each
-operation on the device is counted with the bytes that it reads and writes and with its FLOP.
+Tensors on the device are fake: they have a shape, a data type and a device, but no values. Tensors on the CPU are real,
+so all decisions of the CPU, such as which crops are blurred, are those of a real run. For each operation on the device,
+the bytes that it reads and writes and its FLOP are counted.
 """
 
 import contextlib
@@ -25,30 +25,30 @@ FREE = {
     "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_pinned", "lift_fresh",
     "split_with_sizes", "split", "unbind", "_unsafe_view", "_reshape_alias", "alias", "set_", "chunk", "is_same_size",
 }  # fmt: skip
-"""Operations that launch no kernel, beside those that return views."""
+"""Operations that launch no kernel. Operations that return views need not be listed."""
 FILLS = {"new_full", "new_zeros", "new_ones", "zeros_like", "ones_like", "full_like"}
-"""Operations that take the shape of their tensor and do not read it."""
+"""Operations that use only the shape of their input tensor, and do not read its values."""
 LOW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class GPU:
-    """Speeds that a GPU can reach. They are lower than in the data sheet, because no kernel reaches its figures."""
+    """Rates that kernels reach on a GPU. They are lower than those of the data sheet, which no kernel reaches."""
 
     name: str
     memory: float
     """Memory bandwidth in bytes per second."""
     low: float
-    """Matrix products in bfloat16, in FLOP per second."""
+    """Rate of matrix products in bfloat16, in FLOP per second."""
     full: float
-    """Matrix products and other arithmetic in float32, in FLOP per second."""
+    """Rate of matrix products and other arithmetic in float32, in FLOP per second."""
     copy: float = 50e9
-    """Copies from pinned host memory, in bytes per second."""
+    """Rate of copies from pinned host memory, in bytes per second."""
     launch: float = 2.5e-6
     """Shortest time of a kernel, in seconds."""
 
     def kernel(self, size: int, flop: int = 0, *, low: bool = False) -> "Count":
-        """Return the count of one kernel that moves `size` bytes. `low` is True for arithmetic in bfloat16."""
+        """Return the count of a kernel that moves `size` bytes and computes `flop` FLOP. `low` is True for bfloat16."""
         memory, arithmetic = size / self.memory, flop / (self.low if low else self.full)
         return Count(1, size, flop, memory, arithmetic, max(memory, arithmetic, self.launch))
 
@@ -61,11 +61,11 @@ class Count:
     bytes: int = 0
     flop: int = 0
     memory_seconds: float = 0.0
-    """Time of all kernels, if only their bytes counted."""
+    """Time in which the GPU can move the bytes of all kernels."""
     arithmetic_seconds: float = 0.0
-    """Time of all kernels, if only their FLOP counted."""
+    """Time in which the GPU can compute the FLOP of all kernels."""
     seconds: float = 0.0
-    """Sum over kernels of the longest of three times: for the bytes, for the FLOP, and for the launch."""
+    """Sum over the kernels of the longest of three times of a kernel: for its bytes, its FLOP, and its launch."""
     host_reads: int = 0
     """Number of times that the CPU waits for a value from the device."""
 
@@ -83,7 +83,8 @@ class Counter:
     part: str = ""
     rows: dict[tuple[str, str], Count] = field(default_factory=dict)
     saved: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Each storage that the forward pass keeps for the backward pass: part, shape and type, and its bytes."""
+    """Storages that the forward pass keeps for the backward pass, by address. Each value is a text with part, shape and
+    data type, and the size in bytes."""
 
     def record(self, operation: str, count: Count) -> None:
         self.rows.setdefault((self.part, operation), Count()).add(count)
@@ -110,7 +111,7 @@ class Counter:
 
     @contextlib.contextmanager
     def named(self, part: str) -> Iterator[None]:
-        """Count what runs inside the context as `part`."""
+        """Count the operations inside the context as those of `part`."""
         before, self.part = self.part, part
         try:
             yield
@@ -123,7 +124,7 @@ def _on_device(tensors: list[Tensor]) -> bool:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Return the bytes that reading a tensor costs. An expanded dimension is read once."""
+    """Return the number of bytes that a kernel reads from a tensor. An expanded dimension is read once."""
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= size if stride else 1
@@ -131,7 +132,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 class _CountOperations(TorchDispatchMode):
-    """Counts operations on the device, and runs operations without a fake tensor on the real CPU."""
+    """Counts operations on the device. Operations without fake tensors run on the real CPU and are not counted."""
 
     def __init__(self, counter: Counter) -> None:
         super().__init__()
@@ -169,7 +170,7 @@ class _CountOperations(TorchDispatchMode):
             moved = [*inputs[1:], inputs[-1]]
         elif name == "copy_":  # does not read what it overwrites
             moved = [*inputs[1:], *outputs]
-        if not outputs:  # an operation on a list of tensors in place also writes its first list
+        if not outputs:  # an in-place operation on lists of tensors also writes the first list
             moved += [t for t in tree_flatten(args[0])[0] if isinstance(t, Tensor)]
         size = sum(_bytes(t) for t in moved if t.device.type == DEVICE.type)
         flop = 0
@@ -180,7 +181,7 @@ class _CountOperations(TorchDispatchMode):
 
 
 class _Replace(TorchFunctionMode):
-    """Replaces functions that have no result on fake tensors: attention, pinned memory, and reads by the CPU."""
+    """Replaces functions that do not work on fake tensors: attention, pinned memory, and reads by the CPU."""
 
     def __init__(self, counter: Counter) -> None:
         super().__init__()
@@ -205,7 +206,7 @@ class _Replace(TorchFunctionMode):
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, **options: Any
 ) -> Tensor:
-    """Return attention by the kernel that torch chooses on a GPU: flash, or the memory-efficient one for a mask."""
+    """Compute attention with the kernel of a GPU: flash attention, or memory-efficient for a mask or for float32."""
     scale = options.get("scale")
     if attn_mask is None and q.dtype in LOW:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, False, False, scale=scale)[0]
@@ -232,7 +233,8 @@ def fake_copy(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-# the number of a backward pass: without it, a checkpointed block is computed again for each of its tensors
+# Activation checkpointing reads the id of the backward pass. Without an id, a block is recomputed for each of its
+# saved tensors, and not once.
 @mock.patch.object(torch._C, "_current_graph_task_id", mock.Mock(return_value=1))
 def backward(loss: Tensor) -> None:
     """Add the gradients of `loss` to the parameters, as `loss.backward()` does.
@@ -256,21 +258,22 @@ def backward(loss: Tensor) -> None:
     while ready:
         node = ready.pop()
         own = gradients.pop(node)
-        if hasattr(node, "variable"):  # the end of the graph: a parameter
+        if hasattr(node, "variable"):  # an end of the graph, which holds a parameter
             given = own[0]
             node.variable.grad = given if node.variable.grad is None or given is None else node.variable.grad + given
             continue
-        compute = getattr(node, "apply", node)  # the node of a function in Python is not callable itself
+        compute = getattr(node, "apply", node)  # the node of a Python function has a method `apply`
         made = compute(*own) if any(g is not None for g in own) else [None] * len(node.next_functions)
         made = made if isinstance(made, (tuple, list)) else (made,)
-        made = made[: len(node.next_functions)]  # a function in Python takes its tensors first, then other arguments
+        # a Python function returns the gradients of its tensors first, then None for its other arguments
+        made = made[: len(node.next_functions)]
         for (after, place), gradient in zip(node.next_functions, made, strict=True):
             if after is None:
                 continue
             into = gradients.setdefault(after, [None] * max(len(after._input_metadata), 1))
             if gradient is not None:
                 before, wanted = into[place], after._input_metadata[place]
-                if gradient.shape != wanted.shape:  # a bias, whose gradient torch's engine sums over the rows
+                if gradient.shape != wanted.shape:  # torch's engine also sums the gradient of a bias over rows
                     gradient = gradient.sum_to_size(wanted.shape)
                 gradient = gradient.to(wanted.dtype)
                 into[place] = gradient if before is None else before + gradient
@@ -294,7 +297,7 @@ def counting(gpu: GPU) -> Iterator[Counter]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False))
         stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", return_value=True))
-        stack.enter_context(mock.patch.object(FakeTensor, "tolist", Tensor.tolist))  # its own reads value by value
+        stack.enter_context(mock.patch.object(FakeTensor, "tolist", Tensor.tolist))  # reads all values at once
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
         stack.enter_context(_CountOperations(counter))

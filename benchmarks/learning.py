@@ -1,4 +1,4 @@
-"""Measure the k-NN accuracy over the course of training, and then a linear probe, for each method and seed.
+"""Measure the k-NN accuracy during training, and the accuracy of a linear probe after it, for each method and seed.
 
     python benchmarks/learning.py --train TRAIN_SHARDS --val VAL_SHARDS --run='--encoder vit_tiny' --steps 2000 \\
         [--methods dino,mae] [--seeds 0,1,2] [--output TABLE.md] [--picture CURVES.png]
@@ -33,7 +33,7 @@ class LearningBenchmark(Settings):
     """Measure how fast the methods learn on labelled shards."""
 
     train: str
-    """labelled SHARDS. Pretraining ignores their labels; the k-NN evaluation uses them as its bank"""
+    """labelled SHARDS to train on; pretraining ignores their labels, and the k-NN evaluation uses them as its bank"""
     val: str
     """labelled SHARDS on which the accuracy is measured"""
     methods: tuple[str, ...] = ("dino", "mae")
@@ -53,7 +53,7 @@ class LearningBenchmark(Settings):
     picture: Path | None = None
     """PNG file for the curves of the k-NN accuracy"""
     panels: dict[str, list[Path]] = Field(default_factory=dict)
-    """run folders of further panels of the picture, by the title of the panel"""
+    """run folders of additional panels of the picture, by the title of the panel"""
 
 
 def pretrain(settings: LearningBenchmark, method: str, seed: int) -> Path:
@@ -73,7 +73,7 @@ def pretrain(settings: LearningBenchmark, method: str, seed: int) -> Path:
 
 
 def probe(settings: LearningBenchmark, run: Path) -> dict[str, Any]:
-    """Return the result of the linear probe of a run on centre crops."""
+    """Return the result of the linear probe of a run, trained on centre crops."""
     path = run / "evaluation" / "linear_probe-learning.json"
     if not path.exists():
         shards = ("--train", settings.train, "--val", settings.val)
@@ -87,7 +87,7 @@ def _call(script: str, *arguments: str) -> None:
 
 
 def curve(run: Path, metric: str = "knn_top1") -> dict[int, float]:
-    """Return an accuracy in percent, at each step at which the run measured it."""
+    """Return the values of an accuracy metric in percent, by step."""
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return {record["step"]: 100 * record[metric] for record in records if metric in record}
 
@@ -122,7 +122,7 @@ def draw(panels: dict[str, list[Path]], output: Path) -> None:
         axes.axhline(curve(runs[0], "knn_pixels")[0], color="gray", linestyle="dashed", label="raw pixels")
         axes.set(title=title, xlabel="step", ylabel="20-NN accuracy, %")
         axes.spines[["top", "right"]].set_visible(False)
-        # below the axes, where it hides no curve
+        # put the legend below the axes, where it hides no curve
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=len(drawn) + 1, frameon=False)
     figure.savefig(output)
 

@@ -8,7 +8,7 @@ The head and the augmentation have the settings of lightly's benchmark on Imagen
 width 2,048, 2,048 and 256, and 2,048 prototypes; colour strength 0.5; and blur with probability 0.5 in the first global
 crop only. The optimizer has the settings of lightly's ViT benchmark: AdamW with learning rate 5e-4 * batch / 256,
 weight decay from 0.04 to 0.4, and teacher momentum from 0.996 to 1. The teacher's encoder is written to
-FOLDER/encoder.safetensors, as input for evaluation/knn.py and evaluation/linear_probe.py.
+FOLDER/encoder.safetensors, which is an input of evaluation/knn.py and evaluation/linear_probe.py.
 """
 
 import copy
@@ -35,14 +35,14 @@ PROTOTYPES = 2048
 
 
 class LightlyBenchmark(Settings):
-    """Pretrain with lightly's DINO for a given time."""
+    """Pretrain with lightly's DINO for a limited time."""
 
     train: str
     """SHARDS to train on"""
     output: Path
     """folder to which encoder.safetensors is written"""
     minutes: float = Field(default=60.0, gt=0)
-    """longest training time, including the time to read the images into memory"""
+    """maximum training time in minutes, including the time to read the images into memory"""
     encoder: str = "vit_tiny"
     """encoder variant"""
     size: int = 64

@@ -4,8 +4,8 @@
 
 Single stages run in one process with one thread. The whole loader, from shards to batches, runs with worker processes.
 In each of several rounds, all rows are measured one after the other, so that other work on the machine affects all rows
-alike. The table shows medians over rounds. "ms of a core" is the processor time per image. With workers, this is only
-the time of the workers. Ratios compare the processor times of two rows within a round.
+alike. The table shows medians over rounds. "ms of a core" is the processor time per image. For rows with workers, it is
+the processor time of the workers only. Ratios compare the processor times of two rows within a round.
 """
 
 import multiprocessing
@@ -100,15 +100,15 @@ def main(settings: LoaderBenchmark) -> None:
     try:
         files = read(expand(settings.data))
     except (ShardError, OSError, tarfile.TarError) as error:
-        raise SystemExit(f"The images cannot be read: {error}") from None
+        raise SystemExit(f"The images of {settings.data} cannot be read. {error}") from None
     if len(files) < BATCH:
         raise SystemExit(
-            f"{settings.data} holds {len(files)} images, but at least {BATCH} are needed. Name more shards."
+            f"{settings.data} contains {len(files)} images, but at least {BATCH} are needed. Give more shards."
         )
     rows = stages() + loaders(settings) + cameras(files)
     found: dict[str, list[Measured]] = {row.name: [] for row in rows}
     for number in range(settings.rounds):
-        some = [files[(number + i * len(files) // BATCH) % len(files)] for i in range(BATCH)]  # evenly spread
+        some = [files[(number + i * len(files) // BATCH) % len(files)] for i in range(BATCH)]  # evenly spaced
         for row in rows:
             print(f"round {number + 1} of {settings.rounds}: {row.name}", file=sys.stderr)
             found[row.name].append(row.measure(some, settings.seconds / settings.rounds))
@@ -154,7 +154,7 @@ def loaders(settings: LoaderBenchmark) -> list[Row]:
 
 
 def cameras(files: list[bytes]) -> list[Row]:
-    """Return the rows for large photos. One row decodes them at a reduced size, as small as the crops allow."""
+    """Return the rows for large photos. One row decodes them at the smallest size that the crops allow."""
     large = []
     for file in files[:8]:
         with BytesIO() as encoded:
@@ -187,7 +187,7 @@ def pillow_decode(encoded: bytes) -> Image.Image:
 
 
 def pillow_dino() -> Callable[[bytes], object]:
-    """Return DINO's pipeline of the official code: one crop at a time, with the colour changes on the CPU."""
+    """Return the pipeline of DINO's official code: one crop at a time, with the colour changes on the CPU."""
 
     def crop(size: int, scale: tuple[float, float], *steps: Callable) -> transforms.Compose:
         box = transforms.RandomResizedCrop(size, scale, interpolation=transforms.InterpolationMode.BICUBIC)
@@ -226,12 +226,12 @@ def pillow_probe() -> Callable[[bytes], object]:
 
 
 def normalized() -> list[Callable]:
-    """Return the last transforms of a pipeline, which make a normalised tensor."""
+    """Return the last transforms of a pipeline: conversion to a tensor, and normalisation."""
     return [transforms.ToTensor(), transforms.Normalize(IMAGENET.mean, IMAGENET.std)]
 
 
 def timed(work: Callable[[], int], seconds: float) -> Measured:
-    """Repeat `work` for some seconds, and return the time per image. `work` returns the number of its images."""
+    """Repeat `work` for some seconds, and return the time per image. `work` returns how many images it processed."""
     work()
     done, start, core = 0, time.perf_counter(), time.process_time()
     while (passed := time.perf_counter() - start) < seconds or not done:
@@ -240,12 +240,12 @@ def timed(work: Callable[[], int], seconds: float) -> Measured:
 
 
 def each(work: Callable[[bytes], object]) -> Callable[[list[bytes], float], Measured]:
-    """Return a function that measures `work` on encoded images, one at a time."""
+    """Return a function that measures `work`, which takes one encoded image per call."""
     return lambda files, seconds: timed(lambda: len([work(file) for file in files]), seconds)
 
 
 def cropping(files: list[bytes], seconds: float) -> Measured:
-    """Measure the time to cut DINO's crops of decoded images into a batch in reused memory."""
+    """Measure cropping: DINO's crops of decoded images are written to a batch whose memory is reused."""
     images, rng = [decode(file) for file in files], np.random.default_rng(0)
     drawn = [DINO.draw((image.shape[1], image.shape[2]), rng) for image in images]
 

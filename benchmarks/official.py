@@ -6,14 +6,15 @@
     pip install timm
     python benchmarks/official.py --method mae --code mae [--encoder base] [--images 8] [--rounds 3]
 
-DINO trains ViT-S/16 with 2 global crops of 224 pixels, 8 local crops of 96 pixels and 65,536 prototypes: forward passes
-of teacher and student, loss, backward pass, clipping, AdamW and the update of the teacher. MAE trains ViT-B/16 on crops
-of 224 pixels and hides 75 % of the patches: forward pass, loss, backward pass and AdamW. The official step calls the
-official functions in the order of its `train_one_epoch`, in float32. Ours runs through the training loop, in float32
-and in bf16. Loading and cropping are not measured. Each step is a process of its own, and the processes take turns.
+DINO trains ViT-S/16 with 2 global crops of 224 pixels, 8 local crops of 96 pixels and 65,536 prototypes. Its step
+consists of the forward passes of teacher and student, loss, backward pass, clipping, AdamW and the update of the
+teacher. MAE trains ViT-B/16 on crops of 224 pixels and hides 75 % of the patches. Its step consists of the forward
+pass, loss, backward pass and AdamW. The official step calls the official functions in float32, in the order of the
+official `train_one_epoch`. The step of this project runs through the training loop, in float32 and in bf16. Loading and
+cropping are not measured. Each kind of step has a process of its own, and the processes take turns.
 
-The official MAE takes its blocks from timm 0.3.2. The benchmark gives it the blocks of the installed timm, whose
-attention is one call of `scaled_dot_product_attention`.
+The official MAE imports its blocks from timm 0.3.2. The benchmark replaces them by the blocks of the installed timm,
+whose attention is one call of `scaled_dot_product_attention`.
 """
 
 import math
@@ -49,7 +50,7 @@ class OfficialBenchmark(Settings):
     code: Path
     """folder with a clone of github.com/facebookresearch/dino or github.com/facebookresearch/mae"""
     encoder: str | None = None
-    """encoder: tiny, small or base (default: small) of DINO; base or large (default: base) of MAE"""
+    """encoder; for DINO: tiny, small (default) or base; for MAE: base (default) or large"""
     images: int = Field(default=8, ge=2)
     """number of images per step"""
     rounds: int = Field(default=3, ge=1)
@@ -84,7 +85,7 @@ def main(settings: OfficialBenchmark) -> None:
 
 
 def work(pipe: Connection, kind: str, settings: OfficialBenchmark) -> None:
-    """Prepare a step, then take and time one step for each number that comes, until None comes."""
+    """Prepare a step. Then run and time one step for each number received through `pipe`, until None is received."""
     torch.set_num_threads(settings.threads)
     official = {"dino": official_dino, "mae": official_mae}[settings.method]
     step = official(settings) if kind.startswith("official") else ours(settings, kind)
@@ -96,7 +97,7 @@ def work(pipe: Connection, kind: str, settings: OfficialBenchmark) -> None:
 
 
 def crops(images: int, sides: list[int]) -> list[Tensor]:
-    """Return a tensor of noise (images, 3, side, side) for each of `sides`."""
+    """Return one tensor of noise (images, 3, side, side) for each side in `sides`."""
     torch.manual_seed(0)
     return [torch.randn(images, 3, side, side) for side in sides]
 
@@ -145,7 +146,7 @@ def official_mae(settings: OfficialBenchmark) -> Callable[[int], None]:
         return original(*args, **options)  # the installed timm has no argument `qk_scale`
 
     original, blocks.Block = blocks.Block, block
-    np.float = float  # pyright: ignore[reportAttributeAccessIssue] # a name that NumPy has removed
+    np.float = float  # pyright: ignore[reportAttributeAccessIssue] # NumPy has removed this name
     sys.path.insert(0, str(settings.code.resolve()))
     import models_mae  # pyright: ignore[reportMissingImports]
 
@@ -167,7 +168,7 @@ def official_mae(settings: OfficialBenchmark) -> Callable[[int], None]:
 
 
 def ours(settings: OfficialBenchmark, kind: str) -> Callable[[int], None]:
-    """Return a step of the training loop."""
+    """Return a step of this project's training loop."""
     variant, method, encoder = "base", {}, {}
     if settings.method == "dino":
         variant, encoder = "small", {"drop_path": 0.1}

@@ -1,14 +1,14 @@
-"""Count what a training step asks of a GPU, and bound the images per second from above. No GPU is needed.
+"""Count the work of a training step on a GPU, and compute an upper bound of the images per second. No GPU is needed.
 
     python benchmarks/roofline.py [--method dino] [--encoder vit_small] [--batch_size 512] [--gpu h200]
         [--settings '{SETTING: VALUE, ...}'] [--encoder_settings '{SETTING: VALUE, ...}']
 
-The step is that of a run: the loader's batch is copied to the device, colours are changed, then
-`pretrain.loop.training_step` runs through the engine. The tensors on the device are fake (`fake_device.py`). For each
-kernel, the least time is the longest of three: its bytes over the memory bandwidth, its FLOP over the rate of matrix
-products, and the time of a launch. The bound on the images per second assumes that all kernels reach these rates and
-that nothing runs in parallel. Times are not measured. Images are 375 x 500 pixels. If the method draws the crop sizes
-for each step, the step is one with the largest crops.
+The step is that of a run: the loader's batch is copied to the device, its colours are changed, and
+`pretrain.loop.training_step` runs on it through the engine. The tensors on the device are fake (`fake_device.py`). For
+each kernel, the least time is the longest of three: its bytes over the memory bandwidth, its FLOP over the rate of
+matrix products, and the time of a launch. The bound on the images per second assumes that all kernels reach these rates
+and that nothing runs in parallel. Times are not measured. Images are 375 x 500 pixels. If the method draws new crop
+sizes for each step, the largest crops are counted.
 
 The last line is one JSON object: ms, kernels, gb, tflop, host_reads, saved_gb (activations that the forward pass keeps)
 and images_per_second_bound.
@@ -44,22 +44,22 @@ GPUS = {
 
 
 class RooflineBenchmark(Settings):
-    """Count the kernels, bytes and FLOP of a training step, and bound its images per second. No GPU is needed."""
+    """Count the kernels, bytes and FLOP of a training step, and compute a bound of its images/s. No GPU is needed."""
 
     method: str = "dino"
     """pretraining method"""
     settings: dict[str, Any] | None = None
-    """settings of the method, a mapping from names to values; default: those of the method"""
+    """settings of the method, a mapping from names to values; settings that are not given have their defaults"""
     encoder: str = "vit_small"
     """encoder variant"""
     encoder_settings: dict[str, Any] | None = None
-    """settings of the encoder, a mapping from names to values; default: those of the variant"""
+    """settings of the encoder, a mapping from names to values; settings that are not given are those of the variant"""
     batch_size: int = Field(default=512, ge=1)
     """number of images of a step on one GPU"""
     gpu: Literal["h200", "h100", "a100"] = "h200"
-    """GPU whose rates bound the step"""
+    """GPU whose rates determine the bound"""
     top: int = Field(default=0, ge=0)
-    """number of operations and of kinds of activations to list, most expensive first"""
+    """number of operations and number of kinds of activations to list, most expensive first"""
 
 
 def main(settings: RooflineBenchmark) -> None:
@@ -77,7 +77,7 @@ def count_step(settings: RooflineBenchmark) -> Counter:
         ValueError: the method or the encoder is unknown, or they do not fit together.
     """
     if settings.method not in METHODS or METHODS[settings.method].supervised:
-        raise ValueError(f"Unknown pretraining method {settings.method!r}.")
+        raise ValueError(f"Unknown pretraining method {settings.method!r}. Choose a method of `tessera pretrain`.")
     config = make_config(
         settings.method, settings.encoder, settings.batch_size, own=settings.settings,
         encoder=settings.encoder_settings, precision="bf16",
@@ -91,12 +91,12 @@ def count_step(settings: RooflineBenchmark) -> Counter:
     with (
         mock.patch.dict(PartialState._shared_state, device=DEVICE),
         mock.patch.dict(AcceleratorState._shared_state, device=DEVICE),
-        mock.patch.object(loop, "clip_gradients"),  # so that it is restored
+        mock.patch.object(loop, "clip_gradients"),  # restored at the end, after the assignment below
         mock.patch.object(loop, "_agree", _finite(loop._agree)),
         counting(GPUS[settings.gpu]) as counter,
     ):
         fake_copy(method)
-        method.to = lambda *_, **__: method  # torch cannot move a module of fake tensors, and it is there already
+        method.to = lambda *_, **__: method  # torch cannot move fake parameters, which are on the device already
         run = as_run(config, accelerator, method, DDP(accelerator, method, config.optim))
         name_parts(counter, method)
         engine = run.engine
@@ -115,7 +115,7 @@ def count_step(settings: RooflineBenchmark) -> Counter:
 
 
 def _finite(agree: Any) -> Any:
-    """Return `loop._agree` with the answer of a step that is finite, without a stop. A fake tensor has no values."""
+    """Wrap `loop._agree`: report finite values and no request to stop, because fake tensors have no values."""
 
     def finite(*args: Any) -> list[float]:
         agree(*args)
@@ -125,7 +125,7 @@ def _finite(agree: Any) -> Any:
 
 
 def name_parts(counter: Counter, module: nn.Module, name: str = "") -> None:
-    """Count each encoder of a method by crop size, and each module beside the encoders, as a part of its own."""
+    """Count each encoder of a method and crop size, and each module outside the encoders, as a part of its own."""
     for own, child in module.named_children():
         path = f"{name}.{own}" if name else own
         encoder = isinstance(child, encoders.Encoder)

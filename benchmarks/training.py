@@ -1,4 +1,4 @@
-"""Methods, batches and runs for measurements, on a GPU or on the CPU."""
+"""Build methods, batches and training runs for benchmarks, on a GPU or on the CPU."""
 
 import atexit
 import functools
@@ -30,7 +30,7 @@ from tessera.runtime.settings import validate
 IMAGE = (375, 500)
 """Height and width of the images in pixels, which are typical of ImageNet."""
 IMAGES = 1_281_167
-"""Number of training images for which settings are derived: ImageNet's."""
+"""Number of training images of ImageNet. Settings that depend on the number of images are derived from this number."""
 DISTINCT = 16
 """Number of different images in a batch of noise."""
 
@@ -48,7 +48,7 @@ def wait() -> None:
 
 @functools.cache
 def untrained_teacher() -> str:
-    """Save a new ViT-S/16 to a temporary folder, for methods that learn from a frozen encoder, and return its path."""
+    """Save an untrained ViT-S/16 to a temporary file for methods that learn from a frozen encoder. Return the path."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
     path = Path(folder) / "teacher.safetensors"
@@ -74,7 +74,7 @@ def make_config(
         images: number of images per step, over all processes.
         own: settings of the method.
         encoder: settings of the encoder.
-        data_images: number of training images for which settings are derived.
+        data_images: number of training images, from which settings that are not given are derived.
         settings: further settings of the run.
 
     Raises:
@@ -87,7 +87,7 @@ def make_config(
 
 
 def loader_batch(transform: Transform, images: int, *, size: tuple[int, int] = IMAGE, seed: int = 0) -> Batch:
-    """Return a batch of noise images (H, W) as the loader yields it, in pinned memory if there is a GPU."""
+    """Return a batch of noise images of `size` (H, W) in the form of the loader. If there is a GPU, pin its memory."""
     rng = np.random.default_rng(seed)
     pixels = np.random.default_rng(seed).integers(0, 256, (DISTINCT, *size, 3), dtype=np.uint8)
     noise = torch.from_numpy(pixels).permute(0, 3, 1, 2)
@@ -97,12 +97,12 @@ def loader_batch(transform: Transform, images: int, *, size: tuple[int, int] = I
 
 
 def on_device(batch: Batch) -> Batch:
-    """Return a batch of the loader as input for a method."""
+    """Copy a batch of the loader to the device, and convert it to the input of a method."""
     return to_model_input(batch.to(device(), non_blocking=True))
 
 
 class Records:
-    """Recorder of a run that keeps its records in memory, and saver that saves nothing."""
+    """Recorder and saver of a run. The recorder keeps the records in memory, and the saver saves nothing."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -131,7 +131,7 @@ def make_run(config: RunConfig) -> loop.TrainingRun:
 
 
 def train(run: loop.TrainingRun, batch: Batch) -> list[dict[str, Any]]:
-    """Run the training loop to its last step on one batch, again and again. Return the records of its metrics."""
+    """Run the training loop to its last step, with the same batch in every step. Return the records of its metrics."""
     loop.train(run, itertools.repeat(batch))
     records: Any = run.recorder
     return records.rows

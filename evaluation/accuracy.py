@@ -1,4 +1,4 @@
-"""Rank of the true class among the scores of a classifier, from which top-1 and top-5 accuracy are counted."""
+"""Rank of the true class among a classifier's scores. Top-1 and top-5 accuracy are computed from these ranks."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ def true_class_rank(scores: Tensor, labels: Tensor) -> Tensor:
     """Return the rank of the true class: (B, classes), (B,) -> (B,) int64. The highest score has rank 0.
 
     Among equal scores, the class with the smaller index ranks first. NaN ranks before all other scores, and a true
-    class whose score is NaN gets the rank `UNRANKED`. A diverged classifier is therefore never correct by accident.
+    class whose score is NaN gets the rank `UNRANKED`. A diverged classifier therefore never counts as correct.
     """
     own = scores.gather(1, labels[:, None])  # (B, 1)
     lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]  # (B, classes)

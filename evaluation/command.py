@@ -1,6 +1,6 @@
 """Common steps of the evaluations on labelled images: read settings, compute features, score them, write the result.
 
-The file of an evaluation has a settings class, a function that scores the features, and
+The module of an evaluation defines a settings class and a function `score`, and ends like evaluation/knn.py:
 
     def run(settings: KNNSettings) -> dict[str, Any]:
         return evaluate("knn", settings, score)
@@ -50,7 +50,7 @@ class LabelledSettings(FeatureSettings):
     train: str | list[str]
     """labelled SHARDS to train on"""
     val: str | list[str] | None
-    """labelled SHARDS that are scored; never used to choose hyperparameters"""
+    """labelled SHARDS of the images that are scored; never used to choose hyperparameters"""
     output: str | None = None
     """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
 
@@ -61,7 +61,7 @@ class LabelledData(NamedTuple):
     train: LabelledFeatures
     """This process's part of the training set."""
     val: LabelledFeatures
-    """This process's part of the scored set. If no scored set is given, this is `train`."""
+    """This process's part of the scored set. Equal to `train` if no scored set is given."""
     train_shards: Source
     encoder: Encoder
     file: Path | None
@@ -100,7 +100,7 @@ def evaluate(
     Return the contents of the file on the main process, and an empty dictionary on the other processes.
 
     Args:
-        name: name of the evaluation. The name of the result file starts with it.
+        name: name of the evaluation, which is part of the name of the result file.
         settings: settings of the command.
         score: function that scores the features. It is called on all processes.
 

@@ -2,8 +2,8 @@
 
     python evaluation/embed.py --checkpoint OUTPUT --data SHARDS --output FILE.npz
 
-The file holds the array `features` (N, D) of float32 and the array `keys` (N,), the names `shard.tar/key` of the
-samples. If all samples have labels, the file also holds the array `labels` (N,) of int64.
+The file contains the array `features` (N, D) of float32 and the array `keys` (N,) with the names `shard.tar/key` of the
+samples. If all samples have labels, the file also contains the array `labels` (N,) of int64.
 """
 
 from contextlib import ExitStack
@@ -19,7 +19,7 @@ from tessera.runtime.processes import make_accelerator
 
 
 class EmbedSettings(FeatureSettings):
-    """Write the features that an encoder computes for all images to a file."""
+    """Encode all images, and write the features to a file."""
 
     data: str | list[str]
     """SHARDS of the images to encode"""
@@ -33,7 +33,7 @@ def run(settings: EmbedSettings) -> None:
     if output.suffix != ".npz":
         raise EvaluationError(f"--output {output} does not end in .npz. Choose a file name that does.")
     with ExitStack() as stack:
-        # open the output file first, so that a wrong path fails before the features are computed, which may take hours
+        # Open the output file first. A wrong path then fails at once, and not after hours of computing features.
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             temporary = stack.enter_context(atomic_write(output))

@@ -1,4 +1,4 @@
-"""Features of the images in shards: load the encoder, prepare and encode the images, normalise the features.
+"""Compute features of the images in shards: load the encoder, prepare and encode the images, normalise the features.
 
 Shape letters: B images of one batch, C channels, S x S pixels, N images of this process, D features per image.
 """
@@ -88,7 +88,7 @@ def pooled(encoder: Encoder, images: Tensor) -> Tensor:
 
 
 class Pixels(Encoder):
-    """An encoder whose features are the normalised pixels. It is used to check an evaluation."""
+    """Encoder whose features are the normalised pixels. It serves as a check of the evaluations and as a baseline."""
 
     stride = 1
 
@@ -100,7 +100,7 @@ class Pixels(Encoder):
     def forward(self, images: Images, mask: object = None, *, drop: bool = False) -> Features:
         """Return the pixels of each image as its pooled features: (B, C, S, S) -> (B, C * S * S)."""
         if mask is not None or drop or not isinstance(images, Tensor):
-            raise ValueError("The encoder `Pixels` takes only images of one size, and no mask.")
+            raise ValueError("`Pixels` requires one tensor of images. Pass no packed images, no mask, and drop=False.")
         return Features(images.flatten(1), images.permute(0, 2, 3, 1).flatten(0, 2), self.grids(images))
 
 
@@ -108,7 +108,8 @@ def resolve_checkpoint(path: str | Path) -> Path:
     """Return the `encoder.safetensors` of a run folder or of a checkpoint, or `path` itself if it is an exported
     encoder.
 
-    A run folder without `encoder.safetensors` belongs to an unfinished run. The newest checkpoint of the run is used.
+    If a run folder has no `encoder.safetensors`, because its run is not finished, the file of the newest checkpoint is
+    returned.
 
     Raises:
         EvaluationError: there is no encoder at `path`.
@@ -118,7 +119,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
         if path.suffix != ".safetensors":
             raise EvaluationError(
                 f"{path} is not an exported encoder (.safetensors). "
-                "Make one with encoders.build, encoders.load_weights and encoders.save."
+                "Convert its weights with encoders.build, encoders.load_weights and encoders.save."
             )
         return path
     candidates = encoders.places(path)
@@ -139,7 +140,7 @@ def load_encoder(settings: EncoderSettings) -> tuple[Encoder, Path | None]:
     """
     if settings.checkpoint == PIXELS:
         if settings.image_size is None:
-            raise EvaluationError("--checkpoint pixels has no size. Give --image_size (32 for CIFAR-10).")
+            raise EvaluationError("--checkpoint pixels needs a size. Give --image_size, such as 32 for CIFAR-10.")
         half = (0.5,) * settings.channels
         preprocessing = IMAGENET if settings.channels == IMAGENET.channels else Preprocessing(half, half)
         return Pixels(settings.image_size, preprocessing).eval(), None
@@ -149,7 +150,7 @@ def load_encoder(settings: EncoderSettings) -> tuple[Encoder, Path | None]:
     try:
         return encoders.load(file), file
     except (ValueError, OSError, SafetensorError) as error:
-        raise EvaluationError(f"Cannot load the encoder {file}: {error}") from error
+        raise EvaluationError(f"Cannot load the encoder {file}. {error}") from error
 
 
 def input_size(encoder: Encoder, image_size: int | None) -> int:
@@ -172,15 +173,18 @@ def input_size(encoder: Encoder, image_size: int | None) -> int:
 def resize_size(size: int, resize: int | None) -> int:
     """Return the short side in pixels to which images are resized before a centre crop of `size` pixels.
 
-    If `resize` is None, crops of 128 pixels or more use DINO's ratio: a short side of 256 for a crop of 224. The short
-    side for smaller crops is the crop size.
+    If `resize` is None, the ratio of short side to crop size is that of DINO (256 to 224) for crops of 128 pixels or
+    more. For smaller crops, the short side equals the crop size.
 
     Raises:
         EvaluationError: `resize` is smaller than `size`.
     """
     resize = resize or (round(size * 256 / 224) if size >= 128 else size)
     if resize < size:
-        raise EvaluationError(f"A crop of {size} pixels does not fit in images resized to {resize}. Raise --resize.")
+        raise EvaluationError(
+            f"A crop of {size} pixels does not fit in images whose short side is resized to {resize} pixels. Raise "
+            f"--resize to {size} or more."
+        )
     return resize
 
 
@@ -203,7 +207,7 @@ def extract(
     """Encode this process's part of the images in `shards`, and return the features on the CPU.
 
     Each process takes a contiguous part of the images, in order of rank. Images are resized, cropped at the centre and
-    normalised with `encoder.preprocessing`. The encoder's device and train or eval mode do not change.
+    normalised with `encoder.preprocessing`. The encoder stays on its device, and in its train or eval mode.
 
     Args:
         encoder: encoder on the accelerator's device.
@@ -248,8 +252,8 @@ def extract(
         features.append(encode(single_view(to_model_input(batch.to(device, non_blocking=True)))))
         found.append(batch.labels if batch.labels is not None else torch.full((len(batch),), -1))
         keys += batch.keys
-    # A process has no features if there are fewer images than processes, or if all of its images are corrupt. It then
-    # encodes a black image to get the width of the features for an empty tensor.
+    # A process has no features if there are fewer images than processes, or if all of its images are corrupt. In this
+    # case, a tensor of zeros is encoded to find the width D, and the result is an empty tensor (0, D).
     if not features:
         features = [encode(torch.zeros(1, encoder.preprocessing.channels, size, size, device=device))[:0]]
         found = [torch.zeros(0, dtype=torch.int64)]
@@ -258,7 +262,8 @@ def extract(
 
 
 def check_total(images: int) -> None:
-    """Check that all processes see the same number of images in the shards. Call this function on all processes.
+    """Check that `images`, the number of images in the shards, is equal on all processes. Call this function on all
+    processes.
 
     Raises:
         ShardError: the numbers differ.
@@ -267,8 +272,8 @@ def check_total(images: int) -> None:
     # Each process slices the data by its own count. If the counts differ, the slices overlap or leave gaps.
     if len(totals) > 1:
         raise ShardError(
-            f"The processes see different numbers of images, from {min(totals)} to {max(totals)}. "
-            "Some shards are missing on some nodes. Check the shards and start again."
+            f"The processes found different numbers of images in the shards, from {min(totals)} to {max(totals)}. "
+            "Some shards are missing on some nodes. Copy the same shards to all nodes, and start again."
         )
 
 
@@ -276,7 +281,7 @@ def single_view(batch: Batch) -> Tensor:
     """Return the images (B, C, S, S) of a batch of centre crops."""
     (view,) = batch.views
     if not isinstance(view.images, Tensor):
-        raise TypeError("The batch holds packed images. A batch of centre crops must hold one tensor.")
+        raise TypeError("The batch contains packed images. A batch of centre crops must contain one tensor.")
     return view.images
 
 
@@ -285,18 +290,18 @@ def encoding(encoder: Encoder, images: Tensor, precision: str) -> Iterator[None]
     """Return a context for a forward pass of images (B, C, H, W). `precision` is `fp32`, or `bf16` for autocast.
 
     Raises:
-        EvaluationError: the encoder does not accept images of this size. The message names the size.
+        EvaluationError: the encoder does not accept the images. The message contains their size.
     """
     try:
         with torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bf16"):
             yield
     except (ValueError, NotImplementedError) as error:
         size = " x ".join(str(side) for side in images.shape[2:])
-        raise EvaluationError(f"{type(encoder).__name__} cannot encode images of {size} pixels: {error}") from error
+        raise EvaluationError(f"{type(encoder).__name__} cannot encode images of {size} pixels. {error}") from error
 
 
 def check_finite(train: Tensor, val: Tensor) -> None:
-    """Check the training and validation features on all processes. Call this function on all processes.
+    """Check that the training and validation features of all processes are finite. Call this function on all processes.
 
     Raises:
         EvaluationError: a feature is NaN or infinite.
@@ -333,7 +338,7 @@ def normaliser(train: Tensor) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Disable TF32 in matrix products within a `with` block, because its low precision would change the results."""
+    """Disable TF32 in matrix products within a `with` block, because the low precision of TF32 would change results."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

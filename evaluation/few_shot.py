@@ -2,13 +2,13 @@
 
     accelerate launch evaluation/few_shot.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 
-The features of all images are computed once, from centre crops. For each share, this percentage of the images of every
-class is drawn, but at least one image per class, as in MSN (2204.07141). Each draw gives one accuracy of k-NN
-(`evaluation.knn`) and one of logistic regression (`evaluation.logistic`). The L2 penalty is fixed, so no further labels
-are needed to choose it.
+The features of all images are computed once, from centre crops. A share is a percentage of the training images. For
+each share, this percentage of every class is drawn at random, and at least one image per class, as in MSN (2204.07141).
+Each draw is scored by k-NN (`evaluation.knn`) and by logistic regression (`evaluation.logistic`). The L2 penalty of the
+logistic regression is fixed, so no further labels are needed to choose it.
 
 The drawn images depend on the seed, the index of the draw, and the names and classes of the training images. They do
-not depend on the number of processes or workers. A larger share of the same draw includes all images of a smaller one.
+not depend on the number of processes or workers. Within a draw, a larger share contains all images of a smaller share.
 
 Shape letters: N training images of this process, A training images of all processes, D features per image.
 """
@@ -31,7 +31,7 @@ from tessera.runtime.collectives import all_gather, rank
 from tessera.runtime.progress import track
 
 KNN, LOGISTIC = "knn", "logistic_regression"
-"""Names of the two classifiers in the result."""
+"""Keys of the two classifiers in the result file."""
 
 
 class FewShotSettings(LabelledSettings, frozen=True):
@@ -123,7 +123,7 @@ def few_shot(
         for places, sizes in shuffled[:draws]:
             mask = drawn(places, sizes, share)
             of_class = torch.cat(all_gather(train.labels[mask])).bincount()
-            # if k were larger than the number of images of a class, some neighbours would always be of other classes
+            # limit k, because some neighbours would always belong to other classes if k exceeded the size of a class
             images, k = int(of_class.sum()), min(settings.k, int(of_class.max()))
             bank = LabelledFeatures(train.features[mask], train.labels[mask])
             knn = knn_accuracy(bank, val, [k], settings.temperature, classes=classes, device=device)
@@ -138,9 +138,10 @@ def few_shot(
 
 
 def summary(accuracies: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Return the means over the draws, the standard deviation of the top-1 accuracy, and all top-1 accuracies.
+    """Return the mean top-1 and top-5 accuracy over the draws, and the standard deviation and the list of the top-1
+    accuracies.
 
-    The standard deviation is that of a sample (divided by draws - 1). For a single draw it is 0.
+    The standard deviation is that of a sample (divided by draws - 1). It is 0 for a single draw.
 
     Args:
         accuracies: top-1 and top-5 accuracy of each draw.
@@ -156,7 +157,7 @@ def summary(accuracies: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def score(settings: FewShotSettings, data: LabelledData, accelerator: Accelerator) -> Result:
-    """Return the accuracies for each share. `top1` is that of logistic regression for the smallest share."""
+    """Return the accuracies for each share. `top1` is the accuracy of logistic regression for the smallest share."""
     rows = few_shot(data.train, data.val, settings, accelerator.device)
     if any(count >= settings.iterations for row in rows for count in row["iterations"]):
         accelerator.print("A logistic regression did not converge. Raise --iterations.")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 RUN = Path(__file__).resolve().parent.parent / "pretrain" / "run.py"
 FLAGS = {"--checkpoint": "--init_from", "--train": "--data", "--val": "--evaluation.val"}
-"""Flags of this command, and the flags of pretrain/run.py that replace them."""
+"""Flags of this command, and the flags of pretrain/run.py with the same meaning."""
 
 
 def command(argv: Sequence[str]) -> list[str]:
@@ -42,7 +42,7 @@ def command(argv: Sequence[str]) -> list[str]:
             raise ValueError(f"{name} is missing. Give --checkpoint PATH, --train SHARDS and --val SHARDS.")
     if "--output" not in given:
         if "--checkpoint" not in given:
-            raise ValueError("--output is missing. Give --output FOLDER, or --checkpoint PATH.")
+            raise ValueError("--output is missing. Give --output FOLDER or --checkpoint PATH.")
         flags += ["--output", str(default_output(Path(_value(argv, "--checkpoint"))))]
     return flags
 
@@ -54,10 +54,10 @@ def default_output(checkpoint: Path) -> Path:
     |---|---|
     | run folder, or its encoder.safetensors | RUN/finetune |
     | checkpoint of a run, or its encoder.safetensors | RUN/finetune-step-00001000 |
-    | any other weight file | FILE without its suffix, with the ending -finetune |
+    | any other weight file | path of the file with the ending -finetune instead of its suffix |
     | timm:NAME | NAME-finetune |
     """
-    if str(checkpoint).startswith("timm:"):  # `published.is_name` is not imported, so that this script starts quickly
+    if str(checkpoint).startswith("timm:"):  # without `published.is_name`, whose import would delay the start
         return Path(f"{str(checkpoint).removeprefix('timm:')}-finetune")
     path = checkpoint.expanduser().resolve()  # `latest` is a symbolic link to the folder of a step
     if path.is_file() and path.name != "encoder.safetensors":
@@ -73,7 +73,7 @@ def _value(argv: Sequence[str], name: str) -> str:
     values = [word.partition("=")[2] for word in argv if word.startswith(f"{name}=")]
     values += [value for word, value in pairwise(argv) if word == name]
     if not values:
-        raise ValueError(f"{name} expects a value")
+        raise ValueError(f"{name} has no value. Give {name} PATH.")
     return values[-1]
 
 
@@ -86,4 +86,4 @@ if __name__ == "__main__":
     if {"--help", "-h"} & {*flags}:
         print(__doc__)
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, str(RUN), *flags])  # keeps the process id and the environment
+    os.execv(sys.executable, [sys.executable, str(RUN), *flags])  # `execv` keeps the process id and environment

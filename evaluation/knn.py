@@ -6,7 +6,7 @@ neighbours are searched, is spread over all processes.
 A neighbour with cosine similarity s votes for its class with weight exp(s / 0.07). DINOv2 uses the softmax of s / 0.07
 over the neighbours, which gives the same ranking of the classes.
 
-`--checkpoint pixels` serves to check the evaluation itself. The features are then the normalised pixels minus the mean
+`--checkpoint pixels` is a check of this evaluation. With it, the features are the normalised pixels minus the mean
 training image. (Without this subtraction, all features point in nearly the same direction.) On CIFAR-10 at 32 pixels
 with 50,000 images in the bank, the 20-NN accuracy is 0.458.
 
@@ -36,7 +36,7 @@ LOW = 2**32 - 1
 NONE = -(2**63)
 """Sort key of a missing neighbour. It is smaller than the sort key of any image."""
 BLOCK_IMAGES = 16
-"""Number of consecutive images of the bank that form a block."""
+"""Number of images in a block. `_candidates` searches the bank in blocks of consecutive images."""
 
 
 class KNNSettings(LabelledSettings, frozen=True):
@@ -66,9 +66,9 @@ def knn_accuracy(
     """Return the top-1 and top-5 accuracy (0 to 1) for each k. Call this function on all processes.
 
     Each process passes its part of the bank and of the queries. The parts are joined in order of rank. The computation
-    is in float32, and its memory does not grow with the bank. Ties between neighbours go to the first image in the
-    bank, and ties between classes go to the lowest class, so that the result does not depend on the number of
-    processes.
+    is in float32, and its memory on `device` does not grow with the bank. Of equally similar images, the first one in
+    the bank counts as the nearest. Of classes with equal votes, the class with the smallest index wins. The result
+    therefore does not depend on the number of processes.
 
     Args:
         train: features (N, D) and labels (N,) of this process's part of the bank.
@@ -81,7 +81,8 @@ def knn_accuracy(
         chunk: number of images of the bank that are compared with the queries at a time.
 
     Raises:
-        EvaluationError: k is larger than the bank, a set is empty, a label is out of range, or a feature is not finite.
+        EvaluationError: a k is larger than the bank, a set is empty, a label is out of range, or a feature is not
+            finite.
     """
     device, nearest = device or train.features.device, max(k)
     parts = all_gather(train.labels.to(device))
@@ -96,7 +97,7 @@ def knn_accuracy(
             keys = _nearest(query, bank, offset, nearest, chunk)
             keys = torch.cat(all_gather(keys.T.contiguous())).T  # (Q, processes * K)
             similarity, index = _unpack(keys.topk(nearest).values)  # (Q, K)
-            # subtract the largest similarity, so that exp does not overflow
+            # subtract the largest similarity, because exp could overflow
             votes = (similarity.double() - similarity[:, :1].double()) / temperature
             for n, place in _vote(votes.exp(), labels[index], target, k, classes).items():
                 correct[n] += torch.stack([(place < 1).sum(), (place < 5).sum()]).cpu()
@@ -108,7 +109,7 @@ def _check(labels: Tensor, targets: Tensor, k: Sequence[int], classes: int | Non
     same error."""
     if not len(labels) or not len(targets):
         raise EvaluationError(
-            f"The bank has {len(labels)} images, and there are {len(targets)} queries. Give at least one of each."
+            f"The bank has {len(labels)} images, and there are {len(targets)} queries. Each needs at least one image."
         )
     if min(k) < 1 or max(k) > len(labels):
         raise EvaluationError(
@@ -126,7 +127,7 @@ def _check(labels: Tensor, targets: Tensor, k: Sequence[int], classes: int | Non
 def queries(val: LabelledFeatures, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the queries of all processes as unit vectors (Q, D) and labels (Q,), at most `size` queries at a time.
 
-    Every process gets the same queries.
+    Call this function on all processes. It yields the same queries on every process.
     """
     features = val.features.float()
     for owner, labels in enumerate(all_gather(val.labels)):
@@ -157,8 +158,8 @@ def _nearest(query: Tensor, bank: Tensor, offset: int, k: int, chunk: int) -> Te
 def _candidates(similarity: Tensor, offset: int, k: int) -> Tensor:
     """Return sort keys that include those of the k nearest images: (Q, chunk) -> (Q, at most chunk).
 
-    The k nearest images lie in the k blocks of consecutive images with the largest maxima. Selecting blocks first is
-    several times faster than selecting among all images. `similarity` may be overwritten.
+    The k nearest images lie in the k blocks with the largest maximum similarity. Selecting blocks first is several
+    times faster than selecting among all images. `similarity` may be overwritten.
     """
     index = torch.arange(offset, offset + similarity.shape[1], device=similarity.device)
     whole = similarity.shape[1] // BLOCK_IMAGES * BLOCK_IMAGES
@@ -202,7 +203,7 @@ def _vote(votes: Tensor, labels: Tensor, target: Tensor, k: Sequence[int], class
     """
     sums = torch.zeros(len(target), classes, dtype=torch.float64, device=target.device)
     found = {}
-    for n in range(1, max(k) + 1):  # add one neighbour at a time, so that the order of the sums is fixed
+    for n in range(1, max(k) + 1):  # add one neighbour at a time, because rounding depends on the order
         sums.scatter_add_(1, labels[:, n - 1 : n], votes[:, n - 1 : n])
         if n in k:
             without_vote = sums.gather(1, target[:, None]).squeeze(1) == 0

@@ -10,7 +10,7 @@ of once per epoch.
 Learning rate and input are chosen by their accuracy on a held-out part of `--train`, with classifiers that are not
 trained on this part. A second classifier with the chosen learning rate and input is trained on all of `--train`, and
 its accuracy is reported. `--val` is never used to choose. (DINO and DINOv2 report the best accuracy of all epochs or
-classifiers on the test set, which is optimistic.) Published inputs:
+classifiers on the test set, which is optimistic.) The flags for published protocols are:
 
     DINO ViT-S      --blocks 4
     DINO ViT-B      --blocks 1 --average_pool yes
@@ -67,7 +67,7 @@ class ProbeSettings(LabelledSettings, frozen=True):
     augment: bool = True
     """true: encode new random crops and flips in every epoch; false: encode the centre crops once"""
     batch_norm: bool = False
-    """normalise each feature to mean 0 and variance 1"""
+    """normalise each feature to mean 0 and variance 1 over the training images"""
     rates: list[float] = Field(RATES, min_length=1)
     """learning rates to try; each learning rate is multiplied by head_batch_size / 256"""
     epochs: int = Field(100, ge=1)
@@ -80,7 +80,7 @@ class ProbeSettings(LabelledSettings, frozen=True):
     """seed of the initial weights and of the order of the images"""
 
     def options(self) -> dict[str, Any]:
-        """Return the settings as arguments for `extract`. The features hold the inputs of all classifiers."""
+        """Return the settings as arguments for `extract`. The features contain the inputs of all classifiers."""
         return super().options() | {"feature": LastBlocks(max(self.blocks), self.average_pool != "no")}
 
 
@@ -265,8 +265,8 @@ def probe(
         settings: settings of the command.
         dim: width of the encoder's output.
         device: device of the computation. None selects the device of the features.
-        features_of_epoch: function that takes the index of an epoch and returns `train` with the features of this
-            epoch. None uses the features in `train` for every epoch.
+        features_of_epoch: function that takes the index of an epoch, and returns the images of `train` with new
+            features for this epoch. None selects the features in `train` for every epoch.
 
     Raises:
         EvaluationError: there are several classifiers to choose from, and either no training image or every training
@@ -327,7 +327,7 @@ class EpochCrop:
 
 
 def score(settings: ProbeSettings, data: LabelledData, accelerator: Accelerator) -> Result:
-    """Return the accuracy of the chosen classifier, and those of all classifiers."""
+    """Return the accuracies of the chosen classifier and of all classifiers."""
     size = input_size(data.encoder, settings.image_size)
     normalise = normaliser(data.train.features) if settings.batch_norm else lambda features: features
 
@@ -346,9 +346,9 @@ def score(settings: ProbeSettings, data: LabelledData, accelerator: Accelerator)
         rows.append([*cells, "<- chosen" if row is entries["chosen"] else ""])
     if entries["chosen"]["rate"] in (min(settings.rates), max(settings.rates)):
         accelerator.print(
-            "The chosen rate is the smallest or largest of --rates. Other rates, or --batch_norm, may be better."
+            "The chosen learning rate is the smallest or largest of --rates. Try rates beyond it, or --batch_norm."
         )
-    return Result(entries, ["blocks", "mean too", "rate", "held out", "top-1", "top-5", ""], rows)
+    return Result(entries, ["blocks", "average pool", "rate", "held out", "top-1", "top-5", ""], rows)
 
 
 def run(settings: ProbeSettings) -> dict[str, Any]:

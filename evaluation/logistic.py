@@ -7,9 +7,9 @@ labels y_i, it minimises
 
     sum_i cross_entropy(W x_i, y_i) + strength / 2 * |W|^2
 
-MSN minimises the same function divided by the number of images. The probe during pretraining (`probe`) standardises the
-features instead of centring each vector. It runs only few iterations, and features with a large common mean would need
-many more.
+MSN minimises the same function divided by the number of images. The probe during pretraining (`probe`) runs only a few
+iterations, but features with a large common mean need many. It therefore standardises each feature over the training
+images instead of centring each vector.
 
 Shape letters: N images of this process, b of them in one chunk, D features per image, C classes.
 """
@@ -46,16 +46,16 @@ class Classifier(NamedTuple):
 
 
 def normalised(features: Tensor) -> Tensor:
-    """Subtract from each row its mean and divide it by its L2 norm: (N, D) -> (N, D)."""
+    """Subtract the mean of each row from the row, and divide the row by its L2 norm: (N, D) -> (N, D)."""
     return F.normalize(features - features.mean(1, keepdim=True), dim=1)
 
 
 def probe(train: LabelledFeatures, val: LabelledFeatures, iterations: int, device: torch.device) -> float:
     """Return the top-1 accuracy (0 to 1) on `val` of a classifier that is fitted on `train`.
 
-    Each feature is normalised to mean 0 and variance 1 over the training images, and then each feature vector to
-    length 1. The L2 penalty has the weight `STRENGTH`. Call this function on all processes. The memory on `device` does
-    not grow with the number of images, unless the features are on this device.
+    Each feature is normalised to mean 0 and variance 1 over the training images. Each feature vector is then divided by
+    its L2 norm. The L2 penalty has the weight `STRENGTH`. Call this function on all processes. The memory on `device`
+    does not grow with the number of images, unless the features are on this device.
 
     Args:
         train: features (N, D) and labels (N,) of this process's part of the training set.
@@ -81,9 +81,9 @@ def fit(
     *,
     device: torch.device | None = None,
 ) -> Classifier:
-    """Fit the classifier. Call this function on all processes. All processes return the same classifier.
+    """Fit a classifier. Call this function on all processes. It returns the same classifier on every process.
 
-    The computation is in float32. Losses and gradients of chunks are summed in float64, so that the number of processes
+    The computation is in float32. Losses and gradients of chunks are summed in float64, so the number of processes
     changes the result only by rounding.
 
     Args:

@@ -2,8 +2,8 @@
 
     tessera report RUNS... [--output FILE.html] [--open] [--csv FILE] [--markdown FILE]
 
-RUNS are run folders, or folders that hold run folders. The same table is printed to the terminal, best run first. The
-page is one file with all pictures in it, and needs no server and no network.
+RUNS are run folders, or folders that contain run folders. The table of the page is also printed to the terminal, best
+run first. The page is one file that includes all pictures, and needs no server and no network.
 """
 
 import webbrowser
@@ -23,10 +23,10 @@ from tessera.runtime.settings import Positional, Settings
 
 
 class ReportSettings(Settings):
-    """Compare runs in one HTML file, and print their table. RUNS: run folders, or folders that hold run folders."""
+    """Compare runs in one HTML file, and print their table. RUNS: run folders, or folders that contain run folders."""
 
     runs: Positional[list[str]]
-    """run folders, or folders that hold run folders"""
+    """run folders, or folders that contain run folders"""
     output: Path = Path("report.html")
     """HTML file to write; an older file of this name is replaced"""
     open: bool = False
@@ -36,7 +36,7 @@ class ReportSettings(Settings):
     markdown: Path | None = None
     """Markdown file for the table"""
     sort: str | None = None
-    """heading of the column to sort by; default: the result that most runs have"""
+    """heading of the column by which the table is sorted; default: the result that most runs have"""
     title: str = "Comparison of runs"
     """heading of the page"""
     features: bool = True
@@ -53,7 +53,7 @@ class ReportSettings(Settings):
 
 
 def run(settings: ReportSettings) -> None:
-    """Print the table, and write the page and the files that the settings ask for.
+    """Print the table, and write the page and, if requested, the CSV file and the Markdown file.
 
     Raises:
         ReportError: no run can be read, or a file cannot be written.

@@ -18,7 +18,7 @@ from tessera.runtime.machine import versions
 from tessera.runtime.user_error import UserError
 
 SPLITS = ("train", "training", "val", "valid", "validation", "test", "held-out")
-"""File names that tell the split, but not the data set."""
+"""File names that contain only the split. `data_name` puts the name of the folder before them."""
 
 
 class ResultError(UserError, ValueError):
@@ -31,15 +31,15 @@ class Evaluation(NamedTuple):
     name: str
     """Name of the evaluation, such as `knn`."""
     encoder: Path | None
-    """File of the encoder, or None for `--checkpoint pixels`."""
+    """File of the encoder. None for `pixels` and for `timm:NAME`."""
     data: str | Sequence[str]
     """SHARDS of the images that are scored."""
     output: str | None
-    """File that the user asked for, or None for the path that `result_path` returns."""
+    """Path of the result file (`--output`). None selects the path that `result_path` returns."""
 
 
 def check_output(output: str | None) -> None:
-    """Check `--output` before any image is encoded.
+    """Check that the file `output` does not exist. Call this function first, because encoding images takes long.
 
     Raises:
         ResultError: the file exists.
@@ -49,12 +49,12 @@ def check_output(output: str | None) -> None:
 
 
 def result_path(evaluation: Evaluation, time: datetime.datetime) -> Path | None:
-    """Return the path of a new result file, or None for `--checkpoint pixels`.
+    """Return the path of a new result file, or None if the encoder has no file (`pixels` and `timm:NAME`).
 
     The name of the file is NAME-DATA-STEP-TIME.json, such as knn-cifar10-test-step-00005000-20261124T101530Z.json. DATA
-    is the return value of `data_name`. STEP is left out if the encoder file does not name the step of its run. TIME is
-    the end of the evaluation in UTC. If a file of this name exists, a number is added, because a result never replaces
-    another one.
+    is the return value of `data_name`. STEP is left out if the encoder file does not contain its training step. TIME is
+    the end of the evaluation in UTC. If a file of this name exists, a number is appended to the name, because results
+    are never overwritten.
 
     | file of the encoder | path of the result |
     |---|---|
@@ -68,7 +68,8 @@ def result_path(evaluation: Evaluation, time: datetime.datetime) -> Path | None:
     parts = [evaluation.name, data_name(evaluation.data), *([] if step is None else [f"step-{step:08d}"])]
     stem = "-".join([*parts, time.strftime("%Y%m%dT%H%M%SZ")])
     folder = encoder.parent
-    # launch/status.py keeps the encoder of a checkpoint in OUTPUT/evaluation/step-...
+    # Checkpoints are in OUTPUT/checkpoints/step-..., and launch/status.py links their encoders into
+    # OUTPUT/evaluation/step-...
     of_a_step = folder.name.startswith("step-") and folder.parent.name in ("checkpoints", "evaluation")
     run = folder.parent.parent if of_a_step else folder
     in_run = of_a_step or (run / "checkpoints").is_dir() or (run / "config.yaml").is_file()
@@ -83,7 +84,7 @@ def result_path(evaluation: Evaluation, time: datetime.datetime) -> Path | None:
 def data_name(shards: str | Sequence[str]) -> str:
     """Return a short name of a data set for file names, such as `cifar10-test` for `data/cifar10-test-*.tar.gz`.
 
-    The name is the common prefix of the shards' file names. If the prefix is empty or only tells the split
+    The name is the common prefix of the shards' file names. If the prefix is empty or names only the split
     (`val-*.tar`), the name of the folder is put before it. The names of several patterns are joined by `+`.
     """
     patterns = [shards] if isinstance(shards, str) else shards
@@ -93,7 +94,7 @@ def data_name(shards: str | Sequence[str]) -> str:
 def _pattern_name(pattern: str) -> str:
     folder, _, file = pattern.rpartition("/")
     beginning = re.sub(r"\.(tar|tar\.gz|json)$", "", re.split(r"[*?\[{]", file)[0])
-    beginning = re.sub(r"([-_.]\d*)?$", "", beginning)  # without the index of the shard
+    beginning = re.sub(r"([-_.]\d*)?$", "", beginning)  # remove the index of the shard
     if beginning in ("", "index", *SPLITS):
         named = [part for part in re.split(r"[/:]", folder) if part and not re.search(r"[*?\[{]", part)]
         beginning = "-".join([*named[-1:], *([beginning] if beginning in SPLITS else [])]) or "data"
@@ -105,9 +106,10 @@ def write_result(
 ) -> dict[str, Any]:
     """Print a result as a table, write it to a new file, and return the contents of the file.
 
-    The file holds `result`, the name of the evaluation, the name of the data set, the step of the encoder, the time,
+    The file contains `result`, the name of the evaluation, the name of the data set, the step of the encoder, the time,
     the versions of Python and of packages, and the name of the device. In a run folder, a second file with a short
-    name, such as `evaluation/knn.json`, always holds the newest result. Call this function only on the main process.
+    name, such as `evaluation/knn.json`, always contains the newest result. If the encoder has no file and `--output` is
+    not given, no file is written. Call this function only on the main process.
 
     Args:
         evaluation: evaluation that determines the name of the file.

@@ -9,7 +9,7 @@ the class of the query. The average precision of a query is the mean, over its r
 
 Equally similar images therefore share a rank, as in scikit-learn's `average_precision_score`. Without `--val`, every
 image of `--train` is a query, and its gallery consists of all other images. A query without any relevant image is left
-out. The gallery is spread over all processes, and no more than `CELLS` similarities are in memory.
+out. The gallery is spread over all processes. At most `CELLS` similarities are in memory at a time.
 
 Shape letters: N gallery images of this process, Q queries per pass, D features per image, R relevant images of a query,
 padded to the largest number in each process and concatenated over the processes.
@@ -32,7 +32,7 @@ CELLS = 2**25
 """Largest number of similarities between queries and gallery images that are computed at a time, over all processes."""
 STEPS = 2.0**20
 """Number of steps into which the range of cosines from 0 to 1 is divided. A step is larger than the rounding errors of
-float32, so that copies of an image are equally similar to a query on every device and for any number of processes."""
+float32, so copies of an image are equally similar to a query on every device and for any number of processes."""
 EXCLUDED = -2 * STEPS
 """Similarity of an image that is not in the gallery of a query, in steps. It is smaller than any cosine."""
 
@@ -74,7 +74,7 @@ def retrieve(
         val: this process's part of the queries. None uses every image of the gallery as a query, and excludes it from
             its own gallery.
         device: device of the computation. None selects the device of the features.
-        cells: largest number of similarities to compute at a time.
+        cells: largest number of similarities to compute at a time, over all processes.
 
     Raises:
         EvaluationError: no query has a relevant image.
@@ -110,7 +110,7 @@ def average_precision(similarity: Tensor, relevant: Tensor) -> tuple[Tensor, Ten
     Args:
         similarity: similarity of each query to each gallery image (Q, N). Images with the value `EXCLUDED` are not in
             the gallery of the query.
-        relevant: mask (Q, N) of the relevant images. It is False for images that are left out.
+        relevant: mask (Q, N) of the relevant images. It is False for images that are not in the gallery of the query.
     """
     counts = relevant.sum(1)  # (Q,)
     most = int(counts.max()) if counts.numel() else 0
@@ -119,7 +119,7 @@ def average_precision(similarity: Tensor, relevant: Tensor) -> tuple[Tensor, Ten
     ahead = all_reduce_sum(_at_least(similarity.sort(dim=1).values, thresholds))  # (Q, R)
     precision = _at_least(thresholds, thresholds).double() / ahead
     counts = all_reduce_sum(counts)
-    precision = precision.masked_fill(thresholds == EXCLUDED, 0.0)  # padding
+    precision = precision.masked_fill(thresholds == EXCLUDED, 0.0)  # `EXCLUDED` marks padding
     return precision.sum(1) / counts, counts
 
 
@@ -132,8 +132,10 @@ def _at_least(values: Tensor, thresholds: Tensor) -> Tensor:
 
 
 def score(settings: RetrievalSettings, data: LabelledData, accelerator: Accelerator) -> Result:
-    """Return the mean average precision of the queries in `data.val`. Without `settings.val`, the training images are
-    the queries, each with all others as its gallery."""
+    """Return the mean average precision of the queries in `data.val`.
+
+    Without `settings.val`, every training image is a query, and its gallery consists of all other training images.
+    """
     found = retrieve(data.train, None if settings.val is None else data.val, device=accelerator.device)
     protocol = "retrieval, leave one out" if settings.val is None else "retrieval"
     row = [found.queries, found.left_out, found.mean_average_precision]

@@ -1,15 +1,15 @@
-"""Linear segmentation of frozen patch tokens, after DINOv2 (2304.07193), with the mean intersection over union.
+"""Mean intersection over union (IoU) of a linear segmentation of frozen patch tokens, as in DINOv2 (2304.07193).
 
     accelerate launch evaluation/segmentation.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 
 Each sample of the shards is an image KEY.jpg with a map KEY.seg.png, a PNG of class numbers (`data.maps`). A batch norm
 and a 1 x 1 convolution map the tokens of the last block to the logits of the classes. The logits are resized bilinearly
 to the map, and the loss is the mean cross-entropy over the pixels that are not ignored. Only the batch norm and the
-convolution are trained, by AdamW, with a linear warm-up and then a linear decay to 0. The confusion matrix of all
-pixels of `--val` gives the mean of the IoU over the classes. The IoU of a class is
-correct / (pixels of the class + pixels predicted as the class - correct).
+convolution are trained, by AdamW. The learning rate rises linearly in a warm-up and then falls linearly to 0. The IoU
+of each class is computed over all pixels of `--val` at once, and the mean over the classes is reported. The IoU of a
+class is correct / (pixels of the class + pixels predicted as the class - correct).
 
-Every training step encodes new images, and no features are kept, so that the memory does not depend on the number of
+Every training step encodes new images, and no features are kept, so the memory does not depend on the number of
 images. The result does not depend on the number of processes, up to rounding. docs/evaluation.md lists the differences
 from DINOv2's own evaluation.
 
@@ -56,9 +56,9 @@ from tessera.runtime.processes import make_accelerator
 from tessera.runtime.progress import track
 
 WARMUP = 1500 / 40_000
-"""Share of the steps in which the learning rate rises, as in DINOv2."""
+"""Fraction of the training steps in which the learning rate rises, as in DINOv2."""
 RISE, EPSILON = 0.1, 1e-5
-"""Momentum of the running mean and variance, and epsilon, of torch's batch norm."""
+"""Momentum and epsilon of the batch norm: torch's defaults."""
 
 
 class SegmentationSettings(EncoderSettings):
@@ -69,10 +69,10 @@ class SegmentationSettings(EncoderSettings):
     val: str | list[str]
     """test SHARDS with segmentation maps; never used to choose hyperparameters"""
     classes: int | None = Field(None, ge=1, le=IGNORED)
-    """number of classes; values of maps are 0 to classes - 1, or 255 for ignored pixels; default: counted in the maps
-    of --train, which reads every map"""
+    """number of classes; maps contain the values 0 to classes - 1, and 255 for ignored pixels; default: one more than
+    the largest value in the maps of --train, all of which are read"""
     ignore: list[Annotated[int, Field(ge=0, lt=IGNORED)]] = Field([])
-    """further values whose pixels are ignored, such as 0 for the official maps of ADE20K"""
+    """further map values whose pixels are ignored, such as 0 for the official maps of ADE20K"""
     batch_size: int = Field(16, ge=1)
     """number of images in a training step, over all processes; each process encodes its share in one forward pass"""
     epochs: int = Field(32, ge=1)
@@ -86,7 +86,7 @@ class SegmentationSettings(EncoderSettings):
     flip: Share = 0.5
     """probability that a training crop is mirrored left to right"""
     seed: int = Field(0, ge=0, lt=2**31)
-    """seed of the initial weights, of the order of the images and of the crops"""
+    """seed of the initial weights, the order of the images, and the crops"""
     output: str | None = None
     """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
 
@@ -159,9 +159,10 @@ def resized(logits: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def backward(logits: Tensor, targets: Tensor) -> None:
-    """Compute the gradients of the mean cross-entropy over the pixels that are not ignored, of all processes.
+    """Compute the gradients of this process's part of the loss, which is the mean cross-entropy over the pixels of all
+    processes that are not ignored.
 
-    The logits are resized for one image at a time, which bounds the memory.
+    The logits are resized for one image at a time to limit the memory.
 
     Args:
         logits: logits (b, K, h, w) of this process's images.
@@ -217,7 +218,7 @@ def train_head(head: Head, encoder: Encoder, batches: Batches, numbers: Tensor, 
 
 
 def rate(step: int, steps: int) -> float:
-    """Return the factor of the learning rate: a linear rise in the first `WARMUP` of the steps, then a linear fall."""
+    """Return the factor of the learning rate. It rises linearly in the first steps (`WARMUP`), then falls linearly."""
     warmup = math.ceil(WARMUP * steps)
     return min((step + 1) / warmup, 1.0) * (1 - step / steps)
 
@@ -247,9 +248,9 @@ def confusion(head: Head, encoder: Encoder, batches: Batches, numbers: Tensor, p
 def scores(matrix: Tensor, values: Sequence[int]) -> dict[str, Any]:
     """Return the entries of the result file for a confusion matrix (K, K), whose rows are the true classes.
 
-    `mean_iou` is the mean of the IoU (0 to 1) over the classes that occur in a map or in a prediction.
-    `pixel_accuracy` is the share of correctly classified pixels among those that are not ignored. The IoU of a class
-    that neither occurs nor is predicted is None.
+    `mean_iou` is the mean of the IoU (0 to 1) over the classes that occur in a map or in a prediction. All other
+    classes have the IoU None. `pixel_accuracy` is the fraction of correctly classified pixels among those that are not
+    ignored.
 
     Args:
         matrix: confusion matrix.
@@ -297,13 +298,13 @@ def largest_value(opened: Source, accelerator: Accelerator, name: str) -> int:
 
 
 def count_values(train: Source, val: Source, classes: int | None, accelerator: Accelerator) -> int:
-    """Return the number of values of the maps: `classes` if given, else one more than the largest value in `train`.
+    """Return the number of map values: `classes` if it is not None, else one more than the largest value in `train`.
 
-    All maps of `val` are read, so that a damaged map or an unknown class is found before the training.
+    All maps of `val` are also read, to find a damaged map or an unknown class before the training.
 
     Raises:
         ShardError: a map is missing or damaged.
-        EvaluationError: a map of `val` has a larger value, or no map of `train` has a class.
+        EvaluationError: a map of `val` contains a value that is not a class, or all pixels of `train` are ignored.
     """
     values = classes or largest_value(train, accelerator, "train") + 1
     largest = largest_value(val, accelerator, "val")
@@ -328,7 +329,7 @@ def class_numbers(values: int, ignore: Sequence[int]) -> Tensor:
     numbers = torch.full((256,), IGNORED)
     kept = [value for value in range(values) if value not in ignore]
     if not kept:
-        raise EvaluationError("--ignore leaves no class. Remove a value.")
+        raise EvaluationError("--ignore leaves no class, because it contains all map values. Remove a value from it.")
     numbers[kept] = torch.arange(len(kept))
     return numbers
 

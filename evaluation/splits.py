@@ -1,4 +1,4 @@
-"""Open the training set and the validation set of an evaluation, check that they are disjoint, and match classes."""
+"""Open the training and validation sets of an evaluation, check that they are disjoint, and match their classes."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ def open_labelled_splits(
     Raises:
         ShardError: a shard cannot be used, or a sample has no label.
         EvaluationError: a shard or an image is in both sets, a class of the validation set is not in the training set,
-            only one of the two sets has class names, or the processes see different class names.
+            only one of the two sets has class names, or the processes read different class names.
         RankError: a classes.json cannot be used, or the folders of one set have different class names.
     """
     opened = open_splits(train, val, source, accelerator)
@@ -51,7 +51,7 @@ def open_labelled_splits(
     names = run_on_all_ranks(lambda: [one.class_names() for one in opened])
     if any(other != names for other in gather_objects(names)):
         raise EvaluationError(
-            "The processes see different class names. Copy the same shards, with their classes.json, to all nodes."
+            "The processes read different class names. Copy the same shards, with their classes.json, to all nodes."
         )
     train_names, val_names = names
     if train_names is None and val_names is None:
@@ -79,27 +79,27 @@ def open_labelled_splits(
 def check_disjoint(train: Source, val: Source) -> None:
     """Check that the validation set has no image of the training set.
 
-    Two shards are equal if they have the same path, the same file or the same SHA-256 in `index.json`. If images of the
-    two sets have equal names and sizes, at most `MOST_COMPARED` pairs of them are read and compared.
+    Two shards count as equal if they have the same path, are the same file (such as a link), or have the same SHA-256
+    in `index.json`. Pairs of images are compared only if their names and their sizes in bytes are equal. At most
+    `MOST_COMPARED` of these pairs are read.
 
     Raises:
-        EvaluationError: a shard of the validation set is a shard of the training set, a link to one or a copy of one,
-            or images of both sets have equal names and contents.
+        EvaluationError: both sets contain equal shards, or equal images with the same name.
         ShardError: the index of a shard cannot be read.
     """
     remedy = "Choose other shards for --val, or allow this with --source.allow_overlap true."
     known = {identity: shard.path for shard in train.shards for identity in _identities(shard)}
     for shard in val.shards:
         if same := [known[identity] for identity in _identities(shard) if identity in known]:
-            name = "" if same[0] == shard.path else f", where it is named {same[0]}"
-            raise EvaluationError(f"{shard.path} is in both --train and --val{name}. {remedy}")
+            name = "" if same[0] == shard.path else f" Its path in --train is {same[0]}."
+            raise EvaluationError(f"{shard.path} is in both --train and --val.{name} {remedy}")
     numbers = {sample: number for number, sample in _samples(val)}
     pairs = list({numbers[sample]: number for number, sample in _samples(train) if sample in numbers}.items())
     for number, other in pairs[:: max(-(-len(pairs) // MOST_COMPARED), 1)]:
         try:
             equal = val.image(number) == train.image(other)
         except ShardError:
-            continue  # skip the pair: the evaluation itself reports or skips unreadable shards
+            continue  # skip the pair, because the evaluation itself reports or skips unreadable shards
         if equal:
             raise EvaluationError(
                 f"The image {val.name(number)} of --val is also in --train, as {train.name(other)}. Images with equal "
@@ -140,8 +140,8 @@ def check_labels(train: Tensor, val: Tensor, classes: Sequence[str] | None = Non
     Args:
         train: labels (N,) of the training images of all processes.
         val: labels (M,) of the validation images of all processes.
-        classes: class names that both sets share. None if the classes have no names. In this case, both sets must have
-            the same largest label, because a set that lacks a class may have been numbered without this class.
+        classes: class names of both sets. None if the classes have no names. In this case, the largest labels of both
+            sets must be equal, because a set without images of some class may number its classes differently.
 
     Raises:
         EvaluationError: a set is empty, a label is negative, a class of `val` is not in `train`, or the classes have no
@@ -162,7 +162,7 @@ def check_labels(train: Tensor, val: Tensor, classes: Sequence[str] | None = Non
     largest, other = int(train.max()), int(val.max())
     if classes is None and largest != other:
         raise EvaluationError(
-            f"The labels of --train end at {largest}, but those of --val end at {other}, and no classes.json names the "
-            "classes. The sets may number their classes differently. Write the class names of each set, a JSON list in "
-            "the order of the class numbers, to a classes.json beside its shards."
+            f"The largest label is {largest} in --train, but {other} in --val, and no classes.json contains the class "
+            "names. The sets may number their classes differently. Write the class names of each set, as a JSON list "
+            "in the order of the class numbers, to a classes.json beside its shards."
         )

@@ -1,4 +1,4 @@
-"""Colours of an encoder's tokens: their principal components, in one colour space for several encoders.
+"""Show the tokens of encoders as colours: the first three principal components, aligned over several encoders.
 
 Shape letters: Q images of S x S pixels, C channels, D features per token, T tokens of all images, h x w grid of tokens.
 """
@@ -13,15 +13,15 @@ from torch import Tensor
 from tessera.encoders.base import Encoder
 
 COMMON = 16
-"""Side of the grid on which the tokens of two encoders are compared, in cells."""
+"""Side length, in cells, of the grid on which the tokens of two encoders are compared."""
 
 
 @torch.inference_mode()
 def principal_components(encoder: Encoder, images: Tensor) -> Tensor:
     """Return the first three principal components of the tokens of all images, each with unit variance.
 
-    (Q, C, S, S) -> (Q, 3, h, w) float64. If all tokens are equal, the components are 0. The sign of each component is
-    fixed, so that a picture can be reproduced.
+    (Q, C, S, S) -> (Q, 3, h, w) float64. If all tokens are equal, the components are 0. The signs of principal
+    components are arbitrary. This function fixes them, so pictures are reproducible.
     """
     features = encoder(images)
     rows, columns = features.grids[0].tolist()

@@ -1,4 +1,4 @@
-"""Versions of the software, and the rates that the machine reaches at most: products, copies and launches."""
+"""Report software versions, and measure the highest rates of matrix products, copies and kernel launches."""
 
 import os
 import statistics
@@ -15,7 +15,7 @@ from tessera.runtime.machine import processor, versions
 
 
 def ceilings(small: bool) -> Iterator[Row]:
-    """Yield the versions, and the measured ceilings."""
+    """Yield one row per version and one per ceiling, a highest measured rate. `small` selects small shapes."""
     for name, version in (versions() | machine()).items():
         yield {"what": name, "is": version}
     side, copied = (256, 2**20) if small else (8192, 2**32)
@@ -28,7 +28,7 @@ def ceilings(small: bool) -> Iterator[Row]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what results depend on beside the packages: the processor, and the GPU with its software."""
+    """Return the hardware and the versions of the GPU's software, on which the results also depend."""
     found = {"processor": processor(), "cores": len(os.sched_getaffinity(0))}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -56,31 +56,31 @@ def milliseconds(work: Callable[[], object], times: int) -> float:
 
 
 def product(side: int, kind: torch.dtype) -> Row:
-    """Return the rate of a square matrix product of random values."""
+    """Return the rate of a square matrix product of random values in TFLOP/s."""
     a, b = (torch.randn(side, side, device=device(), dtype=kind) for _ in range(2))
     return {"reached": 2 * side**3 / milliseconds(lambda: a @ b, 10) / 1e9}
 
 
 def copies(size: int) -> Row:
-    """Return the rate of a copy within the memory of the device."""
+    """Return the rate of a copy within the memory of the device in GB/s, the sum of reads and writes."""
     source = torch.ones(size, dtype=torch.uint8, device=device())
     target = torch.empty_like(source)
     return {"reached": 2 * size / milliseconds(lambda: target.copy_(source), 10) / 1e6}
 
 
 def to_device(size: int) -> Row:
-    """Return the rate of a copy from pinned memory to the device."""
+    """Return the rate of a copy from pinned host memory to the device in GB/s."""
     source = torch.ones(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     target = torch.empty(size, dtype=torch.uint8, device=device())
     return {"reached": size / milliseconds(lambda: target.copy_(source, non_blocking=True), 10) / 1e6}
 
 
 def launches() -> Row:
-    """Return the time of a kernel that does next to nothing, many of which are launched one after another."""
+    """Return the time of a minimal kernel in microseconds, if many are launched one after another."""
     x = torch.zeros(1, device=device())
 
     def many() -> None:
         for _ in range(1000):
             x.add_(1)
 
-    return {"reached": milliseconds(many, 3)}  # milliseconds of 1000 launches
+    return {"reached": milliseconds(many, 3)}  # milliseconds of 1000 launches are microseconds of one

@@ -1,4 +1,4 @@
-"""Equality of the CPU and the device: colours, losses and gradients; a step without waits; steps in fp16."""
+"""Compare the device with the CPU: colours, losses and gradients. Check a step for waits, and train in fp16."""
 
 import copy
 from collections.abc import Iterator
@@ -21,15 +21,15 @@ from tessera.pretrain.methods import METHODS, pretraining_methods
 from tessera.pretrain.methods.method import Method
 
 PIXELS = 1e-3
-"""Largest difference of a normalised pixel after the colour changes."""
+"""Largest allowed difference between CPU and device of a normalised pixel after the colour changes."""
 LIMITS = {"float32": (1e-4, 5e-3), "bf16": (0.03, 0.3)}
-"""Largest relative differences of a loss and of a gradient from those on the CPU in float32."""
+"""Largest allowed relative differences of loss and gradient from those on the CPU in float32, by precision."""
 IMAGES, SIZE = 16, (32, 40)
 """Number of images of a step, and their height and width in pixels."""
 
 
 def equality(small: bool) -> Iterator[Row]:
-    """Yield the differences between the CPU and the device."""
+    """Yield one row per check. `small` selects fewer and smaller checks, for a rehearsal."""
     yield attempt({"colours": "eager"}, lambda: colours(4 if small else 64, compile=False))
     for name in ("dino", "mae"):
         yield attempt({"step without waits": name}, lambda name=name: step_without_waits(name))
@@ -42,7 +42,7 @@ def equality(small: bool) -> Iterator[Row]:
 
 
 def colours(images: int, *, compile: bool) -> Row:
-    """Return the largest difference of a normalised view after the colour changes."""
+    """Return the largest difference between CPU and device of the normalised views after the colour changes."""
     batch = loader_batch(MultiCrop(MultiCropConfig()), images)
     expected, found = to_model_input(batch), to_model_input(batch.to(device()), compile=compile)
     pairs = [(a.images, b.images) for a, b in zip(expected.views, found.views, strict=True)]
@@ -51,7 +51,7 @@ def colours(images: int, *, compile: bool) -> Row:
 
 
 def gradients(name: str, variant: str) -> Row:
-    """Return the loss on the CPU, and how far loss and gradient on the device differ from those on the CPU."""
+    """Return the loss on the CPU, and the relative differences of loss and gradient between the device and the CPU."""
     own = METHODS[name].small_settings
     config = make_config(name, variant, IMAGES, own=own, encoder={"drop_path": 0.0}, steps=10)
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def gradients(name: str, variant: str) -> Row:
 
 
 def loss_and_gradient(method: Method, batch: Batch, *, bf16: bool) -> tuple[float, Tensor]:
-    """Return the loss of a batch, and its gradient on the CPU as one vector."""
+    """Return the loss of a batch, and the gradients of all parameters as one vector on the CPU."""
     method.zero_grad()
     with torch.autocast(next(method.parameters()).device.type, torch.bfloat16, enabled=bf16):
         loss, _ = method(batch, 0)
@@ -86,7 +86,7 @@ def small_run(name: str, **settings: Any) -> loop.TrainingRun:
 
 
 def step_without_waits(name: str) -> Row:
-    """Run a training step in which each wait for the device, except the step's one read of its result, is an error."""
+    """Run a training step in which every wait for the device is an error, except the one read of the step's result."""
     run = small_run(name, steps=10, precision="bf16")
     batch = loader_batch(run.method.transform(), IMAGES, size=SIZE)
     agree = loop._agree
@@ -95,7 +95,7 @@ def step_without_waits(name: str) -> Row:
         with waits("default"):
             return agree(*args)
 
-    loop.training_step(run, [on_device(batch)])  # the first step sets up libraries
+    loop.training_step(run, [on_device(batch)])  # the first step may wait, because it sets up libraries
     with mock.patch.object(loop, "_agree", allowed), waits("error"):
         step = loop.training_step(run, [on_device(batch)])
     return {"loss": step.loss, "ok": step.updated}
@@ -103,7 +103,7 @@ def step_without_waits(name: str) -> Row:
 
 @contextmanager
 def waits(mode: str) -> Iterator[None]:
-    """Set what happens when the CPU waits for the GPU within the block: default, warn or error."""
+    """Return a context that sets the reaction to a wait of the CPU for the GPU. `mode` is default, warn or error."""
     if not torch.cuda.is_available():
         yield
         return
@@ -116,7 +116,7 @@ def waits(mode: str) -> Iterator[None]:
 
 
 def steps_in(precision: str) -> Row:
-    """Train for 50 steps in a precision. Few of them may be skipped because a gradient overflows."""
+    """Train for 50 steps in a precision. At most 15 steps may be skipped because a gradient overflows."""
     run = small_run("dino", steps=50, record_every=50, precision=precision)
     (record,) = train(run, loader_batch(run.method.transform(), IMAGES, size=SIZE))
     scale = run.accelerator.scaler.get_scale() if run.accelerator.scaler else 1.0

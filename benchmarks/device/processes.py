@@ -1,6 +1,6 @@
-"""Several processes: two that share the device over gloo, and runs under DeepSpeed over NCCL.
+"""Train with two processes that share the device and communicate over gloo, and train under DeepSpeed over NCCL.
 
-`python benchmarks/device/processes.py FILE` is one of the two.
+`python benchmarks/device/processes.py FILE` runs one of the two processes.
 """
 
 import json
@@ -26,7 +26,7 @@ STEPS = 3
 IMAGES = 8
 """Number of images per process and step."""
 LIMIT = 1e-3
-"""Largest relative difference of a loss of two processes from that of one process."""
+"""Largest allowed relative difference between the losses of two processes and of one process."""
 ENGINES = {
     "fsdp2": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"},
     "ddp": {},
@@ -35,7 +35,7 @@ ENGINES = {
 
 
 def processes(small: bool) -> Iterator[Row]:
-    """Yield whether two processes get the losses of one, and the losses of runs under DeepSpeed."""
+    """Yield rows that compare the losses of two processes and of one process, and rows with losses under DeepSpeed."""
     expected = trained(processes=1)[1]
     for engine in ["fsdp2"] if small else ENGINES:
         yield attempt({"two processes on one device": engine}, lambda engine=engine: shared(engine, expected))
@@ -44,7 +44,7 @@ def processes(small: bool) -> Iterator[Row]:
 
 
 def digits(engine: str) -> float:
-    """Train on the embedded digits for some steps under an engine, with one process, and return the last loss."""
+    """Train on the embedded digits for 6 steps under an engine, with one process. Return the last loss."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--main_process_port", "0"]
     command += ["--config_file", str(ROOT / "configs" / "accelerate" / f"{engine}.yaml")]
     with tempfile.TemporaryDirectory() as folder:
@@ -69,12 +69,13 @@ def shared(engine: str, expected: list[float]) -> Row:
 
 
 def trained(processes: int) -> tuple[loop.TrainingRun, list[float]]:
-    """Return a run after some steps, and its losses.
+    """Train for `STEPS` steps. Return the run and the loss of each step.
 
-    A single process has the batches of two processes, one after the other.
+    A single process accumulates gradients over the batches of both processes.
     """
     accumulate = 2 // processes
-    own = METHODS["dino"].small_settings | {"batch_norm": False}  # batch norm sees one forward pass at a time
+    # no batch norm, because its statistics would be those of one batch on one process, but of both on two processes
+    own = METHODS["dino"].small_settings | {"batch_norm": False}
     plain = {"accumulate": accumulate, "steps": 10, "precision": "fp32"}
     run = make_run(make_config("dino", "vit_micro", 2 * IMAGES, own=own, encoder={"drop_path": 0.0}, **plain))
     transform, rank = run.method.transform(), run.accelerator.process_index
@@ -83,10 +84,10 @@ def trained(processes: int) -> tuple[loop.TrainingRun, list[float]]:
 
 
 def main(file: Path) -> None:
-    """Train as one of two processes. The first process writes the losses and the engine to `file`."""
+    """Train as one of two processes. The main process writes the losses and the name of the engine to `file`."""
     preemption.end_with_launcher()
     if torch.cuda.is_available():
-        os.environ["LOCAL_RANK"] = "0"  # both processes use the first GPU, which NCCL refuses
+        os.environ["LOCAL_RANK"] = "0"  # both processes use the first GPU, and NCCL forbids this
     dist.init_process_group("gloo")
     run, found = trained(processes=2)
     if run.accelerator.is_main_process:

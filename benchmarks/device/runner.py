@@ -1,7 +1,7 @@
-"""Run stages in processes of their own, each with a time limit, and collect the rows that they report.
+"""Run each stage in a process of its own with a time limit, and collect the rows that the stages report.
 
-A row is a JSON object on a line of its own. Stages append rows as soon as they have them, so that a failure costs only
-the rest of the stage. What a stage prints goes to a log and is never read as a result.
+A row is a JSON object on a line of its own in results.jsonl. A stage appends each row at once, so the rows before a
+failure are kept. The output of a stage is written to a log, and is never read as a result.
 """
 
 import json
@@ -23,11 +23,11 @@ from tessera.runtime.user_error import printable
 RESULTS, LOG, TABLE = "results.jsonl", "log.txt", "results.md"
 """Names of the files in the output folder."""
 LAST_LINES = 6
-"""Number of lines of a failed stage's output that its result quotes."""
+"""Number of last lines of output that the result of a failed stage contains."""
 LINE = 300
-"""Number of characters to which a quoted line is shortened."""
+"""Number of characters to which each of the last lines is shortened."""
 SHORTEST = 2.0
-"""Seconds that must be left for another stage to start."""
+"""A stage starts only if more than this number of seconds is left."""
 Row = dict[str, Any]
 
 
@@ -38,11 +38,11 @@ class Stage:
     name: str
     command: Sequence[str]
     seconds: float
-    """Time limit. The stage gets up to twice this time if earlier stages have left enough of theirs."""
+    """Time limit in seconds. A stage may run for up to twice this time if earlier stages have left time unused."""
 
 
 def attempt(row: Row, work: Callable[[], Row]) -> Row:
-    """Return `row` with what `work` returns. If `work` raises an exception, print it and return a failed row."""
+    """Return `row` with the entries that `work` returns. If `work` raises an error, print it and return `ok` False."""
     try:
         return {**row, **work()}
     except Exception as error:
@@ -59,7 +59,7 @@ def append(output: Path, row: Mapping[str, Any]) -> None:
 
 
 def rows(output: Path, start: int = 0) -> list[Row]:
-    """Return the rows of the results from byte `start` on. Lines that are no rows are left out."""
+    """Return the rows of the results file from byte `start` on. Lines that are not rows are left out."""
     path = output / RESULTS
     found = []
     for line in path.read_bytes()[start:].splitlines() if path.exists() else []:
@@ -75,7 +75,7 @@ def run_stages(stages: Sequence[Stage], output: Path, minutes: float, title: str
 
     Args:
         output: folder for the results, the log and the table.
-        minutes: time for all stages. A stage that would start later is not started, and has not passed.
+        minutes: time for all stages. Stages that have not started by then are not run, and count as not passed.
         title: first line of the table.
     """
     output.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def run_stages(stages: Sequence[Stage], output: Path, minutes: float, title: str
         left = end - time.monotonic()
         spare = left - sum(later.seconds for later in stages[number:])
         limit = min(left, stage.seconds + min(max(spare, 0), stage.seconds))
-        result = run_stage(stage, output, limit) if left > SHORTEST else {"result": "not started, the time is over"}
+        result = run_stage(stage, output, limit) if left > SHORTEST else {"result": "not started: no time is left"}
         passed &= result["result"] == "passed"
         append(output, {"stage": stage.name} | result)
         print(f"{stage.name}: {', '.join(str(value) for value in result.values())}", flush=True)
@@ -95,13 +95,13 @@ def run_stages(stages: Sequence[Stage], output: Path, minutes: float, title: str
 
 
 def run_stage(stage: Stage, output: Path, limit: float) -> Row:
-    """Run one stage for at most `limit` seconds. Return its result and its seconds and, after a failure, why."""
+    """Run one stage for at most `limit` seconds. Return its result, its duration and, if it failed, its last output."""
     started, log = time.monotonic(), output / LOG
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch, log.open("ab") as file:
         file.write(f"\n== {stage.name}\n".encode())
         file.flush()
         start = file.tell()
-        # a session of its own, so that all processes of the stage can be ended together
+        # start a session of its own, so that all processes of the stage can be ended together
         process = subprocess.Popen(
             stage.command,
             stdin=subprocess.DEVNULL,
@@ -130,18 +130,18 @@ def _signal_name(number: int) -> str:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all processes that it has started, and wait for it."""
+    """Kill a process and all its descendants, and wait for the process."""
     for pid in descendants(process.pid):
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-    with suppress(OSError):  # no process of the group is left
+    with suppress(OSError):  # the group has no process left
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):  # a process that waits for a broken device cannot be killed
         process.wait(10)
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yield the processes that a process has started, and those that these have started. Only Linux tells them."""
+    """Yield the ids of all descendants of a process. On systems other than Linux, nothing is yielded."""
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
             for child in map(int, file.read_text().split()):
@@ -150,14 +150,14 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def last_lines(log: Path, start: int) -> str:
-    """Return the last lines of a log, which is read from byte `start` on, as one printable line."""
+    """Return the last lines of a log as one printable line. The log is read from byte `start` on."""
     lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
     lines = [printable(line.strip())[:LINE] for line in lines if line.strip()]
     return " / ".join(lines[-LAST_LINES:])
 
 
 def markdown(found: Sequence[Row]) -> str:
-    """Return the rows of all stages as Markdown: for each stage its result, and a table for rows of the same keys."""
+    """Return all rows as Markdown. Each stage has its result, and one table for consecutive rows with the same keys."""
     lines = []
     for name in dict.fromkeys(row["stage"] for row in found):
         own = [{key: value for key, value in row.items() if key != "stage"} for row in found if row["stage"] == name]
@@ -171,7 +171,7 @@ def markdown(found: Sequence[Row]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return a value as the text of a cell: numbers with four digits, and no character that ends the cell."""
+    """Return a value as the text of a cell. Floats are rounded to four digits, and the separator `|` is escaped."""
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return printable(str(value)).replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""Real runs of pretrain/run.py: fed from JPEGs, killed and resumed, and scored by k-NN."""
+"""Run pretrain/run.py on JPEGs, kill and resume a run, and score a run by k-NN."""
 
 import io
 import json
@@ -20,13 +20,13 @@ ROOT = Path(__file__).parents[2]
 CLASSES = 10
 RECIPE = ["--encoder", "vit_small", "--batch_size", "512", "--dino.prototypes", "65536", "--dino.hidden_dim", "2048"]
 RECIPE += ["--dino.bottleneck_dim", "256", "--dino.batch_norm", "false"]
-"""DINO's settings on ImageNet, which a run on few images would not derive."""
+"""DINO's settings for ImageNet. They are given as flags, because a run on few images derives other values."""
 SMALL = ["--encoder", "vit_micro", "--batch_size", "16", "--dino.global_size", "32", "--dino.local_size", "16"]
 SMALL += ["--dino.local_crops", "2", "--dino.prototypes", "64"]
 
 
 def run(small: bool) -> Iterator[Row]:
-    """Yield the speed of a run from JPEGs, what becomes of a run that is killed and resumed, and the time of k-NN."""
+    """Yield rows for the speed of a run on JPEGs, for a run that is killed and resumed, and for the time of k-NN."""
     images, steps = (64, 8) if small else (2048, 40)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -40,7 +40,7 @@ def run(small: bool) -> Iterator[Row]:
 
 
 def make_shards(folder: Path, images: int, size: tuple[int, int]) -> str:
-    """Write labelled shards of JPEGs of some size (H, W), of which 64 differ, and return their pattern."""
+    """Write labelled shards of JPEGs of `size` (H, W), with 64 distinct images. Return the pattern of the shards."""
     folder.mkdir()
     files = [jpeg(seed, size) for seed in range(64)]
     for shard in range(4):
@@ -66,12 +66,12 @@ def jpeg(seed: int, size: tuple[int, int]) -> bytes:
 
 
 def records(output: Path) -> list[Row]:
-    """Return the metrics of a run."""
+    """Return the records in the metrics.jsonl of a run."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def fed(command: list[str], output: Path, steps: int) -> Row:
-    """Run some steps from JPEGs, and return the speed and the wait for the loader in the second half."""
+    """Run `steps` steps on JPEGs. Return the speed, and the wait for the loader in the second half of the steps."""
     started = time.perf_counter()
     subprocess.run([*command, "--output", str(output), "--record_every", str(steps // 2)], check=True)
     last = records(output)[-1]
@@ -101,7 +101,7 @@ def killed(command: list[str], output: Path, undisturbed: Path, steps: int) -> R
 
 
 def scored(shards: str, trained: Path, images: int) -> Row:
-    """Score a trained run by k-NN, and return the time."""
+    """Score a trained run by k-NN. Return the time of the command in seconds."""
     started = time.perf_counter()
     line = [sys.executable, str(ROOT / "evaluation" / "knn.py"), "--checkpoint", str(trained), "--k", "20"]
     line += ["--train", shards, "--val", shards, "--source.allow_overlap", "true"]

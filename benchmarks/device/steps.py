@@ -1,4 +1,4 @@
-"""Speed of the real training step, through the training loop and the engine, and where its time goes."""
+"""Measure the speed of a training step in the training loop, and profile its kernels."""
 
 import json
 import os
@@ -26,15 +26,15 @@ SMALL: tuple[Case, ...] = (("dino", "vit_micro", 8), ("mae", "vit_micro", 8))
 FAMILIES = ("rope_vit_small", "swin_tiny", "twins_svt_small", "navit_small", "sam_vit_b")
 """Encoders that are measured under DINO and MAE. ViT-S/16 is measured under every method."""
 WINDOW, SHORT = 15, 4
-"""Number of steps before the measurement, and of measured steps."""
+"""Number of warm-up steps, which is also the number of measured steps. `SHORT` is for the stage `pairs`."""
 STEPS = 3
-"""Number of steps of the profile."""
+"""Number of profiled steps."""
 TOP = 40
 """Number of kernels that the profile lists."""
 
 
 def step(small: bool) -> Iterator[Row]:
-    """Yield the speed of each case, and then its share of the bound, which benchmarks/roofline.py counts meanwhile."""
+    """Yield the speed of each case, and then its share of the bound that benchmarks/roofline.py counts in parallel."""
     cases = SMALL if small else CASES
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
     gpu = next((known for known in ("h200", "h100", "a100") if known in name), None)
@@ -51,7 +51,7 @@ def step(small: bool) -> Iterator[Row]:
 def step_compiled(small: bool) -> Iterator[Row]:
     """Yield the speed of the step with `--compile true`, the time of the compilation, and the number of graphs.
 
-    On a CPU, no code is generated, because that takes long.
+    If `small` is true, torch builds the graphs but generates no code, because code for a CPU takes long to compile.
     """
     compiled = torch.compile
 
@@ -64,7 +64,7 @@ def step_compiled(small: bool) -> Iterator[Row]:
 
 
 def pairs(small: bool) -> Iterator[Row]:
-    """Yield the speed and the memory of a step of every method, and of an encoder of each family."""
+    """Yield speed and memory of every method with ViT-S/16, and of DINO and MAE with an encoder of each family."""
     cases = [(method, "vit_small", 64) for method in pretraining_methods()]
     cases += [(method, variant, 64) for method in ("dino", "mae") for variant in FAMILIES]
     yield from speeds([("distill", "vit_micro", 8)] if small else cases, 1 if small else SHORT)
@@ -78,7 +78,7 @@ def speeds(cases: Sequence[Case], window: int, *, compile: bool = False) -> Iter
 
 
 def speed(case: Case, window: int, *, compile: bool) -> Row:
-    """Train through the training loop for twice `window` steps, and return the speed of the second half."""
+    """Run the training loop for twice `window` steps. Return the speed, memory and loss of the second half."""
     from torch._dynamo.utils import counters  # imported here, because the import takes seconds
 
     if torch.cuda.is_available():
@@ -96,21 +96,21 @@ def speed(case: Case, window: int, *, compile: bool) -> Row:
 
 
 def case_run(case: Case, **settings: Any) -> loop.TrainingRun:
-    """Return a run in bf16. The smallest encoder gets small settings of the method, too."""
+    """Return a run in bf16. With a `_micro` encoder, the method has its small settings."""
     method, variant, images = case
     own = METHODS[method].small_settings if variant.endswith("_micro") else {}
     return make_run(make_config(method, variant, images, own=own, precision="bf16", **settings))
 
 
 def start_roofline(case: Case, gpu: str) -> subprocess.Popen[str]:
-    """Start to count a step in a process that sees no GPU."""
+    """Start benchmarks/roofline.py for a case, in a process that cannot use the GPU."""
     command = [sys.executable, str(Path(__file__).parents[1] / "roofline.py"), "--gpu", gpu]
     command += ["--method", case[0], "--encoder", case[1], "--batch_size", str(case[2])]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def share(process: subprocess.Popen[str], reached: float) -> Row:
-    """Return the bound on the images per second, and the share of it that was reached."""
+    """Wait for benchmarks/roofline.py. Return its bound on the images/s, and the fraction `reached` / bound."""
     bound = json.loads(process.communicate()[0].splitlines()[-1])
     rate = bound["images_per_second_bound"]
     teraflop = bound["tflop"] / (bound["ms"] / 1000) * reached / rate
@@ -118,7 +118,7 @@ def share(process: subprocess.Popen[str], reached: float) -> Row:
 
 
 def profiled(small: bool) -> Iterator[Row]:
-    """Yield the share of the time in which the device is idle, and the kernels that take most of the time of a step."""
+    """Yield the share of a step in which the device is idle, and then the kernels that take most of the time."""
     case = (SMALL if small else CASES)[0]
     run = case_run(case, steps=10)
     batch = loader_batch(run.method.transform(), case[2])
@@ -152,7 +152,7 @@ def profiled(small: bool) -> Iterator[Row]:
 
 
 def _is_span(event: Any) -> bool:
-    """Return True for an event that marks a span of code, such as the optimizer's step, and no kernel."""
+    """Return True if an event is not a kernel, but marks a span of code, such as the optimizer's step."""
     return bool(getattr(event, "is_user_annotation", False))
 
 

@@ -17,7 +17,7 @@ PALETTE = ("#3b6fb6", "#d1722e", "#3f9160", "#b04a7c", "#8267b8", "#a8862b", "#3
 """Colours of runs. Each is readable on white and on dark gray."""
 DASHES = ("solid", "dashed", "dotted", "dashdot")
 INK, FAINT = "#010203", "#040506"
-"""Colours of text and of grid lines in a chart. `to_svg` replaces both by colours of the page."""
+"""Placeholder colours of text and of grid lines in a chart. `to_svg` replaces both by colours of the page."""
 STYLE: Any = {
     "svg.fonttype": "none",  # write text as text elements, which use the font of the page
     "font.family": "sans-serif",
@@ -39,7 +39,7 @@ STYLE: Any = {
     "ytick.color": FAINT,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
-    "text.parse_math": False,  # a name may hold dollar signs
+    "text.parse_math": False,  # a name may contain dollar signs, which do not mark formulas
 }
 
 
@@ -63,7 +63,7 @@ class Chart:
 
 
 def looks(runs: Sequence[RunFolder]) -> dict[str, Look]:
-    """Return the look of each run. Once all colours are used, they repeat with other dashes."""
+    """Return the look of each run by name. Once all colours are used, they repeat with other dashes."""
     styles = [Look(color, dashes) for dashes in DASHES for color in PALETTE]
     return dict(zip((run.name for run in runs), islice(cycle(styles), len(runs)), strict=True))
 
@@ -88,7 +88,7 @@ def charts(runs: Sequence[RunFolder]) -> list[Chart]:
 
 
 def draw(chart: Chart, axes: Axes, look: Mapping[str, Look]) -> None:
-    """Draw a chart. Lines with at most 20 values also have dots."""
+    """Draw a chart. In lines with at most 20 values, a dot marks each value."""
     for name, line in chart.lines.items():
         if line:
             dots = "o" if len(line) <= 20 else ""
@@ -106,11 +106,11 @@ def draw(chart: Chart, axes: Axes, look: Mapping[str, Look]) -> None:
 
 def to_svg(chart: Chart, look: Mapping[str, Look]) -> str:
     """Return a chart as an SVG element whose text and grid take the colours of the page."""
-    with rc_context(STYLE | {"svg.hashsalt": chart.title}):  # no two charts of a page share an id
+    with rc_context(STYLE | {"svg.hashsalt": chart.title}):  # the ids of elements must be unique on the page
         figure = Figure(figsize=(4.6, 2.9), layout="constrained")
         draw(chart, figure.subplots(), look)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]  # without the XML declaration, which HTML does not allow
+    svg = svg[svg.index("<svg") :]  # remove the XML declaration, which HTML does not allow
     return svg.replace(INK, "currentColor").replace(FAINT, "var(--line)")

@@ -48,13 +48,13 @@ class Tile(NamedTuple):
     """A shown image."""
 
     pixels: np.ndarray
-    """(H, W, 3) uint8."""
+    """Pixels of the image, (H, W, 3) uint8."""
     label: str
-    """Name of the class, or an empty string."""
+    """Name or number of the class. Empty if the image has no label."""
 
 
 class Seen(NamedTuple):
-    """Pictures of the features of one run."""
+    """Neighbours and token colours of one run."""
 
     run: str
     rows: list[list[Tile]]
@@ -64,7 +64,7 @@ class Seen(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Pictures of runs that encoded the same images."""
+    """Neighbours and token colours of all runs that encoded the same images."""
 
     shards: str
     """Short name of the SHARDS of the images."""
@@ -149,7 +149,7 @@ class _Encoded(NamedTuple):
 
 @torch.inference_mode()
 def _encode(run: RunFolder, opened: Source, images: int, bank: int, accelerator: Accelerator) -> _Encoded:
-    """Encode the images of the bank, and project the tokens of the shown images.
+    """Encode the images of the bank, and project the tokens of the shown images to three principal components.
 
     Raises:
         EvaluationError: the run has no encoder, or no image can be decoded.
@@ -176,7 +176,7 @@ def _encode(run: RunFolder, opened: Source, images: int, bank: int, accelerator:
         labels = [] if batch.labels is None else batch.labels.tolist()
         tiles += _tiles(view, labels, encoder.preprocessing, opened.classes)
     if not features:
-        raise EvaluationError("No image of the validation shards can be decoded. Check them with data.check_shards.")
+        raise EvaluationError("No validation image can be decoded. Check the shards with `tessera check_shards`.")
     queries = evenly_spaced(images, len(tiles)).tolist()
     batch = collator(dataset.__getitems__([used[query] for query in queries]))
     shown = single_view(to_model_input(batch.to(accelerator.device)))  # (Q, C, S, S)
@@ -198,9 +198,9 @@ def _bytes(image: np.ndarray) -> np.ndarray:
 
 
 def _neighbours(encoded: _Encoded, count: int) -> list[list[Tile]]:
-    """Return one row per shown image: the image, followed by its nearest neighbours by cosine similarity. An image is
-    not its own neighbour."""
+    """Return one row per shown image: the image, followed by its `count` nearest neighbours by cosine similarity. The
+    neighbours do not include the image itself."""
     similarity = encoded.features[encoded.queries] @ encoded.features.T  # (Q, N)
-    similarity[torch.arange(len(encoded.queries)), encoded.queries] = torch.inf  # the image itself comes first
+    similarity[torch.arange(len(encoded.queries)), encoded.queries] = torch.inf  # ranks the image itself first
     nearest = similarity.topk(min(count + 1, similarity.shape[1]), dim=1).indices.tolist()
     return [[encoded.tiles[number] for number in numbers] for numbers in nearest]

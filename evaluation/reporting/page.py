@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file with all charts and pictures in it, which needs no server and no network."""
+"""The page of a report: one HTML file that includes all charts and pictures, and needs no server and no network."""
 
 import base64
 import datetime
@@ -18,10 +18,10 @@ from tessera.evaluation.reporting.runs import RunFolder
 from tessera.evaluation.reporting.table import MISSING, Table
 
 MOST_SETTINGS = 8
-"""Largest number of settings that are all shown at first. If there are more, the page at first hides the settings that
-differ only between methods."""
+"""If more settings than this number differ between the runs, the page initially hides the settings that differ only
+between methods."""
 FIRST_PICTURES = ("attention", "pca", "reconstruction", "crops")
-"""Order of the pictures on the page. Other pictures follow."""
+"""Kinds of pictures that come first on the page, in this order. All other kinds follow."""
 
 
 def render(
@@ -73,10 +73,9 @@ def _data_url(content: bytes) -> str:
 
 
 def run_pictures(runs: Sequence[RunFolder]) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """Return the newest pictures of each run as data URLs. The outer keys are kinds of pictures, the inner keys are
-    names of runs.
+    """Return the newest pictures of each run as data URLs, and sentences about pictures that cannot be read.
 
-    Also return sentences about pictures that cannot be read.
+    The outer keys of the dictionary are kinds of pictures. The inner keys are names of runs.
     """
     kinds = dict.fromkeys(kind for run in runs for kind in run.pictures)
     found: dict[str, dict[str, str]] = {}

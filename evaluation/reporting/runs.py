@@ -1,6 +1,6 @@
 """Read run folders: settings, metrics, results of evaluations, pictures and hardware.
 
-A missing or damaged file raises no error. `RunFolder.problems` tells which files could not be read.
+A missing or damaged file raises no error. `RunFolder.problems` names the files that could not be read.
 """
 
 import json
@@ -17,14 +17,14 @@ from tessera.runtime.settings import SettingsError, flattened, read_yaml
 from tessera.runtime.user_error import UserError
 
 SCORES = {"top1": "", "mean_iou": " (mIoU)", "mean_average_precision": " (mAP)"}
-"""Keys of a result file that can hold the score (0 to 1), with the text to append to the name of the protocol. If a
-file has several of these keys, the first one counts."""
+"""Keys under which a result file may contain its score (0 to 1), and the text to append to the name of the protocol. If
+a file has several of these keys, the first one counts."""
 ONLINE = {
     "knn_top1": ("evaluation.k", "{}-NN in training"),
     "linear_top1": ("evaluation.linear_iterations", "linear probe of {} iterations in training"),
 }
-"""Metrics that are scores of evaluations during training. The values are a setting and the name of the evaluation, in
-which the value of the setting replaces the braces."""
+"""Metrics that are scores of evaluations during training. Each value consists of the name of a setting, and of the name
+of the evaluation, in which the value of the setting replaces the braces."""
 
 
 class ReportError(UserError, ValueError):
@@ -59,7 +59,7 @@ class RunFolder:
 
     @property
     def last_step(self) -> int:
-        """Step of the newest record of metrics, 0 if there is none."""
+        """Step of the newest record of metrics. 0 if there is no record."""
         return int(self.records[-1]["step"]) if self.records else 0
 
     @property
@@ -72,7 +72,7 @@ class RunFolder:
     def training_seconds(self) -> float:
         """Duration of training in seconds, without evaluations and checkpoints.
 
-        Each record holds the number of images so far and the speed since the previous record.
+        Each record contains the number of images so far, and the speed since the previous record.
         """
         seconds, images = 0.0, 0
         for record in self.records:
@@ -83,7 +83,7 @@ class RunFolder:
         return seconds
 
     def curve(self, metric: str) -> dict[int, float]:
-        """Return the values of a metric by step. Steps without a finite value are left out."""
+        """Return a dictionary from steps to values of a metric. Steps without a finite value are left out."""
         return {int(r["step"]): r[metric] for r in self.records if is_number(r.get(metric))}
 
     def online_name(self, metric: str) -> str:
@@ -94,10 +94,10 @@ class RunFolder:
 
 
 def read_runs(folders: Sequence[str | Path]) -> tuple[list[RunFolder], list[str]]:
-    """Read run folders, and folders of run folders. Return the runs, and sentences about folders without a run.
+    """Read run folders and folders that contain run folders. Return the runs, and sentences about folders without runs.
 
     Raises:
-        ReportError: no folder holds a run.
+        ReportError: no folder is or contains a run folder.
     """
     found: dict[Path, None] = {}
     problems = []
@@ -119,7 +119,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return True if a folder holds a run."""
+    """Return True if a folder is a run folder."""
     return any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
 
 
@@ -141,7 +141,7 @@ def read_run(folder: Path, name: str) -> RunFolder:
         problems.append(f"The settings are not shown: {error}.")
     records = [line for line in read_lines(folder / "metrics.jsonl", problems) if is_number(line.get("step"))]
     if not records:
-        problems.append(f"{folder / 'metrics.jsonl'} holds no metrics, so no curve is shown.")
+        problems.append(f"{folder / 'metrics.jsonl'} contains no metrics, so no curve is shown.")
     run = RunFolder(
         name=name,
         folder=folder,
@@ -190,7 +190,7 @@ def read_results(folder: Path, problems: list[str]) -> Iterator[tuple[str, str, 
     """
     for path in sorted((folder / "evaluation").rglob("*.json")):
         if path.with_suffix(WEIGHTS.removeprefix("encoder")).exists():
-            continue  # the file describes an encoder that an evaluation keeps
+            continue  # the file contains the settings of an encoder and no result
         if any(path.parent.glob(f"{path.stem}-*.json")):
             continue  # the file is a copy of the newest result, such as knn.json for knn-....json
         try:
@@ -201,7 +201,7 @@ def read_results(folder: Path, problems: list[str]) -> Iterator[tuple[str, str, 
         found = found if isinstance(found, dict) else {}
         key = next((key for key in SCORES if isinstance(found.get(key), (int, float))), None)
         if key is None:
-            problems.append(f"{path} holds none of the scores {', '.join(SCORES)}. The result is left out.")
+            problems.append(f"{path} contains none of the scores {', '.join(SCORES)}. The result is left out.")
             continue
         protocol, data = str(found.get("protocol") or found.get("evaluation") or path.stem), found.get("data")
         name = protocol + SCORES[key] + (f", {data}" if data and isinstance(data, str) else "")
@@ -209,7 +209,10 @@ def read_results(folder: Path, problems: list[str]) -> Iterator[tuple[str, str, 
 
 
 def _step(found: dict[str, Any], path: Path) -> int | None:
-    """Return the step of a result. It is named in the file, in the path of the checkpoint, or in the file's folder."""
+    """Return the step of a result, or None if the step is unknown.
+
+    The step is an entry of the result file, or part of the path of the checkpoint or of the name of the file's folder.
+    """
     if isinstance(found.get("step"), int):
         return found["step"]
     named = re.findall(r"step-(\d+)", f"{found.get('checkpoint', '')} {path.parent.name}")

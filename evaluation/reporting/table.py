@@ -31,7 +31,7 @@ IRRELEVANT = (
 )
 """Settings, and sections of settings, that do not change what a run learns. The table leaves them out."""
 MISSING = "–"
-"""Text of a cell whose run has no such value."""
+"""Text of a cell if its run has no value in this column."""
 
 
 class Cell(NamedTuple):
@@ -50,7 +50,7 @@ class Column:
     kind: Literal["run", "result", "fact", "setting"]
     cells: list[Cell]
     follows_method: bool = False
-    """True for a setting that has the same value in all runs of a method."""
+    """True for a setting that differs only between methods: all runs of one method have the same value."""
     ascending: bool = False
     """True if small numbers are better."""
 
@@ -87,13 +87,14 @@ class Table:
 
 
 def make_table(runs: Sequence[RunFolder], sort: str | None = None) -> Table:
-    """Return the table of some runs, best first.
+    """Return the table of some runs, best run first.
 
-    The rows are sorted by the result that most runs have. Runs without this result come last, in the given order.
+    By default, the rows are sorted by the result that most runs have. Runs without this result come last, in the given
+    order.
 
     Args:
         runs: runs in any order.
-        sort: title of the column to sort by instead.
+        sort: title of the column to sort by. None selects the result that most runs have.
 
     Raises:
         ReportError: no column with numbers has the title `sort`.
@@ -133,7 +134,7 @@ def score_columns(runs: Sequence[RunFolder]) -> list[Column]:
 
 
 def _newest(run: RunFolder, name: str) -> Cell:
-    """Return the newest score of an evaluation, with its step if the run has done more steps since."""
+    """Return the newest score of an evaluation. The step is added if the run has taken further steps since."""
     if name not in run.scores:
         return Cell()
     step, score = list(run.scores[name].items())[-1]
@@ -146,7 +147,8 @@ def _percent(score: float | None) -> Cell:
 
 
 def fact_columns(runs: Sequence[RunFolder]) -> list[Column]:
-    """Return columns for the newest loss, the number of steps done, the training time and the device."""
+    """Return columns for the newest loss, the number of steps done and the training time. If the runs used different
+    devices, add a column for the device."""
     losses = [list(run.curve("loss").values())[-1:] for run in runs]
     totals = ["" if run.finished else f" of {run.settings.get('steps', '?')}" for run in runs]
     devices = [str(run.machines[-1].get("device", MISSING)) if run.machines else MISSING for run in runs]
@@ -216,7 +218,7 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def _rich_table(titles: Sequence[str], rows: Sequence[Sequence[str]], sides: Sequence[Any]) -> RichTable:
-    """Return a table for the terminal. `sides` are the sides to which the columns are aligned."""
+    """Return a table for the terminal. `sides` is the alignment of each column: `left` or `right`."""
     shown = RichTable()
     for title, side in zip(titles, sides, strict=True):
         shown.add_column(escape(title), justify=side, overflow="fold")
@@ -226,7 +228,7 @@ def _rich_table(titles: Sequence[str], rows: Sequence[Sequence[str]], sides: Seq
 
 
 def to_csv(table: Table) -> str:
-    """Return the table as CSV text with a line of headings."""
+    """Return the table as CSV text. The first line contains the headings."""
     text = io.StringIO()
     rows = [["" if cell == MISSING else cell for cell in row] for row in table.rows]
     csv.writer(text, lineterminator="\n").writerows([table.titles, *rows])

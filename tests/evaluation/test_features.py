@@ -73,7 +73,7 @@ def test_an_encoder_that_refuses_images_is_named(shards):
     def feature(encoder, images):
         raise ValueError("sides must be multiples of 32")
 
-    with pytest.raises(EvaluationError, match="Pixels cannot encode images of 16 x 16 pixels: sides must"):
+    with pytest.raises(EvaluationError, match=r"Pixels cannot encode images of 16 x 16 pixels\. sides must"):
         extract(Pixels(16), str(shards / "val-0.tar"), make_accelerator(), feature=feature)
 
 

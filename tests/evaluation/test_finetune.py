@@ -43,7 +43,7 @@ def test_the_run_folder_is_that_of_the_encoder(tmp_path: Path) -> None:
         (["--checkpoint", "RUN", "--train", "a.tar"], "--val is missing"),
         (["--train", "a.tar", "--val", "b.tar"], "--checkpoint is missing"),
         (["--resume"], "--output is missing"),
-        (["--val", "b.tar", "--train", "a.tar", "--checkpoint"], "--checkpoint expects a value"),
+        (["--val", "b.tar", "--train", "a.tar", "--checkpoint"], "--checkpoint has no value. Give --checkpoint PATH"),
     ],
 )
 def test_missing_flags_are_named(arguments: list[str], message: str) -> None:

@@ -93,7 +93,7 @@ def test_what_cannot_be_scored_is_refused():
         (val, {"k": (31,)}, "from 1 to 30"),
         (val, {"k": (0,)}, "from 1 to"),
         (val, {"k": (5,), "classes": 3}, r"less than `classes` \(3\)"),
-        (nothing, {"k": (5,)}, "Give at least one of each"),
+        (nothing, {"k": (5,)}, "Each needs at least one image"),
         (broken, {"k": (5,)}, "NaN or infinite"),
     ):
         with pytest.raises(EvaluationError, match=message):

@@ -104,10 +104,10 @@ def test_without_names_the_largest_labels_have_to_agree(sets, tmp_path):
     train, val = sets("ant bee cat", "ant cat")
     for folder in (train, val):
         (Path(folder) / "classes.json").unlink()
-    with pytest.raises(EvaluationError, match="--train end at 2, but those of --val end at 1, and no classes"):
+    with pytest.raises(EvaluationError, match="is 2 in --train, but 1 in --val, and no classes"):
         run(settings(train, val))
     online = OnlineKNN(EvaluationConfig(val=val, k=1), train, 16, make_accelerator())
-    with pytest.raises(EvaluationError, match="end at 2, but those of --val end at 1"):
+    with pytest.raises(EvaluationError, match="is 2 in --train, but 1 in --val"):
         online.evaluate(encoders.build("vit_micro", depth=1, image_size=16))
     check_labels(torch.tensor([0, 1, 2]), torch.tensor([2, 0]))
     check_labels(torch.tensor([0, 1, 2]), torch.tensor([1, 0]), ["ant", "bee", "cat"])
@@ -161,7 +161,7 @@ def _run(rank, train, val, folder):
     if "RANK" not in train:
         run(settings(train, val, **options))
         return
-    with pytest.raises(EvaluationError, match="The processes see different class names"):
+    with pytest.raises(EvaluationError, match="The processes read different class names"):
         run(settings(train.replace("RANK", str(rank)), val, **options))
 
 
@@ -218,7 +218,7 @@ def test_copies_of_shards_are_refused(tmp_path):
     assert "v-0.tar/020 of --val is also in --train, as t-1.tar/020" in refuses(train, val)
     for path in (train[1], val[0]):
         add_index([path], [20], labelled=False, sha256=sha256(path))
-    assert f"v-0.tar is in both --train and --val, where it is named {train[1]}" in refuses(train, val)
+    assert f"v-0.tar is in both --train and --val. Its path in --train is {train[1]}" in refuses(train, val)
 
 
 def test_training_images_in_other_shards_are_refused(tmp_path):
