@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -154,6 +154,9 @@ def receive(make: Callable[[WorkerStates], DataLoader], count: int, *, interrupt
             if batch is END:
                 return
             yield batch
+    except Exception:
+        _kill_workers(workers)  # the error keeps torch's iterator alive, which would later wait 10 s for its workers
+        raise
     finally:
         for worker in workers:
             if worker.pid is not None:
@@ -176,8 +179,7 @@ def _start(
             return batches, workers, states
         found, _ = states.describe()
         log.warning("The loader workers of process %d are killed and forked again: %s.", os.getpid(), found)
-        for worker in workers:
-            worker.kill()
+        _kill_workers(workers)
         del batches
     raise WorkersError(
         "The loader workers do not start. Start again (a run continues with --resume), or use --workers 0."
@@ -224,11 +226,13 @@ def _next(batches: Iterator[Any], workers: Sequence[BaseProcess]) -> Any:
     raise WorkersError(f"A loader worker (process {pid}) {how}. {advice} Start again (a run continues with --resume).")
 
 
-@atexit.register
-def _kill_workers() -> None:
-    """Kill workers that have not ended. Otherwise, this process would wait forever for these workers at its exit."""
-    for worker in _workers:
+def _kill_workers(workers: Iterable[BaseProcess]) -> None:
+    for worker in workers:
         worker.kill()
+
+
+# Otherwise, the exit of this process would wait forever for workers that hang.
+atexit.register(_kill_workers, _workers)
 
 
 def start_worker(number: int, states: WorkerStates, of_main_thread: bool) -> None:

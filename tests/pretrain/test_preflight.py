@@ -124,7 +124,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         "epochs 1.3",
         "processes x loader workers 2 x 3",
         "images per forward pass of a process 2",
-        "checkpoints 3, the newest 1 stay",
+        "checkpoints 3, of which the newest 1 are kept",
         "prototypes: 64",
     ):
         assert part in said, part

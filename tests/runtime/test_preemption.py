@@ -44,7 +44,7 @@ def test_listening_records_signals_and_restores_the_handlers() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_second_ctrl_c_interrupts(launch, tmp_path: Path) -> None:
     output = tmp_path / "run"
     run = launch([*TINY, "--steps", "5000", "--checkpoint_every", "5000", "--output", str(output)])

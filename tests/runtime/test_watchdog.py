@@ -208,7 +208,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen]]:
         one.wait(20)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_missing_process_is_named_and_awaited(start) -> None:
     waiting = start(0)
     late = start(1, before="time.sleep(6)")
