@@ -84,7 +84,7 @@ def test_counts_of_a_step(method: str, capsys: pytest.CaptureFixture[str]) -> No
     assert result["tflop"] == pytest.approx(sum(part.flop for part in parts.values()) / 1e12, abs=1e-3)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_tokens_between_blocks_in_bf16_move_fewer_bytes() -> None:
     """Bytes per channel of a token and block of the teacher: sums, norms, linear layers, GELU and attention."""
     moved = {}
@@ -96,7 +96,7 @@ def test_tokens_between_blocks_in_bf16_move_fewer_bytes() -> None:
     assert moved[True] <= moved[False] - 26
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_recomputed_blocks_are_counted_once() -> None:
     plain, recomputed = counted("vit_tiny").parts(), counted("vit_tiny", checkpoint_activations=True).parts()
     forward = plain["student.encoder"].flop
@@ -105,7 +105,7 @@ def test_recomputed_blocks_are_counted_once() -> None:
     assert recomputed["student.encoder"].flop == forward
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_activations_of_a_large_batch_stay_below_40_gb() -> None:
     """DINO, ViT-S/16, 512 images, without a matrix product more."""
     counter = counted("vit_small", bf16_residuals=True, checkpoint_activations="selective")

@@ -86,7 +86,7 @@ def in_process(words):
     return process
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_killed_at_random_and_started_again(photos, tmp_path, capsys):
     folder = photos({f"{n % 2}/{n:03d}.png": picture(n, (120, 120), "PNG") for n in range(120)})
     words = [str(folder), str(tmp_path / "killed"), "--shard_size_mb=0.4", "--workers=2"]

@@ -73,7 +73,7 @@ def test_any_number_of_channels_is_shown(channels):
     np.testing.assert_array_equal(shown, expected)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_settings_of_a_run_preview_its_crops(write_shards, tmp_path):
     write_shards([80])
     sheet = tmp_path / "sheet.png"

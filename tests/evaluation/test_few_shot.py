@@ -73,7 +73,7 @@ def test_accuracies_of_digits_are_those_of_scikit_learn(digits):
     assert rows[0]["knn"]["top1_std"] > 0
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_two_processes_give_the_same(shards, tmp_path, free_port):
     options = {"checkpoint": "pixels", "image_size": 16, "workers": 0, "shares": [10, 30, 100]}
     options |= {"train": str(shards / "train-{0..1}.tar"), "val": str(shards / "val-0.tar")}

@@ -122,7 +122,7 @@ def test_command_writes_every_k_and_setting(result):
     assert torch.__version__.startswith(found["versions"]["torch"])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_two_processes_give_the_same(result, shards, tmp_path, launch):
     encoder, expected = result
     flags = ["--checkpoint", encoder, "--output", str(tmp_path / "two.json"), "--k", "3,20,25,200", "--workers", "0"]

@@ -190,7 +190,7 @@ def test_shards_without_maps_are_refused(scenes, shards):
         run(SegmentationSettings(**options | {"train": str(shards / "train-0.tar")}))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_two_processes_give_the_same(scenes, tmp_path, free_port):
     path = save_encoder(tmp_path / "encoder.safetensors")
     options = scenes | {"checkpoint": path, "epochs": 4, "batch_size": 8, "lr": 0.01}

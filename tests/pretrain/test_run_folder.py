@@ -47,7 +47,7 @@ def test_deleting_a_run_keeps_other_files(tmp_path: Path) -> None:
     assert (kept / "file").exists()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_overwriting_starts_from_the_beginning(tmp_path: Path) -> None:
     words = [*TINY, "--output", str(tmp_path / "run")]
     assert main([*words, "--steps", "4"]) == 0
@@ -57,7 +57,7 @@ def test_overwriting_starts_from_the_beginning(tmp_path: Path) -> None:
     assert records(tmp_path / "run")
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_second_start_in_the_same_folder_is_refused_at_once(launch, tmp_path: Path, capsys) -> None:
     output = tmp_path / "run"
     words = [*TINY, "--steps", "5000", "--checkpoint_every", "5000", "--output", str(output)]

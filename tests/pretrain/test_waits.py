@@ -45,6 +45,7 @@ def _stopped(rank: int, folder: str, waiting: int | None) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_one_process_that_waits_stops_both_at_the_last_complete_step(tmp_path: Path, free_port: int) -> None:
     (tmp_path / "stopped").mkdir()
     (tmp_path / "whole").mkdir()

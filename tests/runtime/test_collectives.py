@@ -102,6 +102,7 @@ def _one_prepares_for_longer_than_collectives_wait(own: int, folder: str) -> Non
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_the_first_process_may_outlast_a_collective(tmp_path: Path, free_port: int) -> None:
     with collectives.first_of_node_first():
         pass

@@ -47,6 +47,7 @@ def grown(mode: str, tensors: int) -> tuple[int, int]:
     return int(first) - int(before), int(second) - int(first)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_freed_memory_is_used_again() -> None:
     first, second = grown("keep", 20)

@@ -66,7 +66,7 @@ def test_a_second_ctrl_c_interrupts(launch, tmp_path: Path) -> None:
         assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of a parent")
 def test_sigterm_to_accelerate_launch_saves(launch, tmp_path: Path) -> None:
     output = tmp_path / "run"

@@ -56,7 +56,7 @@ def test_characters_outside_of_the_terminals_encoding_are_escaped(tmp_path: Path
     assert done.stdout == "k\\xe4se \\udc80\n"
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_closed_terminal_saves_the_run(tmp_path: Path) -> None:
     output = tmp_path / "run"
     words = [*TINY, "--steps", "5000", "--checkpoint_every", "5000", "--output", str(output)]

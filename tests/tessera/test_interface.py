@@ -31,7 +31,7 @@ SMALL = {
 }
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_pretraining_from_python_equals_the_command(tmp_path: Path) -> None:
     run = tessera.pretrain("dino", output=str(tmp_path / "python"), **SMALL)
     flags = ["--encoder.depth", "1", "--steps", "3", "--checkpoint_every", "1000", "--evaluation.pictures", "0"]

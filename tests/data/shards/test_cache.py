@@ -206,7 +206,7 @@ def work(folder, limit, seed):
         assert take(cache, number, len(content(number)) if draw.random() < 0.5 else None) == content(number)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_bound_holds_among_writers_that_are_killed(tmp_path):
     limit, worst, draw = 400_000, 0, random.Random(0)
     processes = [fork.Process(target=work, args=(tmp_path / "c", limit, seed)) for seed in range(6)]

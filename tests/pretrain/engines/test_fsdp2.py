@@ -142,7 +142,7 @@ def start(rank: int) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_all_processes_start_from_the_weights_of_the_main_process(free_port: int) -> None:
     on_processes(start, free_port)
 
@@ -194,7 +194,7 @@ def build(rank: int, run: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_only_the_main_process_builds_the_weights(tmp_path: Path, free_port: int) -> None:
     accelerator, engine = small.make(0, "dinov2")
     small.saver(tmp_path / "run", accelerator, engine, "dinov2").save(TrainState(3, 4), engine.method.trained_encoder())

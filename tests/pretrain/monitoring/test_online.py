@@ -190,7 +190,7 @@ def _evaluate(rank: int, kind: str, paths: dict[str, str], folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "images"), [("knn", "shards"), ("classifier", "classes")])
 def test_two_processes_equal_one(
     kind: str, images: str, tmp_path: Path, free_port: int, request: pytest.FixtureRequest
