@@ -86,11 +86,12 @@ class WorkerStates:
         """Record that a worker begins or has finished a batch. Only this worker may call the method."""
         self._numbers[2 * worker + 1] = time.monotonic_ns() if is_working else 0
 
-    def wait(self) -> bool:
-        """Wait until all workers have started, for up to `START_LIMIT` seconds. Return True if all have started."""
+    def wait(self, workers: Sequence[BaseProcess]) -> bool:
+        """Wait until all workers have started or one has died. Return False if `START_LIMIT` seconds pass before."""
         # Count attempts, because a clock would include time in which the processes are suspended.
         for _ in range(100 * START_LIMIT):
-            if all(self._numbers[: 2 * self._workers : 2]):
+            has_died = any(worker.exitcode is not None for worker in workers)
+            if has_died or all(self._numbers[: 2 * self._workers : 2]):
                 return True
             time.sleep(0.01)
         return False
@@ -167,15 +168,15 @@ def receive(make: Callable[[WorkerStates], DataLoader], count: int, *, interrupt
 def _start(
     make: Callable[[WorkerStates], DataLoader], count: int
 ) -> tuple[Iterator[Any], list[BaseProcess], WorkerStates]:
-    """Fork the workers until all of them start. Return the iterator of the `DataLoader`, the workers and their states.
+    """Fork the workers, again if some hang. Return the iterator of the `DataLoader`, the workers and their states.
 
     Raises:
-        WorkersError: in each of `ATTEMPTS` attempts, some workers did not start.
+        WorkersError: in each of `ATTEMPTS` attempts, some workers hung at their start.
     """
     for _ in range(ATTEMPTS):
         states = WorkerStates(count)
         batches, workers = _fork(make(states))
-        if states.wait():
+        if states.wait(workers):  # `_next` reports a worker that has died
             return batches, workers, states
         found, _ = states.describe()
         log.warning("The loader workers of process %d are killed and forked again: %s.", os.getpid(), found)

@@ -136,6 +136,14 @@ def test_workers_that_hang_at_their_start_are_forked_again(write_shards, monkeyp
     wait_until(lambda: set(children()) <= before, 10)
 
 
+def test_a_worker_that_dies_at_its_start_is_named_at_once(write_shards, monkeypatch):
+    monkeypatch.setattr(batches, "start_worker", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    start = time.monotonic()
+    with pytest.raises(workers.WorkersError, match=r"was killed by SIGKILL\. .*short of memory"):
+        list(train(write_shards([20]), batch_size=4, seed=0, steps=3, streams=2, workers=1))
+    assert time.monotonic() - start < workers.START_LIMIT / 2
+
+
 @pytest.mark.parametrize(
     ("number", "advice"),
     [
