@@ -1,7 +1,9 @@
 """Fixtures for tests of several folders, and the three suites: fast, default and slow."""
 
+import contextlib
 import multiprocessing
 import os
+import random
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,10 +80,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture
 def free_port() -> int:
-    """TCP port that no process listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """TCP port that no process listens on.
+
+    It is below 32768, where Linux takes no port for a connection or for port 0, so that it stays free until it is used.
+    """
+    source = random.SystemRandom()  # tests may seed the global generator
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("", source.randrange(10_000, 20_000)))
+            return s.getsockname()[1]
 
 
 @pytest.fixture

@@ -13,12 +13,18 @@ set -euo pipefail
 
 free_ports() {
     python3 - "$1" <<'PYTHON'
-import socket, sys
+import random, socket, sys
 
-sockets = [socket.socket() for _ in range(int(sys.argv[1]))]
-for one in sockets:
-    one.bind(("127.0.0.1", 0))
-print(*(one.getsockname()[1] for one in sockets))
+ports = []
+while len(ports) < int(sys.argv[1]):
+    with socket.socket() as one:
+        try:  # below 32768: Linux takes no port there for a connection or for port 0
+            one.bind(("", random.randrange(10_000, 20_000)))
+        except OSError:
+            continue
+        if one.getsockname()[1] not in ports:
+            ports.append(one.getsockname()[1])
+print(*ports)
 PYTHON
 }
 
