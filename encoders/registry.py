@@ -1,9 +1,10 @@
 """Encoders by name.
 
-Another package registers its encoder family by adding one entry per variant to `VARIANTS`. The value of an entry holds
-the class of the encoder and the settings that differ from the defaults of the constructor:
+Another package registers its encoder family with one entry per variant, from Python or by an entry point in the group
+`tessera.encoders`. The value of an entry holds the class of the encoder and the settings that differ from the defaults
+of the constructor:
 
-    encoders.VARIANTS["my_vit_small"] = {"family": MyViT, "dim": 384, "depth": 12}
+    encoders.VARIANTS.register("my_vit_small", {"family": MyViT, "dim": 384, "depth": 12})
 
 `MyViT` derives from `Encoder` and takes all settings as keyword arguments with defaults. To load published weights into
 encoders of the new family, also add a module for their file format to `encoders.formats.checkpoint.FORMATS`.
@@ -23,19 +24,32 @@ from tessera.encoders.sam_vit import SAMViT
 from tessera.encoders.swin import Swin
 from tessera.encoders.twins import Twins
 from tessera.encoders.vit import ViT
+from tessera.runtime.plugins import Registry
 from tessera.runtime.user_error import printable
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    name: {"family": family, **settings}
-    for family, variants in (
-        (ViT, vit.VARIANTS),
-        (Swin, swin.VARIANTS),
-        (NaViT, navit.VARIANTS),
-        (SAMViT, sam_vit.VARIANTS),
-        (Twins, twins.VARIANTS),
-    )
-    for name, settings in variants.items()
-}
+
+def _is_variant(value: Any) -> bool:
+    family = value.get("family") if isinstance(value, dict) else None
+    return isinstance(family, type) and issubclass(family, Encoder)
+
+
+VARIANTS: Registry[dict[str, Any]] = Registry(
+    "encoder",
+    {
+        name: {"family": family, **settings}
+        for family, variants in (
+            (ViT, vit.VARIANTS),
+            (Swin, swin.VARIANTS),
+            (NaViT, navit.VARIANTS),
+            (SAMViT, sam_vit.VARIANTS),
+            (Twins, twins.VARIANTS),
+        )
+        for name, settings in variants.items()
+    },
+    group="tessera.encoders",
+    expected='a dictionary whose entry "family" is a subclass of Encoder',
+    valid=_is_variant,
+)
 """Map from the name of each variant to a dictionary. The entry "family" of the dictionary is the class of the encoder.
 All other entries are settings that differ from the defaults of the class."""
 
@@ -47,9 +61,10 @@ def family(variant: str) -> type[Encoder]:
         EncoderError: the variant is unknown.
     """
     if not isinstance(variant, str) or variant not in VARIANTS:
-        hint = _nearest(variant, VARIANTS)
+        known = VARIANTS.names()
         raise EncoderError(
-            f"Unknown encoder {printable(repr(variant)[:200])}.{hint} Known encoders: {', '.join(VARIANTS)}."
+            f"Unknown encoder {printable(repr(variant)[:200])}.{_nearest(variant, known)} Known encoders: "
+            f"{', '.join(known)}. {VARIANTS.elsewhere}"
         )
     return VARIANTS[variant]["family"]
 

@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     try:
         settings = dict(setting(text) for text in options.set)
-        rows = [row(variant, options.image_size, settings) for variant in options.variants or encoders.VARIANTS]
+        rows = [row(variant, options.image_size, settings) for variant in options.variants or encoders.VARIANTS.names()]
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     headings = ("variant", "pixels", "parameters", "tokens", "GMAC", "window attention", "global attention", "memory")

@@ -38,6 +38,8 @@ def load(argv: Sequence[str]) -> RunConfig:
     early["encoder"] = {"variant": peek(argv, "encoder") or peek(argv, "encoder.variant")}
     early["data"] = {"shards": peek(argv, "data") or peek(argv, "data.shards")}
     early["resume"] = "--resume" in argv
+    if (topic := peek(argv, "help")) in METHODS:
+        _ = METHODS[topic]  # import a method of another package, so that `--help METHOD` knows its settings
     return _complete(early, lambda model: flags(model, argv, "run.py"))
 
 
@@ -85,8 +87,11 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
         file["optim"] = {"encoder_lr_factor": 1.0} | dict(file["optim"])  # runs of older versions did not store it
     method = early.get("method") or file.get("method", "dino")
     if not isinstance(method, str) or method not in METHODS:
-        shown = printable(str(method)[:200])
-        raise SettingsError(f"unknown method '{shown}'{suggestion(shown, list(METHODS))} (known: {', '.join(METHODS)})")
+        shown, known = printable(str(method)[:200]), METHODS.names()
+        raise SettingsError(
+            f"unknown method '{shown}'{suggestion(shown, known)} (known: {', '.join(known)}). {METHODS.elsewhere}"
+        )
+    _ = METHODS[method]  # import a method of another package, so that `settings_model` has a section for it
     file_data = file.get("data") or {}
     if config and not shards and "shards" not in file_data:  # `shards: null` means the embedded digits
         raise SettingsError(f"{config} names no data. Give --data SHARDS.")

@@ -211,14 +211,17 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
         SettingsError: the variant is unknown.
     """
     if not isinstance(variant, str) or variant not in encoders.VARIANTS:
-        known = list(encoders.VARIANTS)
+        known = encoders.VARIANTS.names()
         shown = printable(str(variant)[:200])
-        raise SettingsError(f"unknown encoder '{shown}'{suggestion(shown, known)} (known: {', '.join(known)})")
+        raise SettingsError(
+            f"unknown encoder '{shown}'{suggestion(shown, known)} (known: {', '.join(known)}). "
+            f"{encoders.VARIANTS.elsewhere}"
+        )
     family = encoders.family(variant)
     described = dict(re.findall(r"^\s*(\w+): (.+?)\.?$", inspect.getdoc(family) or "", re.MULTILINE))
     started = dict(started or {})
     chosen = encoders.VARIANTS[variant] | started
-    help_text = f"name of the encoder variant: {', '.join(encoders.VARIANTS)}"
+    help_text = f"name of the encoder variant: {', '.join(encoders.VARIANTS.names())}"
     fields: dict[str, Any] = {"variant": (str, Field(variant, description=help_text))}
     for name, parameter in inspect.signature(family).parameters.items():
         default = chosen.get(name, parameter.default)
@@ -226,8 +229,10 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
     encoder = create_model("Encoder", __base__=EncoderConfig, __doc__=f"Settings of {variant}.", **fields)
     encoder.started = started
     sections: dict[str, Any] = {name: (method.Config, method.Config()) for name, method in METHODS.items()}
+    if taken := sections.keys() & RunConfig.model_fields.keys():
+        raise SettingsError(f"A method is named {min(taken)}, but this is the name of a setting. Rename the method.")
     method_help = RunConfig.model_fields["method"].description
-    sections["method"] = (Literal[tuple(METHODS)], Field("dino", description=method_help))
+    sections["method"] = (Literal[tuple(METHODS.names())], Field("dino", description=method_help))
     model = create_model(
         "RunConfig", __base__=RunConfig, __doc__=RunConfig.__doc__, encoder=(encoder, encoder()), **sections
     )

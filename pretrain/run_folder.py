@@ -128,7 +128,9 @@ def make_folder(output: Path, *, exist_ok: bool = True) -> None:
 
 def delete_run(output: Path) -> None:
     """Delete the files of a run from a folder. Keep all other files."""
-    others = [f"encoder-{variant}{ending}" for variant in encoders.VARIANTS for ending in (".safetensors", ".json")]
+    others = [
+        f"encoder-{variant}{ending}" for variant in encoders.VARIANTS.names() for ending in (".safetensors", ".json")
+    ]
     for name in (*PARTS, *others):
         path = output / name
         if path.is_dir() and not path.is_symlink():

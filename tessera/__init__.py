@@ -13,17 +13,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tessera import methods
     from tessera.interface import Run, embed, knn, linear_probe, load, pretrain, training_batches, transform
 
-__all__ = ["Run", "embed", "knn", "linear_probe", "load", "pretrain", "training_batches", "transform"]
+__all__ = ["Run", "embed", "knn", "linear_probe", "load", "methods", "pretrain", "training_batches", "transform"]
 
 
 def __getattr__(name: str) -> Any:
     """Import and return a function of this package. `import tessera` is fast, because it does not import torch."""
     if name not in __all__:
         raise AttributeError(f"module 'tessera' has no attribute '{name}'")
-    if name == "pretrain":  # this package can be called like a function; see pretrain/__init__.py
-        return import_module("tessera.pretrain")
+    if name in ("methods", "pretrain"):  # `pretrain` is a package that can be called; see pretrain/__init__.py
+        return import_module(f"tessera.{name}")
     return getattr(import_module("tessera.interface"), name)
 
 

@@ -28,6 +28,7 @@ from tessera.encoders.base import Encoder
 from tessera.evaluation.features import LabelledFeatures, extract, input_size, resize_size, resolve_checkpoint
 from tessera.pretrain import job
 from tessera.pretrain.command_line import from_values
+from tessera.pretrain.config import RunConfig
 from tessera.runtime import preemption
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.settings import validate
@@ -73,9 +74,8 @@ def pretrain(method: str = "dino", data: Any = None, **settings: Any) -> Run:
         ShardError: the shards cannot be read.
         Preempted: the run was asked to stop, for example by Ctrl-C, and has saved a checkpoint.
     """
-    _forget_settings_of_earlier_runs()
     with preemption.listening():
-        output = job.pretrain(from_values(_values(method, data, settings)))
+        output = job.pretrain(run_settings(method, data, settings))
     return Run(output)
 
 
@@ -85,8 +85,7 @@ def training_batches(method: str = "dino", data: Any = None, **settings: Any) ->
     `batch.views` contains the method's normalised crops and masks, on the device of this process. Arguments and errors
     are the same as for `pretrain`.
     """
-    _forget_settings_of_earlier_runs()
-    _, batches, device = job.first_batches(from_values(_values(method, data, settings)))
+    _, batches, device = job.first_batches(run_settings(method, data, settings))
     for batch in batches:
         yield to_model_input(batch.to(device, non_blocking=True))
 
@@ -181,11 +180,11 @@ def transform(encoder: Encoder, image_size: int | None = None) -> Callable[[Imag
     return prepare
 
 
-def _values(method: str, data: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    return {"method": method, **({} if data is None else {"data": data}), **settings}
+def run_settings(method: str, data: Any, settings: dict[str, Any]) -> RunConfig:
+    """Return the settings of a run from the arguments of `pretrain`.
 
-
-def _forget_settings_of_earlier_runs() -> None:
-    """Reset accelerate's settings, which would otherwise keep the precision of the first run in this process."""
+    Accelerate's settings are reset, because they would otherwise keep the precision of the first run in this process.
+    """
     AcceleratorState._reset_state()
     GradientState._reset_state()
+    return from_values({"method": method, **({} if data is None else {"data": data}), **settings})

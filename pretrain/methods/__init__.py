@@ -8,20 +8,24 @@ from tessera.pretrain.methods.lejepa import LeJEPA
 from tessera.pretrain.methods.mae import MAE
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.methods.supervised import Finetune
+from tessera.runtime.plugins import Registry
 
-METHODS: dict[str, type[Method]] = {
-    "dino": DINO,
-    "dinov2": DINOv2,
-    "dinov3": DINOv3,
-    "distill": Distill,
-    "lejepa": LeJEPA,
-    "mae": MAE,
-    "finetune": Finetune,
-}
-"""Classes of methods by name.
-
-To add a method from another package, add it to this dictionary before the settings are read.
-"""
+METHODS: Registry[type[Method]] = Registry(
+    "method",
+    {
+        "dino": DINO,
+        "dinov2": DINOv2,
+        "dinov3": DINOv3,
+        "distill": Distill,
+        "lejepa": LeJEPA,
+        "mae": MAE,
+        "finetune": Finetune,
+    },
+    group="tessera.methods",
+    expected="a subclass of tessera.pretrain.methods.method.Method",
+    valid=lambda value: isinstance(value, type) and issubclass(value, Method),
+)
+"""Classes of methods by name, with those of other packages (docs/extending.md)."""
 
 
 def pretraining_methods() -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from tessera.runtime.files import atomic_write
+from tessera.runtime.plugins import Registry
 from tessera.runtime.settings import Section, flattened
 
 Record = Mapping[str, float | None]
@@ -182,14 +183,20 @@ class MLflow(Sink):
         self.mlflow.end_run()
 
 
-SINKS: dict[str, type[Sink]] = {
-    "jsonl": JSONLines,
-    "tensorboard": TensorBoard,
-    "csv": CSV,
-    "wandb": WandB,
-    "mlflow": MLflow,
-}
-"""Sinks by their names in `metrics.sinks`."""
+SINKS: Registry[type[Sink]] = Registry(
+    "sink",
+    {
+        "jsonl": JSONLines,
+        "tensorboard": TensorBoard,
+        "csv": CSV,
+        "wandb": WandB,
+        "mlflow": MLflow,
+    },
+    group="tessera.sinks",
+    expected="a subclass of tessera.pretrain.monitoring.sinks.Sink",
+    valid=lambda value: isinstance(value, type) and issubclass(value, Sink),
+)
+"""Sinks by their names in `metrics.sinks`, with those of other packages (docs/extending.md)."""
 OPTIONAL_PACKAGES = ("wandb", "mlflow")
 """Sinks that need an optional package of the same name."""
 
@@ -205,7 +212,10 @@ class MetricsConfig(Section):
     def _known_and_installed(cls, sinks: tuple[str, ...]) -> tuple[str, ...]:
         for name in sinks:
             if name not in SINKS:
-                raise ValueError(f"There is no sink of this name. Choose any of {', '.join(SINKS)}.")
+                raise ValueError(
+                    f"There is no sink of this name. Choose any of {', '.join(SINKS.names())}. {SINKS.elsewhere}"
+                )
+            _ = SINKS[name]  # import the sink of another package now, because an error stops the run before it starts
             if name in OPTIONAL_PACKAGES and importlib.util.find_spec(name) is None:
                 raise ValueError(
                     f"The package {name} is not installed. Install it with `pip install {name}`, or remove {name} from "

@@ -1,0 +1,117 @@
+"""Registries: values by name, which other packages can add to.
+
+A package adds a value in one of two ways. A program calls `Registry.register`. An installed package declares an entry
+point, which is imported when its name is used for the first time. A name in a settings file or in a checkpoint is only
+looked up here: no file can name a module to import.
+"""
+
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, Generic, TypeVar, cast
+
+from tessera.runtime.user_error import UserError, printable
+
+T = TypeVar("T")
+
+
+class PluginError(UserError, ValueError):
+    """A name is unknown or taken, or the package that provides it is broken."""
+
+
+class Registry(dict[str, T], Generic[T]):
+    """Dictionary of values by name, with the values of installed packages.
+
+    A value of an installed package counts as an entry (`name in registry`, `registry[name]`). The dictionary iterates
+    over the values that are loaded, and `names` returns all names.
+
+    Args:
+        kind: noun for error messages, such as "method".
+        values: values of this package.
+        group: group of entry points in which installed packages declare values.
+        expected: description of a valid value for error messages, such as "a subclass of Method".
+        valid: returns True if a value is valid.
+    """
+
+    def __init__(
+        self, kind: str, values: dict[str, T], *, group: str, expected: str, valid: Callable[[Any], bool]
+    ) -> None:
+        super().__init__(values)
+        self.kind, self.group, self.expected, self.valid = kind, group, expected, valid
+        self._built_in = frozenset(values)
+
+    def register(self, name: str, value: T | None = None) -> Any:
+        """Add a value, and return it. Without `value`, return a decorator that adds a class.
+
+        Raises:
+            PluginError: the name has another value, or the value is not valid.
+        """
+        if value is None:
+            return lambda decorated: self.register(name, decorated)
+        if not self.valid(value):
+            raise PluginError(f"The {self.kind} '{name}' must be {self.expected}, not {value!r}.")
+        if dict.__contains__(self, name) and dict.__getitem__(self, name) is not value:
+            raise PluginError(f"There is a {self.kind} '{name}' already. Choose another name.")
+        self[name] = value
+        return value
+
+    def names(self) -> list[str]:
+        """Return the names of all values: those of this package, registered ones, and those of installed packages.
+
+        Raises:
+            PluginError: a name is taken twice.
+        """
+        return [*self, *sorted(self._entry_points().keys() - self.keys())]
+
+    @property
+    def elsewhere(self) -> str:
+        """Sentence for a message about an unknown name, which says where other names come from."""
+        return f"If another package provides the {self.kind}, install that package in this environment."
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._entry_points()
+
+    def __missing__(self, name: str) -> T:
+        """Load a value of an installed package."""
+        point = self._entry_points().get(name)
+        if point is None:
+            shown = printable(str(name)[:200])
+            raise PluginError(f"unknown {self.kind} '{shown}' (known: {', '.join(self.names())}). {self.elsewhere}")
+        return self._load(point)
+
+    def _load(self, point: importlib.metadata.EntryPoint) -> T:
+        origin = f"The {self.kind} '{point.name}' of the installed package {_package(point)}"
+        try:
+            value = point.load()
+        except Exception as error:
+            raise PluginError(
+                f"{origin} cannot be imported from {point.value}: {type(error).__name__}: {error}. Repair or uninstall "
+                "the package."
+            ) from error
+        if not self.valid(value):
+            raise PluginError(f"{origin} must be {self.expected}, but {point.value} is {value!r}.")
+        return cast(T, self.register(point.name, value))
+
+    def _entry_points(self) -> dict[str, importlib.metadata.EntryPoint]:
+        found: dict[str, importlib.metadata.EntryPoint] = {}
+        for point in _entry_points(self.group, tuple(sys.path)):
+            other = f"the package {_package(found[point.name])}" if point.name in found else "Tessera"
+            if point.name in found or point.name in self._built_in:
+                raise PluginError(
+                    f"The installed package {_package(point)} provides a {self.kind} '{point.name}', and so does "
+                    f"{other}. Uninstall {_package(point)}, or rename its entry point."
+                )
+            found[point.name] = point
+        return found
+
+
+@cache
+def _entry_points(group: str, path: Iterable[str]) -> importlib.metadata.EntryPoints:
+    """Return the entry points of a group. `path` is `sys.path`, on which the result depends."""
+    del path
+    return importlib.metadata.entry_points(group=group)
+
+
+def _package(point: importlib.metadata.EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "without a name"

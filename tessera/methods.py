@@ -1,0 +1,34 @@
+"""Methods as loss modules for a training loop of your own, and the classes from which another package makes a method.
+
+`docs/extending.md` explains both, and `examples/own_loop.py` is a complete loop.
+"""
+
+from typing import Any
+
+import torch
+
+from tessera.interface import run_settings
+from tessera.pretrain import job
+from tessera.pretrain.build import build_method
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.method import Method, RunSize
+from tessera.pretrain.resolve import make_accelerator
+
+__all__ = ["METHODS", "Method", "RunSize", "build"]
+
+
+def build(method: str = "dino", data: Any = None, **settings: Any) -> Method:
+    """Return the method of a run as a module, on the device of this process, with the initial weights of the run.
+
+    `loss, metrics = module(batch, step)` takes the batches of `tessera.training_batches` with the same arguments. After
+    each step of the optimizer, call `module.after_step(step)`, which moves the teacher of a method that has one. Train
+    the parameters whose `requires_grad` is true. `module.trained_encoder()` is the result.
+
+    Sets the seed of torch's generator to the setting `seed`. Arguments and errors are the same as for
+    `tessera.pretrain`. Settings of the optimizer, of checkpoints and of the evaluation have no effect.
+    """
+    given = run_settings(method, data, settings)
+    accelerator, _ = make_accelerator(given)
+    config = job.prepare(given, accelerator).config
+    torch.manual_seed(config.seed)
+    return build_method(config, fresh=True).to(accelerator.device)
