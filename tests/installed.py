@@ -1,0 +1,27 @@
+"""Packages that look installed: a folder for `sys.path` with the metadata of a package, as pip writes it."""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.launched import ROOT
+
+IJEPA = ROOT / "examples" / "ijepa"
+
+
+def write_metadata(folder: Path, package: str, points: Mapping[str, Mapping[str, str]]) -> None:
+    """Write the metadata of a package with entry points, given as group -> name -> value, to `folder`."""
+    info = folder / f"{package.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    lines = []
+    for group, values in points.items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in values.items())]
+    (info / "entry_points.txt").write_text("\n".join([*lines, ""]))
+
+
+def install_ijepa(folder: Path) -> list[str]:
+    """Write the metadata of examples/ijepa to `folder`. Return the folders to add to `sys.path`."""
+    project = tomllib.loads((IJEPA / "pyproject.toml").read_text())["project"]
+    write_metadata(folder, project["name"], project["entry-points"])
+    return [str(folder), str(IJEPA)]

@@ -1,0 +1,154 @@
+"""The method of an installed package, examples/ijepa, goes through everything that our own methods go through."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tessera_ijepa import IJEPA
+
+from tessera import encoders
+from tessera.evaluation.knn import KNNSettings
+from tessera.evaluation.knn import run as knn
+from tessera.evaluation.report import ReportSettings
+from tessera.evaluation.report import run as report
+from tessera.pretrain import export
+from tessera.pretrain.checkpoints.resume import CheckpointError
+from tessera.pretrain.command_line import load
+from tessera.pretrain.config import settings_model
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.run import main
+from tessera.runtime.settings import SettingsError
+from tests.installed import install_ijepa
+from tests.launched import records
+from tests.pretrain.engines.test_engines import LOOSE, Started, assert_same, run
+from tests.pretrain.small import arguments, scored_shards
+from tests.pretrain.test_pairs import Both
+
+PAIRS = [f"ijepa of {variant}" for variant in ("vit_micro", "rope_vit_micro", "navit_micro", "swin_micro")]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Folders of `sys.path` with which examples/ijepa is installed."""
+    return install_ijepa(tmp_path_factory.mktemp("site-packages"))
+
+
+@pytest.fixture
+def uninstall(paths: list[str]) -> Iterator[Callable[[], None]]:
+    """Install examples/ijepa for one test, and return a function that uninstalls it."""
+    before = sys.path[:]
+
+    def undo() -> None:
+        sys.path[:] = before
+        METHODS.pop("ijepa", None)
+
+    sys.path[:0] = paths
+    yield undo
+    undo()
+
+
+@pytest.fixture(scope="module")
+def begin(start: Callable, paths: list[str]) -> Iterator[Callable]:
+    """`start` with examples/ijepa installed, in this process and in the launched ones."""
+    METHODS["ijepa"] = IJEPA
+    yield lambda *given, **how: start(*given, PYTHONPATH=os.pathsep.join(paths), **how)
+    METHODS.pop("ijepa")
+
+
+@pytest.mark.medium
+@pytest.mark.usefixtures("fresh_engine")
+def test_a_run_is_resumed_exported_and_evaluated(uninstall: Callable[[], None], tmp_path: Path, capsys: Any) -> None:
+    assert METHODS["ijepa"] is IJEPA
+    output, file = tmp_path / "run", tmp_path / "method.safetensors"
+    words = arguments("ijepa", "vit_micro", output)
+    assert main([*words, "--steps", "3"]) == 0
+    assert main(["--resume", str(output), "--steps", "6"]) == 0
+    assert [line["step"] for line in records(output)] == [0, 1, 2, 3, 4, 5, 6]
+    assert records(output)[-1]["knn_top1"] > 0.1
+    assert "method of ijepa after 6 steps" in export.export(output, file, "method")
+    method, trained = export.load(file), encoders.load(output)
+    assert isinstance(method, IJEPA)
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(method.teacher.state_dict()[name], tensor)
+    uninstall()
+    train, val = scored_shards()
+    knn(KNNSettings(checkpoint=str(output), train=train, val=val, k=[20], workers=0))
+    report(ReportSettings(runs=[str(output)], output=str(tmp_path / "page.html"), markdown=str(tmp_path / "table.md")))
+    assert "ijepa" in (tmp_path / "page.html").read_text()
+    wanted = "unknown method 'ijepa'.*install that package in this environment"
+    with pytest.raises(ValueError, match=wanted):
+        export.load(file)
+    with pytest.raises(CheckpointError, match=wanted):
+        export.export(output, file, "method")
+    with pytest.raises(SettingsError, match=wanted):
+        load(["--resume", str(output)])
+
+
+@pytest.mark.usefixtures("uninstall", "fresh_engine")
+def test_the_command_line_knows_an_installed_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(["--help", "ijepa"])
+    assert "--ijepa.target_scale float,float" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        load(["--help"])
+    assert "|finetune|ijepa" in capsys.readouterr().out
+    with pytest.raises(SettingsError, match=r"unknown flag --ijepa.target; did you mean '--ijepa.targets'"):
+        load(["--method", "ijepa", "--ijepa.target", "3"])
+    with pytest.raises(
+        SettingsError, match=r"unknown method 'jepa'; did you mean 'ijepa'\? \(known: dino, .*, ijepa\)"
+    ):
+        load(["--method", "jepa"])
+    assert main([*arguments("ijepa", "vit_micro", tmp_path / "run"), "--dry_run"]) == 0
+    assert "predictor_depth: 1" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_method_cannot_have_the_name_of_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "optim", IJEPA)
+    with pytest.raises(SettingsError, match="A method is named optim, but this is the name of a setting"):
+        settings_model("vit_micro")
+
+
+def test_a_file_that_names_a_module_imports_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("method: antigravity\ndata: images\n")
+    with pytest.raises(SettingsError, match="unknown method 'antigravity'"):
+        load(["--config", str(tmp_path / "run.yaml")])
+    described = {"method": "antigravity", "antigravity": {}, "steps": 1, "encoder": {"variant": "antigravity"}}
+    with pytest.raises(ValueError, match="unknown method 'antigravity'"):
+        export.build(described)
+    (tmp_path / "encoder.json").write_text(json.dumps({"variant": "antigravity"}))
+    (tmp_path / "encoder.safetensors").touch()
+    with pytest.raises(ValueError, match=r"Unknown encoder 'antigravity'.*install that package"):
+        encoders.load(tmp_path / "encoder.safetensors")
+    assert "antigravity" not in sys.modules
+
+
+@pytest.fixture(scope="module")
+def pairs(begin: Callable, tmp_path_factory: pytest.TempPathFactory) -> Both:
+    return Both(begin, PAIRS, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_pairing_resumes_and_is_the_same_on_two_processes(name: str, pairs: Both) -> None:
+    pairs.check(name)
+
+
+@pytest.fixture(scope="module")
+def alone(begin: Callable, tmp_path_factory: pytest.TempPathFactory) -> Started:
+    return Started(begin, {"ijepa": run("ijepa")}, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
+def test_an_engine_on_two_processes_equals_one(
+    engine: str, begin: Callable, alone: Started, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    output = tmp_path_factory.mktemp(engine)
+    sharded = Started(begin, {"ijepa": run("ijepa")}, output, processes=2, engine=engine)
+    assert_same(sharded.folder("ijepa"), alone.folder("ijepa"), LOOSE)
