@@ -27,8 +27,10 @@ from tessera.encoders.base import Encoder
 from tessera.encoders.blocks import Block
 from tessera.encoders.images import Mask
 from tessera.encoders.layers import sincos_table
+from tessera.encoders.navit import NaViT
 from tessera.encoders.segments import Segments, copy_to_device
 from tessera.encoders.unused import freeze_unused
+from tessera.encoders.vit import ViT
 from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.monitoring.collapse import effective_rank
 from tessera.pretrain.optim import ema
@@ -38,6 +40,9 @@ from tessera.runtime.settings import Derived, derived
 
 TRIES = 100
 """Number of times that the blocks of an image are drawn until a token of the context remains."""
+
+ENCODERS: dict[type[Encoder], dict[str, Any]] = {ViT: {"positions": "sincos", "pool": "mean"}, NaViT: {"pool": "mean"}}
+"""Settings of encoders that have them."""
 
 
 class IJEPAConfig(RandomCropConfig):
@@ -159,8 +164,7 @@ class IJEPA(Method):
         side = config.size // encoder.stride
         if config.size % encoder.stride or side < 2:
             raise ValueError(f"ijepa.size must be a multiple of {encoder.stride}, and at least {2 * encoder.stride}.")
-        self.drop = encoder.can_drop
-        freeze_unused(encoder, [config.size], pooled=False, tokens=True, masked=True, drop=self.drop)
+        freeze_unused(encoder, [config.size], pooled=False, tokens=True, masked=True, drop=encoder.can_drop)
         self.encoder = encoder
         self.teacher = copy.deepcopy(encoder).requires_grad_(False).eval()
         self.predictor = Predictor(encoder.dim, config.predictor_dim, config.predictor_depth, side)
@@ -182,8 +186,9 @@ class IJEPA(Method):
 
     @staticmethod
     def encoder_defaults(config: IJEPAConfig, variant: str, size: RunSize) -> dict[str, Any]:
-        own = {"image_size": config.size, "mask_token": not encoders.family(variant).can_drop}
-        return encoders.supported(variant, own | {"positions": "sincos", "pool": "mean"})
+        family = encoders.family(variant)
+        own = {"image_size": config.size, "mask_token": not family.can_drop}
+        return encoders.supported(variant, own | ENCODERS.get(family, {}))
 
     def transform(self) -> BlockCrop:
         return BlockCrop(self.config, self.encoder.stride)
@@ -195,9 +200,8 @@ class IJEPA(Method):
             whole = self.teacher(view.images)
             target = F.layer_norm(whole.tokens.float(), whole.tokens.shape[-1:])  # (T, D)
         self._pooled = whole.pooled.float()
-        tokens = self.encoder(view.images, context, drop=self.drop).tokens  # (V, D) or (T, D)
-        tokens = tokens if self.drop else tokens.index_select(0, context.visible)
-        predicted = self.predictor(tokens, context, targets).float()  # (M, D)
+        seen = self.encoder.visible(view.images, context)  # tokens (V, D)
+        predicted = self.predictor(seen.tokens, context, targets).float()  # (M, D)
         chosen = target.index_select(0, torch.cat([mask.hidden_indices for mask in targets]))  # (M, D)
         counts = torch.cat([whole.grids.prod(1) - mask.lengths for mask in targets])  # (K * B,)
         with full_precision(predicted):
