@@ -177,12 +177,12 @@ class IJEPA(Method):
 
     @staticmethod
     def resolve(config: IJEPAConfig, optim: OptimConfig, size: RunSize) -> tuple[IJEPAConfig, OptimConfig]:
+        momentum = round(1 - 1 / min(max(size.steps / 6, 10), 250), 6)
         own = {"predictor_dim": 384 if size.large else 192, "predictor_depth": 6 if size.large else 2}
-        own["momentum"] = round(1 - 1 / min(max(size.steps / 6, 10), 250), 6)
         lr = 1.25e-4 if size.large else size.small_lr(2e-3)
         schedule = {"lr": lr, "min_lr": 1e-6, "warmup_steps": min(40 * size.epoch, size.steps // 10), "clip": 0.0}
         decay = {"weight_decay": 0.04, "weight_decay_end": 0.4, "betas": (0.9, 0.999)}
-        return config.filled(own), optim.filled(schedule | decay)
+        return config.filled(own | {"momentum": momentum}), optim.filled(schedule | decay)
 
     @staticmethod
     def encoder_defaults(config: IJEPAConfig, variant: str, size: RunSize) -> dict[str, Any]:
