@@ -1,0 +1,142 @@
+"""A method in one's own loop trains as a run of the same settings, and the tutorial and its programs run."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import tessera
+from tessera import encoders
+from tessera.encoders.registry import VARIANTS
+from tessera.pretrain.command_line import load
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.monitoring.sinks import SINKS
+from tests.installed import IJEPA, install_ijepa
+from tests.launched import ROOT
+from tests.ranks import on_processes
+
+LR = 1e-3
+SETTINGS: dict[str, Any] = {
+    "method": "dino",
+    "steps": 5,
+    "batch_size": 16,
+    "workers": 0,
+    "record_every": 1,
+    # without the biases of keys, whose gradient is nothing but rounding
+    "encoder": {"variant": "vit_micro", "depth": 1, "dim": 24, "heads": 2, "qkv_bias": False},
+    "dino": {"hidden_dim": 32, "bottleneck_dim": 16, "prototypes": 64, "freeze_steps": 0, "batch_norm": False},
+    "optim": {"lr": LR, "lr_scaling": "none", "min_lr": LR, "warmup_steps": 0, "weight_decay": 0, "clip": 0}
+    | {"weight_decay_end": 0},
+    "evaluation": {"pictures": 0, "linear_iterations": 0},
+}
+TUTORIAL = (ROOT / "docs" / "extending.md").read_text()
+
+
+def own_loop(wrap: type | None = None) -> tuple[list[Tensor], Any]:
+    """Train with plain PyTorch. Return the losses and the method."""
+    method = tessera.methods.build(**SETTINGS)
+    module = method if wrap is None else wrap(method)
+    trained = [p for p in method.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0, betas=(0.9, 0.999))
+    losses = []
+    for step, batch in enumerate(tessera.training_batches(**SETTINGS)):
+        loss, _ = module(batch, step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        method.after_step(step)
+        losses.append(loss.detach())
+    return losses, method
+
+
+@pytest.mark.medium
+def test_a_loop_of_ones_own_equals_the_run(tmp_path: Path) -> None:
+    run = tessera.pretrain(output=str(tmp_path / "run"), **SETTINGS)
+    losses, method = own_loop()
+    assert [line["loss"] for line in run.metrics if "loss" in line] == pytest.approx(
+        [float(x) for x in losses], rel=1e-5
+    )
+    wanted = run.encoder.state_dict()
+    for name, tensor in method.trained_encoder().state_dict().items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=1e-5)
+    start = tessera.methods.build(**SETTINGS).trained_encoder().state_dict()
+    assert any(not torch.equal(start[name], tensor) for name, tensor in wanted.items())
+
+
+def _own_loop_of_a_process(rank: int, folder: Path) -> None:
+    losses, method = own_loop(DistributedDataParallel)
+    torch.save((losses, method.state_dict()), folder / f"{rank}.pt")
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_on_two_processes(free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    losses, method = own_loop()
+    on_processes(_own_loop_of_a_process, free_port, tmp_path)
+    (first, state), (second, same) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    for one, a, b in zip(losses, first, second, strict=True):
+        torch.testing.assert_close((a + b) / 2, one, rtol=1e-5, atol=1e-5)
+    for name, tensor in method.state_dict().items():
+        assert torch.equal(state[name], same[name])
+        torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-4)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TUTORIAL, re.DOTALL)
+
+
+@pytest.mark.medium
+def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = (IJEPA / "tessera_ijepa.py").read_text()
+    space: dict[str, Any] = {}
+    programs = [block for block in blocks("python") if block not in source]
+    assert len(programs) == 3
+    try:
+        for program in programs:
+            exec(program, space)
+        assert type(space["run"].encoder) is space["ConvNet"]
+    finally:
+        VARIANTS.pop("conv_small", None)
+        SINKS.pop("losses", None)
+    assert (tmp_path / "runs/conv/losses.txt").read_text().startswith("1 ")
+    assert isinstance(encoders.load("encoder.safetensors"), encoders.Encoder)
+    (declared,) = blocks("toml")
+    points = tomllib.loads((IJEPA / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert tomllib.loads(declared)["project"]["entry-points"] == points
+
+
+def test_the_commands_of_the_tutorial_have_existing_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in install_ijepa(tmp_path):
+        monkeypatch.syspath_prepend(folder)
+    commands = [line.split() for block in blocks("bash") for line in block.splitlines() if line.startswith("tessera")]
+    assert len(commands) == 2
+    try:
+        assert load(commands[0][2:]).method == "ijepa"
+        with pytest.raises(SystemExit):
+            load(commands[1][2:])
+    finally:
+        METHODS.pop("ijepa", None)
+
+
+@pytest.mark.medium
+def test_the_program_of_ones_own_loop_runs(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "own_loop.py"), "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 0.1 < float(done.stdout.splitlines()[-1]) < 1
+    assert (tmp_path / "encoder.safetensors").exists()
+
+
+def test_bad_settings_are_an_error() -> None:
+    with pytest.raises(ValueError, match="unknown method 'dinosaur'"):
+        tessera.methods.build("dinosaur")
+    with pytest.raises(ValueError, match=r"unknown setting 'dino.prototype'"):
+        tessera.methods.build("dino", dino={"prototype": 3})
