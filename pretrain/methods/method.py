@@ -61,7 +61,7 @@ class Method(nn.Module):
     its own images, and the gradients are averaged over processes.
 
     A method implements `Config`, `image_size`, `resolve`, `transform`, `forward`, `trained_encoder` and
-    `trained_parts`. All other attributes and functions have defaults. `tests/pretrain/toy.py` is a small example.
+    `trained_parts`. All other attributes and functions have defaults. `examples/ijepa` is an example.
 
     Every trainable parameter must get a gradient at each step. The constructor therefore freezes the parameters of the
     encoder that the method does not use, with `encoders.unused.freeze_unused`.

@@ -1,9 +1,10 @@
-"""The method of an installed package, examples/ijepa, goes through everything that our own methods go through."""
+"""A method (examples/ijepa), an encoder and a sink of installed packages go through everything that ours go through."""
 
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,43 +22,56 @@ from tessera.pretrain.checkpoints.resume import CheckpointError
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import settings_model
 from tessera.pretrain.methods import METHODS
+from tessera.pretrain.monitoring.sinks import SINKS
 from tessera.pretrain.run import main
 from tessera.runtime.settings import SettingsError
-from tests.installed import install_ijepa
-from tests.launched import records
+from tests.installed import install_ijepa, write_metadata
+from tests.launched import ROOT, records
 from tests.pretrain.engines.test_engines import LOOSE, Started, assert_same, run
 from tests.pretrain.small import arguments, scored_shards
 from tests.pretrain.test_pairs import Both
+from tests.pretrain.toy import POINTS
 
-PAIRS = [f"ijepa of {variant}" for variant in ("vit_micro", "rope_vit_micro", "navit_micro", "swin_micro")]
+PAIRS = [
+    *(f"ijepa of {variant}" for variant in ("vit_micro", "rope_vit_micro", "navit_micro", "swin_micro")),
+    *(f"{method} of toy_conv_micro" for method in ("ijepa", "dino", "mae")),
+]
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Folders of `sys.path` with which examples/ijepa is installed."""
-    return install_ijepa(tmp_path_factory.mktemp("site-packages"))
+    """Folders of `sys.path` with which the packages are installed."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    write_metadata(folder, "toy", POINTS)
+    return [*install_ijepa(folder), str(ROOT)]
+
+
+@contextmanager
+def installed(paths: list[str]) -> Iterator[None]:
+    """Install the packages in this process."""
+    before = sys.path[:]
+    sys.path[:0] = paths
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        for registry, name in ((METHODS, "ijepa"), (encoders.VARIANTS, "toy_conv_micro"), (SINKS, "losses")):
+            registry.pop(name, None)
 
 
 @pytest.fixture
 def uninstall(paths: list[str]) -> Iterator[Callable[[], None]]:
-    """Install examples/ijepa for one test, and return a function that uninstalls it."""
-    before = sys.path[:]
-
-    def undo() -> None:
-        sys.path[:] = before
-        METHODS.pop("ijepa", None)
-
-    sys.path[:0] = paths
-    yield undo
-    undo()
+    """Install the packages for one test, and return a function that uninstalls them."""
+    with ExitStack() as stack:
+        stack.enter_context(installed(paths))
+        yield stack.close
 
 
 @pytest.fixture(scope="module")
 def begin(start: Callable, paths: list[str]) -> Iterator[Callable]:
-    """`start` with examples/ijepa installed, in this process and in the launched ones."""
-    METHODS["ijepa"] = IJEPA
-    yield lambda *given, **how: start(*given, PYTHONPATH=os.pathsep.join(paths), **how)
-    METHODS.pop("ijepa")
+    """`start` with the packages installed, in this process and in the launched ones."""
+    with installed(paths):
+        yield lambda *given, **how: start(*given, PYTHONPATH=os.pathsep.join(paths), **how)
 
 
 @pytest.mark.medium
@@ -65,11 +79,13 @@ def begin(start: Callable, paths: list[str]) -> Iterator[Callable]:
 def test_a_run_is_resumed_exported_and_evaluated(uninstall: Callable[[], None], tmp_path: Path, capsys: Any) -> None:
     assert METHODS["ijepa"] is IJEPA
     output, file = tmp_path / "run", tmp_path / "method.safetensors"
-    words = arguments("ijepa", "vit_micro", output)
+    words = arguments("ijepa", "vit_micro", output, "--metrics.sinks", "jsonl,losses")
     assert main([*words, "--steps", "3"]) == 0
     assert main(["--resume", str(output), "--steps", "6"]) == 0
     assert [line["step"] for line in records(output)] == [0, 1, 2, 3, 4, 5, 6]
     assert records(output)[-1]["knn_top1"] > 0.1
+    steps = [int(line.split()[0]) for line in (output / "losses.txt").read_text().splitlines()]
+    assert steps == [0, 1, 2, 3, 4, 5, 6]
     assert "method of ijepa after 6 steps" in export.export(output, file, "method")
     method, trained = export.load(file), encoders.load(output)
     assert isinstance(method, IJEPA)
@@ -106,6 +122,29 @@ def test_the_command_line_knows_an_installed_method(tmp_path: Path, capsys: pyte
     assert main([*arguments("ijepa", "vit_micro", tmp_path / "run"), "--dry_run"]) == 0
     assert "predictor_depth: 1" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+def test_an_encoder_is_rebuilt_only_where_its_package_is_installed(
+    uninstall: Callable[[], None], tmp_path: Path
+) -> None:
+    encoder = encoders.build("toy_conv_micro", depth=1)
+    encoders.save(encoder, tmp_path / "encoder.safetensors")
+    assert encoders.load(tmp_path / "encoder.safetensors").settings == encoder.settings
+    uninstall()
+    with pytest.raises(ValueError, match=r"Unknown encoder 'toy_conv_micro'.*install that package"):
+        encoders.load(tmp_path / "encoder.safetensors")
+    with pytest.raises(SettingsError, match=r"unknown encoder 'toy_conv_micro'.*install that package"):
+        load(["--encoder", "toy_conv_micro"])
+
+
+@pytest.mark.usefixtures("uninstall")
+def test_a_broken_or_unknown_sink_stops_the_run_before_it_starts() -> None:
+    with pytest.raises(
+        SettingsError, match=r"sinks: The sink 'broken' of the installed package toy cannot be imported"
+    ):
+        load(["--metrics.sinks", "jsonl,broken"])
+    with pytest.raises(SettingsError, match=r"Choose any of jsonl, .*, broken, losses\. If another package provides"):
+        load(["--metrics.sinks", "jsonl,loss"])
 
 
 def test_a_method_cannot_have_the_name_of_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:

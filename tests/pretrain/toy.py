@@ -1,26 +1,16 @@
-"""A method and an encoder that are registered from outside, as another package would do it."""
+"""An encoder and a sink of another package."""
 
-import copy
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
-from tessera import encoders
-from tessera.data.batch import Batch, SampleParameters
-from tessera.data.collate import ViewShape
-from tessera.data.crops import RandomCrop, RandomCropConfig
-from tessera.data.masking import random_mask
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.images import Images, Mask
-from tessera.encoders.unused import freeze_unused
-from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.method import Method, RunSize
-from tessera.pretrain.optim import ema
-from tessera.pretrain.optim.adamw import OptimConfig
+from tessera.pretrain.monitoring.sinks import Record, Sink
 
 
 class ToyConv(Encoder):
@@ -68,74 +58,24 @@ class ToyConv(Encoder):
         return Features(x.mean((2, 3)), x.permute(0, 2, 3, 1).flatten(0, 2), self.grids(images))
 
 
-class TwoViews:
-    """Two random crops of an image. The second one has a mask."""
-
-    packing = None
-
-    def __init__(self, size: int, stride: int) -> None:
-        self.crop, self.side = RandomCrop(RandomCropConfig(size=size)), size // stride
-        self.views = (ViewShape(1, size), ViewShape(1, size))
-
-    def draw(self, size: tuple[int, int], rng: np.random.Generator) -> SampleParameters:
-        (clean,), (masked,) = self.crop.draw(size, rng), self.crop.draw(size, rng)
-        masked.masks = (random_mask((self.side, self.side), 0.5, rng)[None],)
-        return [clean, masked]
+MICRO = {"family": ToyConv, "dim": 24}
 
 
-class ToyConfig(RandomCropConfig):
-    """A toy method."""
+class Losses(Sink):
+    """A sink that writes OUTPUT/losses.txt, with the step and the loss in each line."""
 
-    hidden_dim: int = Field(default=64, ge=1)
-    """width of the predictor"""
+    def __init__(self, output: Path, step: int, settings: Mapping[str, Any]) -> None:
+        self.path = output / "losses.txt"
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        self.path.write_text("".join(line for line in lines if step and int(line.split()[0]) <= step))
 
-
-class Toy(Method):
-    """A student on a masked crop predicts the pooled features of its moving average on another crop (as in BYOL)."""
-
-    Config = ToyConfig
-    small_settings: ClassVar[dict[str, Any]] = {"size": 16, "hidden_dim": 8}
-
-    def __init__(self, encoder: Encoder, config: ToyConfig, steps: int) -> None:
-        super().__init__()
-        self.config, self.image_size = config, config.size
-        freeze_unused(encoder, [config.size], masked=True)
-        self.encoder = encoder
-        self.teacher = copy.deepcopy(encoder).requires_grad_(False)
-        width = config.hidden_dim
-        self.predictor = nn.Sequential(nn.Linear(encoder.dim, width), nn.GELU(), nn.Linear(width, encoder.dim))
-
-    @staticmethod
-    def resolve(config: ToyConfig, optim: OptimConfig, size: RunSize) -> tuple[ToyConfig, OptimConfig]:
-        defaults = {"lr": 1e-3, "min_lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0, "weight_decay_end": 0.0}
-        return config, optim.filled(defaults | {"betas": (0.9, 0.999), "clip": 0.0})
-
-    @staticmethod
-    def encoder_defaults(config: ToyConfig, variant: str, size: RunSize) -> dict[str, Any]:
-        return encoders.supported(variant, {"image_size": config.size, "mask_token": True})
-
-    def transform(self) -> TwoViews:
-        return TwoViews(self.config.size, self.encoder.stride)
-
-    def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        clean, masked = batch.views
-        with torch.no_grad():
-            target = self.teacher(clean.images).pooled.float()  # (B, D)
-        predicted = self.predictor(self.encoder(masked.images, masked.masks[0]).pooled).float()
-        return 1 - F.cosine_similarity(predicted, target).mean(), {}
-
-    def after_step(self, step: int) -> None:
-        ema.update(self.teacher, self.encoder, 0.9)
-
-    def trained_encoder(self) -> Encoder:
-        return self.encoder
-
-    def trained_parts(self) -> list[nn.Module]:
-        return [self.encoder, self.predictor]
+    def write(self, step: int, record: Record) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{step} {record.get('loss')}\n")
 
 
-ENTRIES: list[tuple[dict[str, Any], str, Any]] = [
-    (METHODS, "toy", Toy),
-    (encoders.VARIANTS, "toy_conv_micro", {"family": ToyConv, "dim": 24}),
-]
-"""Dictionary, name and value of everything that is registered."""
+POINTS = {
+    "tessera.encoders": {"toy_conv_micro": f"{__name__}:MICRO"},
+    "tessera.sinks": {"losses": f"{__name__}:Losses", "broken": "no_such_module:Sink"},
+}
+"""Entry points of a package that provides the encoder and the sink."""
