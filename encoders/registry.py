@@ -6,7 +6,8 @@ of the constructor:
 
     encoders.VARIANTS.register("my_vit_small", {"family": MyViT, "dim": 384, "depth": 12})
 
-`MyViT` derives from `Encoder` and takes all settings as keyword arguments with defaults. To load published weights into
+`MyViT` derives from `Encoder` and takes all settings as keyword arguments with defaults. One of them is `image_size`,
+the size at which evaluations encode images. To load published weights into
 encoders of the new family, also add a module for their file format to `encoders.formats.checkpoint.FORMATS`.
 """
 
@@ -30,7 +31,10 @@ from tessera.runtime.user_error import printable
 
 def _is_variant(value: Any) -> bool:
     family = value.get("family") if isinstance(value, dict) else None
-    return isinstance(family, type) and issubclass(family, Encoder)
+    if not (isinstance(family, type) and issubclass(family, Encoder)):
+        return False
+    parameters = inspect.signature(family).parameters
+    return "image_size" in parameters and all(p.default is not p.empty for p in parameters.values())
 
 
 VARIANTS: Registry[dict[str, Any]] = Registry(
@@ -47,7 +51,8 @@ VARIANTS: Registry[dict[str, Any]] = Registry(
         for name, settings in variants.items()
     },
     group="tessera.encoders",
-    expected='a dictionary whose entry "family" is a subclass of Encoder',
+    expected='a dictionary whose entry "family" is a subclass of Encoder, with the argument image_size and with '
+    "defaults for all arguments",
     valid=_is_variant,
 )
 """Map from the name of each variant to a dictionary. The entry "family" of the dictionary is the class of the encoder.

@@ -1,7 +1,4 @@
-"""Methods as loss modules for a training loop of your own, and the classes from which another package makes a method.
-
-`docs/extending.md` explains both, and `examples/own_loop.py` is a complete loop.
-"""
+"""Methods by name, and methods as loss modules for a training loop of your own (docs/extending.md)."""
 
 from typing import Any
 
@@ -11,10 +8,10 @@ from tessera.interface import run_settings
 from tessera.pretrain import job
 from tessera.pretrain.build import build_method
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.method import Method, RunSize
+from tessera.pretrain.methods.method import Method
 from tessera.pretrain.resolve import make_accelerator
 
-__all__ = ["METHODS", "Method", "RunSize", "build"]
+__all__ = ["METHODS", "build"]
 
 
 def build(method: str = "dino", data: Any = None, **settings: Any) -> Method:

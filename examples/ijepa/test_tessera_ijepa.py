@@ -13,7 +13,8 @@ from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.collate import collate
-from tessera.methods import METHODS, RunSize
+from tessera.methods import METHODS
+from tessera.pretrain.methods.method import RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
 
 STEPS = 10
