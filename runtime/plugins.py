@@ -7,7 +7,7 @@ looked up here: no file can name a module to import.
 
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
@@ -51,8 +51,14 @@ class Registry(dict[str, T], Generic[T]):
             return lambda decorated: self.register(name, decorated)
         if not self.valid(value):
             raise PluginError(f"The {self.kind} '{name}' must be {self.expected}, not {value!r}.")
-        if dict.__contains__(self, name) and dict.__getitem__(self, name) is not value:
-            raise PluginError(f"There is a {self.kind} '{name}' already. Choose another name.")
+        point = self._entry_points().get(name)
+        if super().__contains__(name):
+            taken = self[name] is not value
+        else:  # a module may register the value of its own entry point while it is imported
+            taken = point is not None and point.module not in sys.modules
+        if taken:
+            origin = f" in the installed package {_package(point)}" if point is not None else ""
+            raise PluginError(f"There is a {self.kind} '{name}' already{origin}. Choose another name.")
         self[name] = value
         return value
 
@@ -91,7 +97,8 @@ class Registry(dict[str, T], Generic[T]):
             ) from error
         if not self.valid(value):
             raise PluginError(f"{origin} must be {self.expected}, but {point.value} is {value!r}.")
-        return cast(T, self.register(point.name, value))
+        self[point.name] = value
+        return cast(T, value)
 
     def _entry_points(self) -> dict[str, importlib.metadata.EntryPoint]:
         found: dict[str, importlib.metadata.EntryPoint] = {}
@@ -107,7 +114,7 @@ class Registry(dict[str, T], Generic[T]):
 
 
 @cache
-def _entry_points(group: str, path: Iterable[str]) -> importlib.metadata.EntryPoints:
+def _entry_points(group: str, path: tuple[str, ...]) -> importlib.metadata.EntryPoints:
     """Return the entry points of a group. `path` is `sys.path`, on which the result depends."""
     del path
     return importlib.metadata.entry_points(group=group)

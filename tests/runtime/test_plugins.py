@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,14 @@ def test_an_installed_value_of_another_kind_is_refused(registry: Registry[type],
     install("number", "VALUE = 3", number="module_number:VALUE")
     with pytest.raises(PluginError, match="installed package number must be a class, but module_number:VAL"):
         registry["number"]
+
+
+def test_a_name_of_an_installed_package_is_taken(registry: Registry[type], install: Callable[..., None]) -> None:
+    install("round", "class Round: pass", circle="module_round:Round")
+    with pytest.raises(PluginError, match="There is a shape 'circle' already in the installed package round"):
+        registry.register("circle", Other)
+    module = import_module("module_round")
+    assert registry.register("circle", module.Round) is registry["circle"]  # as the module itself may do
 
 
 def test_a_name_of_two_packages_is_an_error(registry: Registry[type], install: Callable[..., None]) -> None:
