@@ -16,8 +16,8 @@ from tests.launched import ROOT, Launched
 
 # Before torch is imported: the models of the tests are so small that two threads take twice the CPU time of one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A command started under nohup or in the background of a script ignores these signals, and so do its children. The tests
-# send them. A hangup still does not end the tests, but a handler is not inherited as an ignored signal would be.
+# A command that is started under nohup, or in the background of a script, ignores these signals, as do its children.
+# Some tests send them. A hangup does not end the tests, but their children get the default action.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

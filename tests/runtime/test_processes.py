@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tessera.runtime.processes import LaunchError, make_accelerator, set_threads
+from tessera.pretrain.run import main
+from tessera.runtime.processes import LaunchError, exit_on_user_error, make_accelerator, set_threads
 from tests.launched import ROOT
 
 
@@ -22,6 +23,16 @@ def test_a_launch_without_a_process_group_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LaunchError, match="--multi_gpu --num_processes 2"):
         make_accelerator()
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_a_variable_of_the_launcher_that_is_no_number_is_named(name: str, monkeypatch, capsys):
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(SystemExit), exit_on_user_error():
+        raise AssertionError("not reached")
+    assert f"environment variable {name} is 'x'. It must be a number" in capsys.readouterr().err
+    assert main(["--steps", "1"]) == 2
+    assert f"environment variable {name} is 'x'" in capsys.readouterr().err
 
 
 def test_runs_of_a_process_may_differ_in_precision():
