@@ -307,7 +307,7 @@ def _refuse_controls(path: str) -> None:
 
 def _matches(pattern: str, indices: "_FolderIndices") -> list[str]:
     """Return the paths and URLs of the shards that one pattern matches."""
-    pattern = pattern.removeprefix("file://")
+    pattern = pattern.removeprefix("file://").removeprefix("file:")
     _refuse_controls(pattern)
     if os.path.exists(pattern):
         return _shards_at(pattern, indices)

@@ -84,7 +84,7 @@ def test_sighup_stays_ignored_under_nohup() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         with preemption.listening():
             os.kill(os.getpid(), signal.SIGHUP)
-            assert "stopped by SIGHUP" in preemption.message(3)
+            assert "stopped by SIGHUP" in preemption.message(3, "run")
     finally:
         signal.signal(signal.SIGHUP, before)
 
