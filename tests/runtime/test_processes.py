@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tessera.pretrain.run import main
+from tessera.runtime import machine
 from tessera.runtime.processes import LaunchError, exit_on_user_error, make_accelerator, set_threads
 from tests.launched import ROOT
 
@@ -82,6 +83,7 @@ def test_threads_are_the_cores_of_the_process(
 ) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(machine, "CPU_QUOTA", Path("no file"))
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "SLURM_CPUS_ON_NODE"):
         monkeypatch.delenv(name, raising=False)
