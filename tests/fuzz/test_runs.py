@@ -217,7 +217,7 @@ def records_of_runs(folder: Path) -> Callable[..., None]:
         elif name.endswith("yaml"):
             text = yaml.safe_dump(changed(yaml.safe_load(text), edits))
         (copy / name).write_bytes(damaged(text.encode(errors="replace"), bytes_))
-        runs, problems = read_runs([copy, other])
+        runs, _ = read_runs([copy, other])
         table = make_table(runs)
         assert "other" in to_csv(table)
         assert "other" in to_markdown(table)
