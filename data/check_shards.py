@@ -49,6 +49,7 @@ from tessera.data.tiff import is_tiff
 from tessera.data.tools.offline import run_command, say, spread
 from tessera.runtime import stdio
 from tessera.runtime.files import atomic_write
+from tessera.runtime.machine import cores
 from tessera.runtime.settings import Positional, Settings, flags, validate
 from tessera.runtime.user_error import printable
 
@@ -68,7 +69,7 @@ class CheckShards(Settings):
 
     shards: Positional[list[str]]
     """shards to check: paths, folders, globs, brace ranges, URLs"""
-    workers: int = Field(default=os.cpu_count() or 1, ge=1)
+    workers: int = Field(default=cores(), ge=1)
     """number of worker processes"""
     decode: bool = True
     """true: decode the images; false: read only the tar headers and the labels"""

@@ -17,13 +17,13 @@ MOST_SEGMENTS = 4096  # maximum number of segments before the pixels of a JPEG
 MOST_JUNK = 2**16  # maximum number of bytes between the segments of a JPEG header
 MOST_SCANS = 100  # maximum number of scans of a JPEG; progressive JPEGs in practice have about ten
 MOST_CHUNKS = 2**16  # maximum number of chunks of a PNG; most encoders write chunks of 8 KiB or more
-JPEG_RATIO = 512  # maximum number of pixels per byte of a JPEG, which stores at least one bit per 8 x 8 pixels
+MOST_SCANNED = 3 * 10**9  # maximum number of scans times pixels of a JPEG; each scan costs time for every pixel
+JPEG_RATIO = 512  # maximum number of pixels per byte of a JPEG; Huffman coding stores at least one bit per 8 x 8 pixels
 PNG_RATIO = 1032  # maximum compression ratio of deflate, which stores 258 bytes in 2 bits at best: 258 * 8 / 2
 INFLATED_AT_ONCE = 2**18  # maximum number of bytes that are decompressed at once
 
 _NOT_FILL = re.compile(rb"[^\xff]")
 _START, _FRAMES = b"\xff\xd8\xff", {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-_HUFFMAN = (0xC0, 0xC1, 0xC2)  # frame headers of Huffman coding: baseline, extended and progressive
 _SEGMENTS = {*range(0xC0, 0xD0), *range(0xDA, 0xDE), *range(0xE0, 0xF0), 0xFE} - {0xC8}
 _PNG_START = b"\x89PNG\r\n\x1a\n"
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # number of values per pixel for each colour type of PNG
@@ -121,11 +121,12 @@ def _check_scans(encoded: bytes, frame: tuple[int, int, int, int], components: i
     `components` is the number of components in the first scan.
     """
     marker, width, height, all_components = frame
-    if marker in _HUFFMAN and width * height > JPEG_RATIO * len(encoded):
+    if width * height > JPEG_RATIO * len(encoded):
         raise HeaderError(f"a damaged JPEG: {len(encoded)} bytes cannot hold {width} x {height} pixels")
     several = marker not in (0xC0, 0xC1) or components < all_components
-    if several and encoded.count(b"\xff\xda") > MOST_SCANS:
-        raise HeaderError(f"a JPEG with more than {MOST_SCANS} scans, which is not supported")
+    most = min(MOST_SCANS, MOST_SCANNED // max(width * height, 1))
+    if several and encoded.count(b"\xff\xda") > most:
+        raise HeaderError(f"a JPEG of {width} x {height} pixels with more than {most} scans, which is not supported")
 
 
 def check_png(encoded: bytes, max_pixels: int) -> None:

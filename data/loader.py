@@ -163,6 +163,8 @@ def training_batches(
     if batches.rank == 0:
         _warn_of_small_cache(sources, [sampler.buffer * batches.streams for sampler in samplers])
     mixture = MixtureSampler(samplers, weights, seed)
+    if batches.rank == 0:
+        _warn_of_rounded_weights(weights, mixture)
     _check_enough(mixture, batches.batch_size)
     dataset = TrainDataset(
         sources, mixture, transform, seed, batches.batch_size, decoding=reading.decoding, classes=reading.classes
@@ -246,6 +248,21 @@ def _warn_of_small_cache(sources: Sequence[Source], spans: Sequence[int]) -> Non
             needed / 1e9,
             limit / 1e9,
         )
+
+
+def _warn_of_rounded_weights(weights: Sequence[float], mixture: MixtureSampler) -> None:
+    """Log a warning for each source whose share of the images differs from its weight by more than a tenth."""
+    for number, (weight, quota) in enumerate(zip(weights, mixture.quotas, strict=True)):
+        wanted, used = weight / sum(weights), int(quota) / PATTERN
+        if abs(used - wanted) > wanted / 10:
+            log.warning(
+                "Source %d of the mixture gives %.3g %% of the images instead of %.3g %%, because shares are multiples "
+                "of 1/%d.",
+                number + 1,
+                100 * used,
+                100 * wanted,
+                PATTERN,
+            )
 
 
 def _check_enough(mixture: MixtureSampler, batch_size: int) -> None:

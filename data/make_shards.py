@@ -45,6 +45,7 @@ from tessera.data.tools.offline import run_command, say, spread
 from tessera.data.tools.pack import LeftOut, Recipe, Record, prepare, read, shared_keys, write_shard
 from tessera.runtime import stdio
 from tessera.runtime.files import atomic_write
+from tessera.runtime.machine import cores
 from tessera.runtime.settings import Positional, flags, validate
 
 PROGRAM = "tessera make_shards"
@@ -71,7 +72,7 @@ class MakeShards(Recipe):
     """true: distribute the images over the shards in random order; false: keep the order of names or of the list"""
     seed: int = Field(default=0, ge=0)
     """seed of the shuffle"""
-    workers: int = Field(default=os.cpu_count() or 1, ge=1)
+    workers: int = Field(default=cores(), ge=1)
     """number of worker processes"""
     labels: Literal["auto", "folders", "none"] = "auto"
     """folders: the first folder of a path is the class; none: no labels; auto: for a list or manifest, the labels in

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from tessera.data.shards.failures import ResourceError
 from tessera.runtime import preemption
-from tessera.runtime.machine import process_fields, return_freed_memory, signal_at_end_of_parent
+from tessera.runtime.machine import cores, process_fields, return_freed_memory, signal_at_end_of_parent
 
 POLL = 1.0  # seconds between two checks of the workers while their parent waits for a batch
 STALLED = 30
@@ -47,10 +47,10 @@ def free_cores(processes: int) -> int:
     The number is one less than the number of cores per training process, but at least 1 and at most 16.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    cores = len(os.sched_getaffinity(0))
+    available = cores()
     # A SLURM job may see cores of the node that are not allocated to the job.
-    allocated = int(os.environ.get("SLURM_CPUS_ON_NODE", cores))
-    return max(1, min(16, min(cores, allocated) // local - 1))
+    allocated = int(os.environ.get("SLURM_CPUS_ON_NODE", available))
+    return max(1, min(16, min(available, allocated) // local - 1))
 
 
 class WorkersError(ResourceError):

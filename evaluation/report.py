@@ -20,6 +20,7 @@ from tessera.evaluation.reporting.table import make_table, print_table, to_csv, 
 from tessera.runtime.files import atomic_write
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.settings import Positional, Settings
+from tessera.runtime.user_error import printable
 
 
 class ReportSettings(Settings):
@@ -82,7 +83,7 @@ def run(settings: ReportSettings) -> None:
     problems += damaged
     write(settings.output, render(settings.title, table, groups, pictures, problems))
     for problem in problems:
-        console.print(problem, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        console.print(printable(problem), style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(f"Page written to {settings.output}", markup=False, highlight=False, soft_wrap=True)
     if settings.open:
         webbrowser.open(settings.output.resolve().as_uri())
@@ -97,7 +98,7 @@ def write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ReportError(f"{path} cannot be written: {error.strerror}. Choose another file.") from error
 

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from tessera import encoders
+from tessera.encoders.errors import WeightsError
+from tessera.encoders.formats.checkpoint import read, recognise, unwrap
+from tessera.encoders.formats.loading import Report
 from tessera.encoders.unused import ON_META
 from tessera.evaluation.features import resolve_checkpoint
 from tessera.pretrain.config import RunConfig
@@ -63,8 +66,13 @@ def _build(config: RunConfig, *, fresh: bool, check: bool = True) -> Method:
         if config.init_from and fresh:
             folder = Path(config.init_from).is_dir()
             source = resolve_checkpoint(config.init_from) if folder else config.init_from
-            log.info("%s", encoders.load_weights(encoder, source))
+            try:
+                log.info("%s", encoders.load_weights(encoder, source))
+            except WeightsError as error:
+                raise SettingsError(f"init_from: {error}{_fitting(source)}") from error
         encoder.preprocessing = config.data.preprocessing
+    except SettingsError:
+        raise
     except (ValueError, OSError) as error:
         raise SettingsError(f"encoder: {error}") from error
     try:
@@ -84,6 +92,15 @@ def _build(config: RunConfig, *, fresh: bool, check: bool = True) -> Method:
     if config.compile:
         compile_blocks(method)
     return method
+
+
+def _fitting(source: str | Path) -> str:
+    """Return a sentence that names the variant of a weight file, or an empty text if the variant is unknown."""
+    try:
+        state = unwrap(read(source), "auto", Report())
+        return f" The weights are those of --encoder {recognise(state).describe(state)['variant']}."
+    except (WeightsError, OSError):
+        return ""
 
 
 def _build_empty(config: RunConfig) -> Method:

@@ -39,6 +39,7 @@ from tessera.runtime.collectives import first_of_node_first, run_on_all_ranks
 from tessera.runtime.files import atomic_write
 from tessera.runtime.preemption import saving_on_interrupt
 from tessera.runtime.settings import SettingsError
+from tessera.runtime.user_error import without_controls
 from tessera.runtime.watchdog import watched
 
 log = logging.getLogger(__name__)
@@ -275,4 +276,4 @@ def finish_run(run: TrainingRun) -> None:
     if run.config.data.shards is None or run.accelerator.device.type == "cpu":
         command += " --no-augment --batch_norm"
     print(f"encoder: {paths}")
-    print(f"next:    {command}")
+    print(without_controls(f"next:    {command}"))

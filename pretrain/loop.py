@@ -238,7 +238,7 @@ def _exit(run: TrainingRun) -> NoReturn:
     if run.recorder:
         run.recorder.close()
     run.accelerator.wait_for_everyone()  # because the launcher kills all processes when one exits
-    raise preemption.Preempted(preemption.message(run.state.step))
+    raise preemption.Preempted(preemption.message(run.state.step, run.output))
 
 
 class Meter:
@@ -360,7 +360,7 @@ def _verdict(run: TrainingRun, online_knn: OnlineKNN, record: dict[str, Any], al
         return f"step 0: {online_knn.config.k}-NN accuracy {verdict.baselines(scores)}{verdict.linear(scores)}"
     signs = alarm.signs(record, run.method.collapse_signs(record))
     early = max(run.config.optim.warmup_steps, int(run.config.health.grace * run.steps))
-    found = verdict.outcome(scores.history, online_knn.queries, early, signs)
+    found = verdict.outcome(scores.history, online_knn.queries, early, signs, scores.linear)
     advice = list(signs.values()) or run.method.advice(record)
     return verdict.line(scores, online_knn.config.k, online_knn.queries, found, advice)
 

@@ -39,7 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     handler = _log_handler()
     handler.addFilter(_escape_controls)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
-    rank = int(os.environ.get("RANK", "0"))
+    rank = os.environ.get("RANK", "0")
+    rank = int(rank) if rank.isdecimal() else 0  # the watchdog refuses other values
     try:
         with preemption.listening():
             config = load(sys.argv[1:] if argv is None else argv)

@@ -66,6 +66,8 @@ def _locked_folder(config: RunConfig) -> Iterator[Path]:
     output = Path(config.output or new_folder(config))
     made = [folder for folder in (output, *output.parents) if not folder.exists()]
     make_folder(output, exist_ok=config.output is not None)
+    if not config.overwrite:  # --overwrite deletes the parts of the old run, of any kind
+        _check_parts(output)
     try:
         with locked(output):
             yield output
@@ -124,6 +126,19 @@ def make_folder(output: Path, *, exist_ok: bool = True) -> None:
         raise SettingsError(f"Cannot create {shown}: {error.strerror}. Choose another --output.") from error
     if not os.access(output, os.W_OK | os.X_OK):
         raise SettingsError(f"{shown} cannot be written to. Choose another --output.")
+
+
+def _check_parts(output: Path) -> None:
+    """Check that no part of a run is a folder instead of a file, or the reverse, or a pipe.
+
+    Raises:
+        SettingsError: a part is of the wrong kind.
+    """
+    for path in (output / name for name in PARTS):
+        is_file = bool(path.suffix)
+        if path.exists() and not (path.is_file() if is_file else path.is_dir()):
+            kind = "regular file" if is_file else "folder"
+            raise SettingsError(f"{printable(str(path))} is not a {kind}. Remove it, or choose another --output.")
 
 
 def delete_run(output: Path) -> None:

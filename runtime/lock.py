@@ -114,6 +114,8 @@ def _create(folder: Path, timing: Timing) -> tuple[Path, int]:
         if newest is not None and not _is_dead(newest, timing):
             continue
         path = folder / f".lock-{(0 if newest is None else _number(newest)) + 1:08d}"
+        if not NAME.fullmatch(path.name):
+            raise LockedError(f"{newest} has the largest number of a lock. Remove it if no run writes into the folder.")
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:

@@ -25,6 +25,8 @@ heap."""
 LIBC = ctypes.CDLL(None)
 """The C library. It is opened here, because a forked process must not open a library: the process fails if another
 thread of its parent was opening one during the fork."""
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""File in a container that holds the CPU time, and the time in which the container may use it, in microseconds."""
 PACKAGES = ("tessera-ssl", "torch", "torchvision", "accelerate", "numpy", "pillow")
 
 
@@ -35,6 +37,15 @@ def processor() -> str:
     except OSError:  # only Linux has this file
         names = []
     return names[0] if names else platform.machine()
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use, by its affinity and by the CPU quota of its container."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # without a container or a quota, no file, or the text "max"
+        quota, period = map(int, CPU_QUOTA.read_text().split())
+        count = min(count, max(quota // period, 1))
+    return count
 
 
 def machine_id() -> str:

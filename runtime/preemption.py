@@ -2,11 +2,13 @@
 exits with `EXIT_CODE`."""
 
 import os
+import shlex
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from tessera.runtime.machine import command_line, is_launcher, signal_at_end_of_parent
 from tessera.runtime.stdio import tell
@@ -118,10 +120,11 @@ def stop_requested() -> bool:
     return bool(_received)
 
 
-def message(step: int) -> str:
-    """Return a message for the user. It says why the run stopped after `step` steps, and how to continue the run."""
+def message(step: int, folder: str | Path) -> str:
+    """Return a message for the user. It says why the run in `folder` stopped after `step` steps, and how to continue
+    it."""
     why = f"stopped by {_received[0].name}" if _received else "stopped because another process received a signal"
-    return f"{why}. Step {step} is done and saved. To continue, start again with --resume and the folder of this run."
+    return f"{why}. Step {step} is done and saved. To continue, start again with --resume {shlex.quote(str(folder))}."
 
 
 def _record(number: int, _: object) -> None:

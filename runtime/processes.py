@@ -13,7 +13,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 
 from tessera.runtime import preemption, watchdog
-from tessera.runtime.machine import command_line, is_launcher
+from tessera.runtime.machine import command_line, cores, is_launcher
 from tessera.runtime.user_error import UserError, without_controls
 
 AGAIN = "Start the command again."
@@ -67,9 +67,9 @@ def set_threads(processes: int) -> None:
     """
     if "OMP_NUM_THREADS" in os.environ and not _launcher_set_threads():
         return
-    cores = len(os.sched_getaffinity(0))
-    cores = min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)))
-    share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    available = cores()
+    available = min(available, int(os.environ.get("SLURM_CPUS_ON_NODE", available)))
+    share = available // int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     torch.set_num_threads(max(share - 1 if share > 2 else share, 1))
 
 

@@ -67,9 +67,12 @@ def derived(**limits: Any) -> Any:
 # Fields of frozen classes are read-only, so a child class may narrow the types of the fields.
 @dataclass_transform(kw_only_default=True, field_specifiers=(Field, derived))
 class Section(BaseModel):
-    """Group of settings. The docstring below a field is the help text of the field. Unknown names raise an error."""
+    """Group of settings. The docstring below a field is the help text of the field. Unknown names raise an error, and
+    so do numbers that are not finite."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True, allow_inf_nan=False
+    )
 
     short_form: ClassVar[str | None] = None
     """Name of the field that the short forms `--section VALUE` and `section: VALUE` set. None disables short forms."""

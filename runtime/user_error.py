@@ -4,6 +4,7 @@ import re
 
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 """Pattern of control characters, line separators, and characters that change the direction of text."""
+_PASSWORD = re.compile(r"(?<=://)([^\s/@:]*):[^\s/@]+@")
 
 
 class UserError(Exception):
@@ -22,9 +23,10 @@ def printable(name: str) -> str:
 
 
 def without_controls(message: str) -> str:
-    """Escape the control characters of a message, except line breaks, and indent all lines after the first.
+    """Escape the control characters of a message, except line breaks, and indent all lines after the first. Hide
+    passwords in URLs.
 
     Commands print every message through this function. A name in the message may contain a line break. Without the
     indentation, the next line could look like another message.
     """
-    return "\n    ".join(map(printable, message.split("\n")))
+    return "\n    ".join(map(printable, _PASSWORD.sub(r"\1:***@", message).split("\n")))

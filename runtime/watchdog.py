@@ -80,7 +80,11 @@ def watched(advice: str = CONTINUE) -> Iterator[None]:
     Raises:
         LostError: a collective failed because another process is lost. `LostError` replaces the error of the
             collective.
+        UserError: an environment variable of the launcher is not a number.
     """
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        if not os.environ.get(name, "0").removeprefix("-").isdecimal():
+            raise UserError(f"The environment variable {name} is {os.environ[name]!r}. It must be a number, or unset.")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes == 1 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         yield

@@ -1,5 +1,7 @@
 """Read YAML files that may be untrusted."""
 
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import yaml
 from tessera.runtime.files import read_bounded
 from tessera.runtime.user_error import UserError, printable
 
+_SURROGATE = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # the others stand for bytes of file names that are no UTF-8
 MAX_BYTES = 2**18
 """Largest size of a settings file in bytes."""
 MAX_DIGITS = 1000
@@ -70,11 +73,20 @@ def _expanded_size(node: yaml.Node | None, known: dict[int, int]) -> int:
         return 1
     if id(node) not in known:
         known[id(node)] = MAX_VALUES + 1  # so that a value that contains itself exceeds the limit
+        if isinstance(node, yaml.MappingNode):
+            _check_names(node)
         children = [one for pair in node.value for one in (pair if isinstance(pair, tuple) else (pair,))]
         known[id(node)] = 1 + sum(_expanded_size(child, known) for child in children)
     if known[id(node)] > MAX_VALUES:
         raise YAMLError(f"it holds more than {MAX_VALUES} values, counting each alias, or a value that contains itself")
     return known[id(node)]
+
+
+def _check_names(node: yaml.MappingNode) -> None:
+    """Raise `YAMLError` if a mapping has a name twice. PyYAML would silently use the last value."""
+    names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+    if twice := next((name for name, count in Counter(names).items() if count > 1), None):
+        raise YAMLError(f"the name {printable(twice)} is given twice. Remove one of the two.")
 
 
 def _check(value: Any, where: str) -> None:
@@ -91,5 +103,7 @@ def _check(value: Any, where: str) -> None:
             _check(one, where)
     elif isinstance(value, str) and "\0" in value:
         raise YAMLError(f"{where} has a NUL character. Remove the character.")
+    elif isinstance(value, str) and _SURROGATE.search(value):
+        raise YAMLError(f"{where} has half of a surrogate pair, which is no character. Remove it.")
     elif not (value is None or isinstance(value, str | int | float | bool)):
         raise YAMLError(f"{where} is a {type(value).__name__}. Settings cannot have this type. Put text in quotes.")

@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,12 @@ from tests.launched import ROOT, Launched
 
 # Before torch is imported: the models of the tests are so small that two threads take twice the CPU time of one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A command that is started under nohup, or in the background of a script, ignores these signals, as do its children.
+# Some tests send them. A hangup does not end the tests, but their children get the default action.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 # Tests that start processes fork them from one server, which imports these modules once.
 multiprocessing.set_forkserver_preload(["tests.pretrain.small", "tessera.launch.accelerate_launch"])
 

@@ -29,6 +29,8 @@ TABLE = ".index"
 """File name suffix of tables: the table of `a.tar` is `a.tar.index`."""
 LARGEST_TABLE = 2**30  # Maximum size of a table in bytes. The table of a million samples has about 60 MB.
 LONGEST_NAME = 255  # maximum size in bytes of the name of a file
+MOST_SHARDS = 200_000
+"""Maximum number of shards that one pattern may match, and that an index.json may list."""
 MOST_SAMPLES = 2**32  # maximum number of samples of a shard
 LARGEST_SHARD = 2**50  # maximum size of a shard in bytes
 MOST_CHANNELS = 4096
@@ -56,11 +58,11 @@ class ShardEntry(BaseModel):
 
     url: Annotated[str, AfterValidator(_file_name)]
     """File name of the shard."""
-    nsamples: int = Field(ge=1, le=MOST_SAMPLES)
+    nsamples: int = Field(ge=1, le=MOST_SAMPLES, strict=True)
     """Number of samples."""
-    filesize: int = Field(ge=1, le=LARGEST_SHARD)
+    filesize: int = Field(ge=1, le=LARGEST_SHARD, strict=True)
     """Size of the shard in bytes."""
-    labelled: int | None = Field(default=None, ge=0)
+    labelled: int | None = Field(default=None, ge=0, strict=True)
     """Number of samples with a label; None if unknown, as in an index that another tool wrote."""
     sha256: str | None = Field(default=None, pattern="^[0-9a-fA-F]{64}$")
     """SHA-256 of the shard in hexadecimal; None if unknown."""
@@ -106,6 +108,8 @@ def parse_folder(content: bytes, path: str) -> FolderIndex:
     Raises:
         ShardError: the content is not a valid `index.json`.
     """
+    if content.count(b'"url"') > MOST_SHARDS:  # counted first, because parsing takes 1 kB of memory for each shard
+        raise ShardError(f"{path} lists more than {MOST_SHARDS:,} shards. Divide the shards among several folders.")
     try:
         return FolderIndex.model_validate_json(content)
     except ValidationError as error:

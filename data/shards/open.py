@@ -28,7 +28,7 @@ from tessera.data.shards.failures import (
     warn_once,
 )
 from tessera.data.shards.folder import ImageFolder, holds_images
-from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, parse_folder
+from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, ShardEntry, parse_folder
 from tessera.data.shards.source import DEFAULT, Shard, Source, SourceConfig
 from tessera.data.shards.tars import LocalTar, PackedTar, RemoteTar, Tar, folder_of
 from tessera.runtime.progress import track
@@ -36,8 +36,6 @@ from tessera.runtime.user_error import CONTROL, printable
 
 ENDINGS = (".tar", ".tar.gz")
 """File name endings of shards."""
-MOST_SHARDS = 200_000
-"""Maximum number of shards that one pattern may match."""
 MOST_BRACES = 16  # maximum number of opening braces in a pattern, because each brace adds to the expansion time
 THREADS = 16
 _RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?\}")
@@ -309,7 +307,7 @@ def _refuse_controls(path: str) -> None:
 
 def _matches(pattern: str, indices: "_FolderIndices") -> list[str]:
     """Return the paths and URLs of the shards that one pattern matches."""
-    pattern = pattern.removeprefix("file://")
+    pattern = pattern.removeprefix("file://").removeprefix("file:")
     _refuse_controls(pattern)
     if os.path.exists(pattern):
         return _shards_at(pattern, indices)

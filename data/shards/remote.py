@@ -407,10 +407,11 @@ def _options(scheme: str, timeout: float) -> dict[str, Any]:
         import aiohttp
 
         limit = aiohttp.ClientTimeout(total=None, sock_connect=timeout, sock_read=timeout)
-        return {"client_kwargs": {"timeout": limit}} | given
+        # `trust_env` makes aiohttp use HTTP_PROXY, HTTPS_PROXY and NO_PROXY, as other programs do
+        return given | {"client_kwargs": {"timeout": limit, "trust_env": True} | given.get("client_kwargs", {})}
     if scheme in ("s3", "s3a"):
         limits = {"connect_timeout": timeout, "read_timeout": timeout, "retries": {"max_attempts": 0}}
-        return {"config_kwargs": limits} | given
+        return given | {"config_kwargs": limits | given.get("config_kwargs", {})}
     return {}
 
 

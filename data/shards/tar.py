@@ -21,10 +21,8 @@ import numpy as np
 from tessera.data.shards.failures import MAKE_SHARD_AGAIN, ShardError, unreadable
 from tessera.runtime.user_error import printable
 
-IMAGES = ("jpg", "jpeg", "png", "webp")
-"""File name extensions of images in a shard."""
-TIFFS = ("tif", "tiff")
-"""File name extensions of TIFFs, which are read from shards but are not written by `data.make_shards`."""
+IMAGES = ("jpg", "jpeg", "png", "webp", "tif", "tiff")
+"""File name extensions of images in shards and folders."""
 OTHER_IMAGES = ("bmp", "gif", "heic", "avif", "jp2")
 """File name extensions of images that are not supported. Such images in a shard cause a warning."""
 LABEL = "cls"
@@ -284,7 +282,7 @@ def scan_tar(path: str | int, shard: str) -> Index:
                         f"{shard} is truncated or damaged. The tar has {size} bytes, but its member "
                         f"{shown(member.name)} ends at byte {member.end}. {MAKE_SHARD_AGAIN}"
                     )
-                if not _add(samples, member, shard) and _extension(member.name) in (*IMAGES, *TIFFS, *OTHER_IMAGES):
+                if not _add(samples, member, shard) and _extension(member.name) in (*IMAGES, *OTHER_IMAGES):
                     unread, first_unread = unread + 1, first_unread or member.name
     except OSError as error:
         raise unreadable(shard, error) from error
@@ -304,7 +302,7 @@ def scan_tar(path: str | int, shard: str) -> Index:
     if unread and samples:
         log.warning(
             "%s: %d images are not read, the first is %s. A name must be KEY.EXTENSION, without a dot in KEY and with "
-            "one of the extensions %s.", shard, unread, shown(first_unread), ", ".join((*IMAGES, *TIFFS)),
+            "one of the extensions %s.", shard, unread, shown(first_unread), ", ".join(IMAGES),
         )  # fmt: skip
     return _index(samples, size, shard)
 
@@ -342,7 +340,7 @@ def _add(samples: Members, member: Member, shard: str) -> bool:
     key, extension = found[0], found[1][:16].lower().decode(errors="replace")
     if not samples or samples[-1][0] != key:
         samples.append((key, {}))
-    if extension not in (*IMAGES, *TIFFS, LABEL, MAP):
+    if extension not in (*IMAGES, LABEL, MAP):
         return False
     if extension in samples[-1][1]:
         raise ShardError(f"{shard} holds {shown(member.name)} twice. Make the shard again with unique names.")
@@ -358,13 +356,13 @@ def _add(samples: Members, member: Member, shard: str) -> bool:
 def _index(samples: Members, size: int, shard: str) -> Index:
     keys, images, labels, maps = [], [], [], []
     for key, members in samples:
-        if image := next((place for extension, place in members.items() if extension in (*IMAGES, *TIFFS)), None):
+        if image := next((place for extension, place in members.items() if extension in IMAGES), None):
             keys.append(key)
             images.append(image)
             labels.append(members.get(LABEL, (-1, -1)))
             maps.append(members.get(MAP, (-1, -1)))
     if not images:
-        names = " or ".join(f"KEY.{extension}" for extension in (*IMAGES, *TIFFS))
+        names = " or ".join(f"KEY.{extension}" for extension in IMAGES)
         raise ShardError(f"{shard} holds no images. Name image files {names}, without a dot in KEY.")
     return Index(
         keys=np.frombuffer(b"".join(keys), dtype=np.uint8),

@@ -20,19 +20,20 @@ from pydantic import Field
 from webdataset.writer import TarWriter
 
 from tessera.data.decode import ImageError, decode
-from tessera.data.headers import is_jpeg, is_png
+from tessera.data.headers import HeaderError, is_jpeg, is_png
 from tessera.data.maps import checked_map
 from tessera.data.shards.failures import ShardError, is_exhausted
-from tessera.data.shards.index import write_table
+from tessera.data.shards.index import MOST_CHANNELS, write_table
 from tessera.data.shards.listing import MISSING, NO_LABEL, REASONS, Listing
 from tessera.data.shards.tar import LABEL, MAP, scan_tar
 from tessera.data.statistics import histogram
+from tessera.data.tiff import is_tiff, read_tiff
 from tessera.runtime.files import atomic_write
 from tessera.runtime.settings import Settings
 
 Format = Literal["keep", "jpeg", "png", "webp"]
 
-EXTENSIONS = {"jpeg": "jpg", "png": "png", "webp": "webp"}
+EXTENSIONS = {"jpeg": "jpg", "png": "png", "webp": "webp", "tiff": "tif"}
 
 
 class LeftOut(Exception):  # noqa: N818
@@ -124,8 +125,8 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
     """Check an image file and its map, and encode the image again if the recipe requires another size or format.
 
     If the image is not encoded again, the content of the file is kept unchanged. Otherwise the stored image is upright
-    and RGB, has no metadata, and shows white where the original was transparent. A segmentation map is encoded again
-    only if the image is resized. Maps are resized with nearest-neighbour interpolation.
+    and RGB, has no metadata, and shows white where the original was transparent; a TIFF becomes a PNG. A segmentation
+    map is encoded again only if the image is resized. Maps are resized with nearest-neighbour interpolation.
 
     Raises:
         LeftOut: the image is damaged, is too large, has an unknown format, or cannot be encoded; or the map is damaged
@@ -135,11 +136,16 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
     try:
         if not recipe.encodes and not recipe.verify:
             return Prepared(content, EXTENSIONS[found], None, encoded_map)
+        if found == "tiff" and not recipe.encodes:
+            tiff = read_tiff(content, most_bands=MOST_CHANNELS, max_pixels=recipe.max_pixels)
+            size = tiff.pixels.shape[:2] if tiff.orientation < 5 else tiff.pixels.shape[1::-1]  # upright (H, W)
+            return Prepared(content, EXTENSIONS[found], None, _prepare_map(encoded_map, size, size[::-1]))
         pixels = decode(content, max_pixels=recipe.max_pixels)  # (3, H, W)
-    except ImageError as error:
+    except (ImageError, HeaderError) as error:
         raise LeftOut(str(error)) from error
     height, width = map(int, pixels.shape[1:])
     wanted = found if recipe.format == "keep" else recipe.format
+    wanted = "png" if wanted == "tiff" else wanted
     shrinks = recipe.resize is not None and min(height, width) > recipe.resize
     if wanted == found and not shrinks:
         checked = _prepare_map(encoded_map, (height, width), (width, height))
@@ -186,7 +192,9 @@ def _format(content: bytes) -> str:
         return "png"
     if content.startswith(b"RIFF") and content[8:12] == b"WEBP":
         return "webp"
-    raise LeftOut("the file is not a JPEG, PNG or WebP image, or its header is damaged")
+    if is_tiff(content):
+        return "tiff"
+    raise LeftOut("the file is not a JPEG, PNG, WebP or TIFF image, or its header is damaged")
 
 
 def key(path: bytes) -> str:

@@ -218,9 +218,10 @@ def _check_file(path: Path) -> None:
     torch does not compress the archives that it writes.
 
     Raises:
-        WeightsError: the file is not regular, or it is a compressed archive.
-        OSError: the file does not exist.
+        WeightsError: the file does not exist, is not regular, or is a compressed archive.
     """
+    if not path.exists():
+        raise WeightsError(f"There is no file {path}. Give the path of a weight file, or timm:NAME.")
     if not stat.S_ISREG(path.stat().st_mode):
         raise WeightsError(f"{path} is not a file. Give the path of a weight file.")
     if path.suffix != ".safetensors" and zipfile.is_zipfile(path):

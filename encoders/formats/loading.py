@@ -153,8 +153,9 @@ def check_size(found: tuple[int, int, int], own: tuple[int, int, int], variants:
     if found == own:
         return
     dim, depth, patch_size = found
-    names = {(settings["dim"], settings["depth"]): name for name, settings in variants.items()}
-    fitting = names.get((dim, depth), f"an encoder with dim={dim}, depth={depth}")
+    names = [name for name, settings in variants.items() if (settings["dim"], settings["depth"]) == (dim, depth)]
+    names.sort(key=lambda name: variants[name].get("patch_size") != patch_size)
+    fitting = names[0] if names else f"an encoder with dim={dim}, depth={depth}"
     raise WeightsError(
         f"The checkpoint has width {dim}, {depth} blocks and patches of {patch_size} pixels. This encoder has width "
         f"{own[0]}, {own[1]} blocks and patches of {own[2]} pixels. To load the checkpoint, build {fitting} with "

@@ -22,8 +22,7 @@ from tessera.data.collate import Collator, Sample
 from tessera.data.crops import CenterCrop
 from tessera.data.dataset import Decoding, EvaluationDataset
 from tessera.data.pictures import colours
-from tessera.data.shards import ShardError, Source, open_shards
-from tessera.encoders import EncoderError
+from tessera.data.shards import ShardError, Source, SourceConfig, open_shards
 from tessera.encoders.base import Preprocessing
 from tessera.evaluation.features import (
     EvaluationError,
@@ -37,6 +36,7 @@ from tessera.evaluation.reporting.runs import RunFolder
 from tessera.evaluation.results import data_name
 from tessera.evaluation.token_colours import common_colours, principal_components
 from tessera.runtime.settings import validate
+from tessera.runtime.user_error import UserError
 
 TILE = 64
 """Largest side in pixels of a shown image. Larger images are shrunk."""
@@ -105,7 +105,8 @@ def examine(
     for key, some in by_shards.items():
         shards = json.loads(key)
         try:
-            opened = open_shards(shards, progress=False)
+            # the settings of a run may come from a stranger, so that only --val can name a command to run
+            opened = open_shards(shards, progress=False, source=SourceConfig(commands=None if val else False))
             opened = replace(opened, classes=opened.class_names() if opened.all_labelled() else None)
         except ShardError as error:
             problems.append(f"{', '.join(run.name for run in some)}: neighbours are not shown. {error}")
@@ -114,7 +115,7 @@ def examine(
         for run in some:
             try:
                 encoded[run.name] = _encode(run, opened, images, bank, accelerator)
-            except (EvaluationError, EncoderError, ShardError) as error:
+            except UserError as error:
                 problems.append(f"{run.name}: neighbours are not shown. {error}")
         if encoded:
             colours_of_runs = common_colours([one.projected for one in encoded.values()])

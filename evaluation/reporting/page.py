@@ -16,10 +16,13 @@ from tessera.evaluation.reporting.curves import charts, looks, to_svg
 from tessera.evaluation.reporting.neighbours import Group
 from tessera.evaluation.reporting.runs import RunFolder
 from tessera.evaluation.reporting.table import MISSING, Table
+from tessera.runtime.files import read_bounded
 
 MOST_SETTINGS = 8
 """If more settings than this number differ between the runs, the page initially hides the settings that differ only
 between methods."""
+PICTURE_BYTES = 2**26
+"""Largest size of a picture in bytes."""
 FIRST_PICTURES = ("attention", "pca", "reconstruction", "crops")
 """Kinds of pictures that come first on the page, in this order. All other kinds follow."""
 
@@ -85,10 +88,10 @@ def run_pictures(runs: Sequence[RunFolder]) -> tuple[dict[str, dict[str, str]], 
             if kind not in run.pictures:
                 continue
             try:
-                content = run.pictures[kind].read_bytes()
+                content = read_bounded(run.pictures[kind], PICTURE_BYTES)
                 with Image.open(io.BytesIO(content)) as image:
                     image.verify()
-            except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for a damaged PNG
+            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # errors of Pillow
                 problems.append(f"{run.pictures[kind]} is not a readable picture: {error}. The picture is left out.")
             else:
                 found.setdefault(kind, {})[run.name] = _data_url(content)

@@ -4,7 +4,6 @@ A missing or damaged file raises no error. `RunFolder.problems` names the files 
 """
 
 import json
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +12,9 @@ from typing import Any, TypeGuard
 
 from tessera.encoders import WEIGHTS
 from tessera.evaluation.results import data_name
+from tessera.runtime.files import read_bounded
 from tessera.runtime.settings import SettingsError, flattened, read_yaml
-from tessera.runtime.user_error import UserError
+from tessera.runtime.user_error import UserError, printable
 
 SCORES = {"top1": "", "mean_iou": " (mIoU)", "mean_average_precision": " (mAP)"}
 """Keys under which a result file may contain its score (0 to 1), and the text to append to the name of the protocol. If
@@ -25,6 +25,13 @@ ONLINE = {
 }
 """Metrics that are scores of evaluations during training. Each value consists of the name of a setting, and of the name
 of the evaluation, in which the value of the setting replaces the braces."""
+
+
+LARGEST = 1e30
+"""Largest absolute value of a number. Larger numbers count as not finite, because charts cannot show them."""
+LARGEST_STEP = 2**53
+LINES_BYTES, RESULT_BYTES = 2**28, 2**24
+"""Largest sizes of a JSON lines file and of a result file, in bytes."""
 
 
 class ReportError(UserError, ValueError):
@@ -114,8 +121,33 @@ def read_runs(folders: Sequence[str | Path]) -> tuple[list[RunFolder], list[str]
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return True for a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Return True for a finite number of at most `LARGEST`."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def is_step(value: Any) -> TypeGuard[float]:
+    """Return True for a number of steps."""
+    return is_number(value) and 0 <= value <= LARGEST_STEP
+
+
+def parse_json(content: bytes) -> Any:
+    """Return the value of a JSON text, with escaped control characters and surrogates.
+
+    Raises:
+        ValueError: the text is not JSON, or is nested too deeply.
+    """
+    try:
+        return _printable(json.loads(content.decode(errors="replace")))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {printable(str(key)): _printable(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable(one) for one in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def is_run(folder: Path) -> bool:
@@ -128,7 +160,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     count = 1
     while len({folder.parts[-count:] for folder in folders}) < len(folders):
         count += 1
-    return ["/".join(folder.parts[-count:]) for folder in folders]
+    return [printable("/".join(folder.parts[-count:])) for folder in folders]
 
 
 def read_run(folder: Path, name: str) -> RunFolder:
@@ -136,10 +168,14 @@ def read_run(folder: Path, name: str) -> RunFolder:
     problems: list[str] = []
     settings: dict[str, Any] = {}
     try:
-        settings = flattened(read_yaml(folder / "config.yaml"))
+        settings = _printable(flattened(read_yaml(folder / "config.yaml")))
     except SettingsError as error:
         problems.append(f"The settings are not shown: {error}.")
-    records = [line for line in read_lines(folder / "metrics.jsonl", problems) if is_number(line.get("step"))]
+    val = settings.get("evaluation.val")
+    if val is not None and not all(isinstance(one, str) for one in (val if isinstance(val, list) else [val])):
+        problems.append("evaluation.val in config.yaml is neither a text nor a list of texts. It is left out.")
+        del settings["evaluation.val"]
+    records = [line for line in read_lines(folder / "metrics.jsonl", problems) if is_step(line.get("step"))]
     if not records:
         problems.append(f"{folder / 'metrics.jsonl'} contains no metrics, so no curve is shown.")
     run = RunFolder(
@@ -167,13 +203,13 @@ def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     a killed run may leave an incomplete line.
     """
     try:
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        lines = read_bounded(path, LINES_BYTES).splitlines() if path.exists() else []
     except OSError as error:
         problems.append(f"{path} cannot be read: {error.strerror}.")
         return
     for number, line in enumerate(lines, 1):
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError:
             value = None
         if isinstance(value, dict):
@@ -194,12 +230,12 @@ def read_results(folder: Path, problems: list[str]) -> Iterator[tuple[str, str, 
         if any(path.parent.glob(f"{path.stem}-*.json")):
             continue  # the file is a copy of the newest result, such as knn.json for knn-....json
         try:
-            found = json.loads(path.read_text())
+            found = parse_json(read_bounded(path, RESULT_BYTES))
         except (OSError, ValueError) as error:
             problems.append(f"{path} is not a JSON file: {error}. The result is left out.")
             continue
         found = found if isinstance(found, dict) else {}
-        key = next((key for key in SCORES if isinstance(found.get(key), (int, float))), None)
+        key = next((key for key in SCORES if is_number(found.get(key))), None)
         if key is None:
             problems.append(f"{path} contains none of the scores {', '.join(SCORES)}. The result is left out.")
             continue
@@ -213,7 +249,7 @@ def _step(found: dict[str, Any], path: Path) -> int | None:
 
     The step is an entry of the result file, or part of the path of the checkpoint or of the name of the file's folder.
     """
-    if isinstance(found.get("step"), int):
-        return found["step"]
-    named = re.findall(r"step-(\d+)", f"{found.get('checkpoint', '')} {path.parent.name}")
+    if is_step(found.get("step")):
+        return int(found["step"])
+    named = re.findall(r"step-(\d{1,15})", f"{found.get('checkpoint', '')} {path.parent.name}")
     return int(named[-1]) if named else None

@@ -5,6 +5,7 @@ The terminal, the page, the CSV file and the Markdown file show the same cells.
 
 import csv
 import datetime
+import html
 import io
 import math
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ IRRELEVANT = (
     "evaluation.batch_size",
 )
 """Settings, and sections of settings, that do not change what a run learns. The table leaves them out."""
+FORMULA = ("=", "+", "-", "@")
+"""First characters of a formula in a spreadsheet."""
 MISSING = "–"
 """Text of a cell if its run has no value in this column."""
 
@@ -163,13 +166,18 @@ def fact_columns(runs: Sequence[RunFolder]) -> list[Column]:
         Column(
             "training, h:mm:ss",
             "fact",
-            [Cell(str(datetime.timedelta(seconds=round(one))), one) if one else Cell() for one in times],
+            [_duration(one) for one in times],
             ascending=True,
         ),
     ]
     if len(set(devices)) > 1:
         columns.append(Column("device", "fact", [Cell(device) for device in devices]))
     return columns
+
+
+def _duration(seconds: float) -> Cell:
+    """Return a training time as a cell. Impossible times, as from a damaged file, are left out."""
+    return Cell(str(datetime.timedelta(seconds=round(seconds))), seconds) if 0 < seconds < 1e12 else Cell()
 
 
 def setting_columns(runs: Sequence[RunFolder]) -> list[Column]:
@@ -228,10 +236,16 @@ def _rich_table(titles: Sequence[str], rows: Sequence[Sequence[str]], sides: Seq
 
 
 def to_csv(table: Table) -> str:
-    """Return the table as CSV text. The first line contains the headings."""
+    """Return the table as CSV text. The first line contains the headings.
+
+    A cell that a spreadsheet would compute as a formula begins with an apostrophe.
+    """
     text = io.StringIO()
-    rows = [["" if cell == MISSING else cell for cell in row] for row in table.rows]
-    csv.writer(text, lineterminator="\n").writerows([table.titles, *rows])
+    rows = [["" if cell == MISSING else cell for cell in row] for row in (table.titles, *table.rows)]
+    rows = [
+        [f"'{cell}" if cell.startswith(FORMULA) and _number(cell) is None else cell for cell in row] for row in rows
+    ]
+    csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
@@ -244,6 +258,6 @@ def to_markdown(table: Table) -> str:
 
 def _markdown(text: str) -> str:
     """Escape characters that would end a cell or start a tag or a link."""
-    for character in "\\|<>[]*_`":
+    for character in "\\|[]*_`":
         text = text.replace(character, f"\\{character}")
-    return " ".join(text.split())
+    return " ".join(html.escape(text, quote=False).split())

@@ -30,6 +30,7 @@ import torch
 from accelerate import Accelerator
 
 from tessera import encoders
+from tessera.encoders.formats import checkpoint as weight_files
 from tessera.pretrain.checkpoints import manifest
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.local_state import read
@@ -108,7 +109,7 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
     if trainer["processes"] == accelerator.num_processes:
         states = path / f"random-{accelerator.process_index:05d}.pt"
         try:
-            set_random_states(torch.load(states, weights_only=True))
+            set_random_states(weight_files.read(states))
         except Exception as error:  # torch raises many kinds of errors for a damaged file, and executes no code
             raise _damaged(path, [f"{states.name} contains no random states ({type(error).__name__})"]) from error
     else:
@@ -258,10 +259,22 @@ def _wrong_value(trainer: dict[str, Any]) -> str | None:
     for name, value in counts.items():
         if not isinstance(value, int) or not 0 <= value <= LARGEST_COUNT:
             return name
-    alarm = trainer["position"].get("alarm", {})
-    for name, kind in (("in_a_row", dict), ("largest_rank", float | int), ("rung", list)):
-        if not isinstance(alarm.get(name, kind() if isinstance(kind, type) else 0), kind):
-            return f"alarm.{name}"
+    alarm, scores = (trainer["position"].get(name, {}) for name in ("alarm", "scores"))
+    rung = alarm.get("rung", [])
+    valid = {
+        "alarm.in_a_row": _all_numbers(alarm.get("in_a_row", {})),
+        "alarm.largest_rank": _is_number(alarm.get("largest_rank", 0)),
+        "alarm.rung": isinstance(rung, list) and all(isinstance(kind, str) for kind in rung),
+        "scores.history": _is_history(scores.get("history", [])),
+        "scores.linear": _is_history(scores.get("linear", [])),
+        "scores.newest": _all_numbers(scores.get("newest", {})),
+        "scores.last": _all_numbers(scores.get("last", {})),
+        "scores.pixels": _is_number(scores.get("pixels", 0)),
+        "unscored": _all_numbers(trainer["position"].get("unscored", {})),
+    }
+    for name, is_valid in valid.items():
+        if not is_valid:
+            return name
     settings = trainer["settings"]
     if not isinstance(settings, dict):
         return "settings"
@@ -272,12 +285,30 @@ def _wrong_value(trainer: dict[str, Any]) -> str | None:
     return None
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= LARGEST_COUNT)
+
+
+def _all_numbers(values: object) -> bool:
+    """Return True for a dict whose values are numbers."""
+    return isinstance(values, dict) and all(map(_is_number, values.values()))
+
+
+def _is_history(rows: object) -> bool:
+    """Return True for a list of steps and accuracies."""
+    return isinstance(rows, list) and all(isinstance(r, list) and len(r) == 2 and all(map(_is_number, r)) for r in rows)
+
+
 def _damaged(path: Path, faults: list[str]) -> CheckpointError:
     path = path.resolve()  # `path` may be the link `latest`
     listed = list_checkpoints(path.parent)
     earlier = listed[: listed.index(path)] if path in listed else []
-    intact = [p for p in earlier if not manifest.wrong_sizes(p)]
-    start = intact[-1].name if intact else "the beginning, because no earlier checkpoint is complete"
+    start = "the beginning, because no earlier checkpoint is complete"
+    for one in reversed(earlier):
+        # Only rank 0 compares checksums, because it prints the message.
+        if not (manifest.wrong_sizes(one) or (rank() == 0 and manifest.wrong_checksums(one))):
+            start = one.name
+            break
     return CheckpointError(
         f"{path} is damaged: {'; '.join(map(printable, faults))}. Move this folder away. "
         f"Then --resume continues from {start}."

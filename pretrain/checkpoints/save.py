@@ -287,7 +287,8 @@ def remove_old(folder: Path, keep: int, keep_every: int | None) -> None:
 def _make_empty(folder: Path, needed: int) -> None:
     """Create an empty folder. Raise `CheckpointError` if its disk has fewer than `needed` free bytes."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.parent.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted is not made again
+    folder.mkdir()
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(

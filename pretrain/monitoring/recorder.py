@@ -1,9 +1,12 @@
 """Write the records of a training run: metrics, pictures, skipped samples, and a description of the machine."""
 
 import datetime
+import errno
+import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,15 @@ import torch
 from PIL import Image
 
 from tessera.pretrain.engines import Engine
-from tessera.pretrain.monitoring.sinks import SINKS, MetricsConfig, append_line, keep_lines
+from tessera.pretrain.monitoring.sinks import SINKS, MetricsConfig, Sink, append_line, keep_lines
 from tessera.runtime.machine import processor, versions
+from tessera.runtime.user_error import UserError
+
+log = logging.getLogger(__name__)
+
+
+class LostFolderError(UserError):
+    """The run folder was moved or deleted during the run."""
 
 
 class Recorder:
@@ -42,29 +52,57 @@ class Recorder:
         """Write the metrics of the step `record["step"]`. A value that is not finite becomes None, because JSON has no
         NaN."""
         values = {n: value if math.isfinite(value) else None for n, value in record.items() if n != "step"}
-        for sink in self.sinks:
-            sink.write(record["step"], values)
+        for sink in list(self.sinks):
+            with self._surviving(sink):
+                sink.write(record["step"], values)
 
     def pictures(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
         """Write pictures, given as name -> (H, W, 3) uint8, to the sinks and to OUTPUT/pictures/NAME.png.
 
         The PNG file replaces the earlier picture of that name.
         """
-        folder = self.output / "pictures"
-        folder.mkdir(exist_ok=True)
-        for sink in self.sinks:
-            sink.pictures(step, pictures)
-        for name, picture in pictures.items():
-            Image.fromarray(picture).save(folder / f"{name}.png")
+        for sink in list(self.sinks):
+            with self._surviving(sink):
+                sink.pictures(step, pictures)
+        with self._surviving():
+            folder = self.output / "pictures"
+            folder.mkdir(exist_ok=True)
+            for name, picture in pictures.items():
+                Image.fromarray(picture).save(folder / f"{name}.png")
 
     def skipped(self, step: int, reason: str, keys: list[str]) -> None:
         """Append a step whose loss or gradient was not finite to skipped.jsonl, with the names of its samples."""
-        append_line(self.skips, {"step": step, "reason": reason, "samples": keys})
+        with self._surviving():
+            append_line(self.skips, {"step": step, "reason": reason, "samples": keys})
 
     def close(self) -> None:
         """Close all sinks."""
-        for sink in self.sinks:
-            sink.close()
+        for sink in list(self.sinks):
+            with self._surviving(sink):
+                sink.close()
+
+    @contextmanager
+    def _surviving(self, sink: Sink | None = None) -> Iterator[None]:
+        """Log a warning after an `OSError` in the context, and write to `sink` no more. A full disk ends the run.
+
+        Raises:
+            LostFolderError: the run folder is gone.
+        """
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            if not self.output.is_dir():
+                raise LostFolderError(
+                    f"The run folder {self.output} was moved or deleted during the run. To continue from its last "
+                    "checkpoint, move it back and start again with --resume."
+                ) from error
+            if sink is None:
+                log.warning("%s. The run continues without this record.", error)
+                return
+            self.sinks.remove(sink)
+            log.warning("%s. The run continues without its %s records.", error, type(sink).__name__)
 
 
 def record_start(output: Path, step: int, engine: Engine, precision: str) -> None:

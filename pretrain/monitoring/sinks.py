@@ -4,11 +4,14 @@ All sinks receive the same records. A resumed run repeats the steps after its ch
 no step appears twice.
 """
 
+import contextlib
 import csv
+import errno
 import importlib
 import importlib.util
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,7 @@ class Sink:
         """
 
     def write(self, step: int, record: Record) -> None:
-        """Write the numbers of one step."""
+        """Write the numbers of one step. After an `OSError`, the run continues without this sink."""
         raise NotImplementedError
 
     def pictures(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
@@ -71,9 +74,12 @@ class TensorBoard(Sink):
     def __init__(self, output: Path, step: int, settings: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter  # imported here, because the import is slow
 
-        self.writer = SummaryWriter(output / "tensorboard", purge_step=step + 1 if step else 0)
+        self.folder = output / "tensorboard"
+        self.writer = SummaryWriter(self.folder, purge_step=step + 1 if step else 0)
 
     def write(self, step: int, record: Record) -> None:
+        if not self.folder.is_dir():  # the thread of the writer would print a traceback
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
         for name, value in finite(record).items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
@@ -105,9 +111,17 @@ class CSV(Sink):
             csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
 
     def _rows(self) -> list[dict[str, str]]:
-        """Return the rows of the file without a partial last line, which a killed process may have left."""
-        text = self.path.read_text() if self.path.exists() else ""
-        return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
+        """Return the rows of the file. Damaged rows are left out with a warning, and a partial last line without."""
+        text = self.path.read_text(errors="replace") if self.path.exists() else ""
+        header, *lines = text[: text.rfind("\n") + 1].splitlines() or [""]
+        rows = []
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError, StopIteration, csv.Error):
+                row = dict(zip(next(csv.reader([header])), next(csv.reader([line])), strict=True))
+                int(row["step"])
+                rows.append(row)
+        _warn_of_damage(self.path, len(lines) - len(rows))
+        return rows
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
         self.columns = list(dict.fromkeys([*self.columns, *(name for row in rows for name in row)]))
@@ -236,18 +250,35 @@ def append_line(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def keep_lines(path: Path, step: int) -> None:
-    """Remove the lines of all steps after `step` from a JSON lines file. Remove all lines if `step` is 0."""
+    """Remove the lines of all steps after `step` from a JSON lines file. Remove all lines if `step` is 0.
+
+    Damaged lines are removed with a warning. A partial last line, which a killed process may have left, is removed
+    without a warning.
+    """
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if step and json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):
-            break  # a killed process may have left a partial last line in the file
+    lines = path.read_bytes().split(b"\n")
+    steps = [_step_of(line) for line in lines]
+    _warn_of_damage(path, sum(found is None and bool(line) for line, found in zip(lines[:-1], steps, strict=False)))
+    kept = [
+        line + b"\n" for line, found in zip(lines, steps, strict=True) if step and found is not None and found <= step
+    ]
     with atomic_write(path) as temporary:
-        temporary.write_text("".join(kept))
+        temporary.write_bytes(b"".join(kept))
+
+
+def _step_of(line: bytes) -> float | None:
+    """Return the step of a line of a JSON lines file, or None if the line is damaged."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int | float) else None
+
+
+def _warn_of_damage(path: Path, count: int) -> None:
+    if count:
+        log.warning("%s: %d damaged line(s) were removed.", path, count)
 
 
 def tracked_run(output: Path, service: str) -> dict[str, str]:

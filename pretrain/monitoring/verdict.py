@@ -82,7 +82,9 @@ def noise(accuracy: float, queries: int) -> float:
     return 2 * math.sqrt(2 * p * (1 - p) / queries)
 
 
-def outcome(history: Sequence[Score], queries: int, early_steps: int, signs: Mapping[str, str]) -> Outcome:
+def outcome(
+    history: Sequence[Score], queries: int, early_steps: int, signs: Mapping[str, str], linear: Sequence[Score] = ()
+) -> Outcome:
     """Return the outcome of the newest evaluation.
 
     An accuracy counts as higher or lower than another one only if the difference exceeds the measurement noise
@@ -91,15 +93,16 @@ def outcome(history: Sequence[Score], queries: int, early_steps: int, signs: Map
     - warming up: the run is in its first `early_steps`.
     - collapsing: the method, or the rank of the features, shows a sign of collapse.
     - falling: the accuracy is lower than at an earlier evaluation, or lower than before training.
-    - flat: the accuracy is not higher than before training.
+    - flat: the accuracy is not higher than before training, and neither is that of the linear probe.
     - levelled off: the accuracy is higher than before training, but has not risen over the last `RECENT` evaluations.
-    - learning: the accuracy is higher than before training.
+    - learning: the accuracy of k-NN or of the linear probe is higher than before training.
 
     Args:
         history: accuracies so far. The first entry is the accuracy before training.
         queries: number of images that are scored.
         early_steps: number of steps at the start of the run in which accuracies and signs of collapse do not count.
         signs: signs of collapse in the metrics of this step.
+        linear: accuracies of the linear probe so far; empty if there is none.
     """
     first, now = history[0], history[-1]
     best = max(history, key=lambda score: score.accuracy)
@@ -111,7 +114,8 @@ def outcome(history: Sequence[Score], queries: int, early_steps: int, signs: Map
     if now.accuracy < best.accuracy - margin:
         return "falling"
     if now.accuracy <= first.accuracy + margin:
-        return "flat"
+        probe_rises = bool(linear) and linear[-1].accuracy > linear[0].accuracy + noise(linear[-1].accuracy, queries)
+        return "learning" if probe_rises else "flat"
     recent = [score.accuracy for score in history[-1 - RECENT :]]
     if len(history) > 1 + RECENT and max(recent) <= recent[0] + margin / 2:
         return "levelled off"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field
@@ -13,6 +13,7 @@ from tessera.pretrain.optim.schedules import cosine
 from tessera.runtime.collectives import all_reduce_sum
 from tessera.runtime.settings import Derived, Section, derived
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
 LrScaling = Literal["linear", "sqrt", "none"]
 
 
@@ -44,7 +45,7 @@ class OptimConfig(Section, frozen=True):
     exempts have no weight decay"""
     weight_decay_end: Derived[float] = derived(ge=0)
     """weight decay at the end of the run; in between, the weight decay follows a cosine"""
-    betas: Derived[tuple[float, float]] = derived()
+    betas: Derived[tuple[Beta, Beta]] = derived()
     """decay rates of AdamW's two moments (beta1, beta2)"""
     eps: float = Field(default=1e-8, gt=0)
     """epsilon of AdamW, which is added to the denominator of the update"""

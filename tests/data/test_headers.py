@@ -16,9 +16,9 @@ from tests.data.batches import chunk, png, saved, tiff
 from tests.data.shards.batches import train
 
 
-def large(jpeg):
-    """A JPEG of 40 x 64 pixels whose header says 30,000 x 30,000."""
-    return jpeg.replace(struct.pack(">HH", 40, 64), struct.pack(">HH", 30_000, 30_000), 1)
+def large(jpeg, side=13_000):
+    """A JPEG of 40 x 64 pixels whose header says `side` x `side`, which are fewer than the most pixels."""
+    return jpeg.replace(struct.pack(">HH", 40, 64), struct.pack(">HH", side, side), 1)
 
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 64, 3), dtype=np.uint8))
@@ -29,6 +29,11 @@ HOSTILE = {
     "a side above the limit": png(MAX_SIDE + 1, 1, bytes(3 * MAX_SIDE + 4)),
     "large, without pixels": png(13_000, 13_000),
     "large JPEG of few bytes": large(JPEG),
+    "arithmetic coding": large(JPEG).replace(b"\xff\xc0", b"\xff\xc9", 1) + bytes(70_000),
+    "progressive arithmetic coding": large(JPEG).replace(b"\xff\xc0", b"\xff\xca", 1) + bytes(70_000),
+    "scans of many pixels": large(saved(NOISE, "JPEG", progressive=True))
+    + b"\xff\xda\0\x08\x01\x01\0\x01\x05\0" * 12
+    + bytes(400_000),
     "large CMYK JPEG": large(saved(NOISE.convert("CMYK"), "JPEG")),
     "large WebP": bytes.fromhex("524946461a000000574542505650384c0e0000002ffebfff0f071011fd0f4444ff03"),  # 16,383²
     "fill bytes": b"\xff\xd8" + b"\xff" * 2**24,

@@ -275,3 +275,12 @@ def test_settings_of_older_runs_are_dropped(old):
     assert LoaderConfig.model_validate(old | {"max_pixels": 9}) == LoaderConfig(max_pixels=9)
     with pytest.raises(ValueError, match=rf"Remove loader\.{next(iter(old))}"):
         LoaderConfig.model_validate(dict.fromkeys(old, "elsewhere"))
+
+
+def test_weights_that_shares_cannot_reach_are_named(write_shards, caplog):
+    one, two = write_shards([20, 20])
+    run({one: 1.0, two: 0.0001}, batch_size=4, steps=1)
+    assert "Source 2 of the mixture gives 0.0977 % of the images instead of 0.01 %" in caplog.text
+    caplog.clear()
+    run({one: 0.7, two: 0.3}, batch_size=4, steps=1)
+    assert "of the mixture" not in caplog.text

@@ -142,6 +142,8 @@ def test_hostile_torch_files_are_named(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(WeightsError):
         encoders.load_weights(encoders.build("vit_micro"), path)
     os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(WeightsError, match=r"There is no file .*none\.pth"):
+        read(tmp_path / "none.pth")
     with pytest.raises(WeightsError, match="is not a file"):
         read(tmp_path / "pipe.safetensors")
     assert not (tmp_path / "ran").exists()

@@ -5,6 +5,7 @@ The cases replace values of any depth in valid files, and damage bytes. The read
 """
 
 import contextlib
+import csv
 import json
 import pickle
 import shutil
@@ -20,13 +21,20 @@ from hypothesis import strategies as st
 
 from tessera import encoders
 from tessera.encoders.formats.checkpoint import load_weights, read
+from tessera.evaluation.reporting.page import render, run_pictures
+from tessera.evaluation.reporting.runs import read_runs
+from tessera.evaluation.reporting.table import make_table, to_csv, to_markdown
 from tessera.pretrain.checkpoints import manifest, resume
 from tessera.pretrain.command_line import load
 from tessera.pretrain.engines.metadata import read_metadata
 from tessera.pretrain.export import export
 from tessera.pretrain.export import load as load_method
+from tessera.pretrain.monitoring import verdict
+from tessera.pretrain.monitoring.collapse import CollapseAlarm, HealthConfig
+from tessera.pretrain.monitoring.sinks import CSV, keep_lines
 from tessera.pretrain.resolve import resolve
 from tessera.runtime.user_error import UserError
+from tests.evaluation.reporting.made import add_result, make_run, record
 from tests.fuzz.cases import MOST_BYTES, bounded, damage, damaged, limited_addresses, run, seeds, status
 from tests.pretrain.small import make, saver
 
@@ -139,7 +147,9 @@ def weight_files(folder: Path) -> Callable[..., None]:
 def checkpoints(folder: Path) -> Callable[..., None]:
     """Return a test case for damaged files of a checkpoint with a valid manifest, as a stranger would write it."""
     accelerator, engine = make()
-    state = resume.TrainState(STEPS, 12, alarm={"in_a_row": {}, "largest_rank": 1.0, "rung": []})
+    found = {"history": [[0, 0.1]], "linear": [[0, 0.1]], "pixels": 0.2, "newest": {"step": 0, "knn_top1": 0.1}}
+    alarm = {"in_a_row": {"rank": 1}, "largest_rank": 1.0, "rung": ["rank"]}
+    state = resume.TrainState(STEPS, 12, alarm=alarm, scores=found, unscored={"loss": 1.0})
     saver(folder / "run", accelerator, engine).save(state, engine.method.trained_encoder())
     good = folder / "run" / "checkpoints" / f"step-{STEPS:08d}"
     export(good, folder / "method.safetensors", "method")
@@ -162,11 +172,61 @@ def checkpoints(folder: Path) -> Callable[..., None]:
         with refused:
             read_metadata(copy / ".metadata")
         with refused:
-            resume.restore(copy, accelerator, engine)
+            go_on(resume.restore(copy, accelerator, engine))
         shutil.copy(folder / "method.safetensors", folder / "damaged.safetensors")
         (folder / "damaged.json").write_text(json.dumps(changed(of_method, edits)))
         with contextlib.suppress(ValueError, UserError):  # both are documented
             load_method(folder / "damaged.safetensors")
+
+    return case
+
+
+def go_on(state: resume.TrainState) -> None:
+    """Use a restored train state as the next evaluation does."""
+    scores = verdict.Scores(state.scores)
+    scores.add(state.step + 1, {"knn_top1": 0.5, "linear_top1": 0.5} | state.unscored)
+    check = CollapseAlarm(HealthConfig(), 100, memory=state.alarm).check
+    signs = check({"step": state.step + 1, "feature_rank": 0.5}, {"uniform": "a sign"})
+    outcome = verdict.outcome(scores.history, 100, 0, signs, scores.linear)
+    assert verdict.line(scores, 20, 100, outcome, ["advice"])
+
+
+def records_of_runs(folder: Path) -> Callable[..., None]:
+    """Return a test case for damaged records of a run, which `tessera report` and a resumed run read."""
+    lines = [record(step, 1.0 / step, knn_top1=0.1 * step) for step in (1, 2, 3)]
+    good = make_run(folder / "good", lines)
+    other = make_run(folder / "other", lines, method="mae")
+    add_result(good, "knn.json", protocol="20-NN", data="val", top1=0.5, step=3, time="2026-11-22T10:00:00+00:00")
+    (good / "skipped.jsonl").write_text('{"step": 2, "reason": "loss nan", "samples": ["a"]}\n')
+    (good / "metrics.csv").write_text("step,loss\n1,1.0\n2,0.5\n3,\n")
+    names = ["config.yaml", "metrics.jsonl", "metrics.csv", "machine.jsonl", "skipped.jsonl", "evaluation/knn.json"]
+    copy = folder / "copy"
+
+    @given(st.sampled_from(names), changes, some_damage)
+    @bounded
+    def case(name: str, edits: list, bytes_: list) -> None:
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(good, copy)
+        text = (copy / name).read_text()
+        if name.endswith("jsonl"):
+            text = "".join(
+                json.dumps(one) + "\n" for one in changed([*map(json.loads, text.splitlines())], edits) or []
+            )
+        elif name.endswith("json"):
+            text = json.dumps(changed(json.loads(text), edits))
+        elif name.endswith("yaml"):
+            text = yaml.safe_dump(changed(yaml.safe_load(text), edits))
+        (copy / name).write_bytes(damaged(text.encode(errors="replace"), bytes_))
+        runs, _ = read_runs([copy, other])
+        table = make_table(runs)
+        assert "other" in to_csv(table)
+        assert "other" in to_markdown(table)
+        assert "other" in render("title", table, [], *run_pictures(runs))
+        for path in (copy / "metrics.jsonl", copy / "skipped.jsonl"):
+            keep_lines(path, 2)
+        CSV(copy, 2, {}).write(3, {"loss": 1.0})
+        with (copy / "metrics.csv").open(newline="") as file:
+            assert [row["step"] for row in csv.DictReader(file)][-1] == "3"
 
     return case
 
@@ -195,7 +255,14 @@ def pickles(folder: Path) -> Callable[..., None]:
     return case
 
 
-KINDS = [(settings_files, 200), (descriptions, 300), (weight_files, 300), (checkpoints, 100), (pickles, 100)]
+KINDS = [
+    (settings_files, 200),
+    (descriptions, 300),
+    (weight_files, 300),
+    (checkpoints, 100),
+    (records_of_runs, 60),
+    (pickles, 100),
+]
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tessera.data.workers import free_cores
+from tessera.runtime import machine
 from tests.launch.conftest import HARD, ROOT, StandIns
 
 # runs code of the scripts, records calls of modules (`python -m`), and writes a checkpoint if $SAVES is set
@@ -243,6 +244,7 @@ def test_loader_processes_follow_the_allocation(
 ) -> None:
     """Four trainers on a machine of 32 cores. SLURM sets a number of cores but does not enforce it."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
+    monkeypatch.setattr(machine, "CPU_QUOTA", Path("no file"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
     if allocated is not None:

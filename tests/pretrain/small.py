@@ -130,6 +130,7 @@ def walk(engine: DDP) -> None:
 
 def saver(folder: Path, accelerator: Accelerator, engine: DDP, name: str = "dino", **config: Any) -> Saver:
     """Return the saver of the run folder `folder`."""
+    folder.mkdir(exist_ok=True)
     return Saver(folder / "checkpoints", accelerator, engine, settings(name), CheckpointConfig(**config))
 
 

@@ -416,3 +416,13 @@ def test_names_that_no_file_can_have_are_refused(tmp_path: Path, name: str, caps
     ):
         assert main([*words, *([] if "--resume" in words or "--output" in words else ["--dry_run"])]) == 2, words
         assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--epochs inf", "--stream.window_gb inf", "--optim.lr inf", "--optim.betas nan,2", "--optim.betas 1,1",
+     "--optim.betas=-0.1,0.9", "--encoder.drop_path nan", "--source.cache_gb inf", '--data {"a.tar":.inf}'],
+)  # fmt: skip
+def test_numbers_out_of_range_are_named(flag: str) -> None:
+    with pytest.raises(SettingsError, match=r"finite number|less than 1|greater than or equal to 0"):
+        load(["--method", "dino", *flag.split()])

@@ -84,3 +84,15 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path, monkeypatch: pyt
     with claimed(settings(), True) as first, claimed(settings(), True) as second:  # in the same second
         assert first != second
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "pictures", "metrics.jsonl", "encoder.safetensors"])
+def test_a_part_of_the_wrong_kind_is_named_at_the_start(name: str, tmp_path: Path, capsys) -> None:
+    part = tmp_path / "run" / name
+    part.parent.mkdir()
+    if part.suffix:
+        os.mkfifo(part)
+    else:
+        part.touch()
+    assert main([*TINY, "--output", str(part.parent)]) == 2
+    assert f"{name} is not a {'regular file' if part.suffix else 'folder'}. Remove it" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from tessera.pretrain.methods.method import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
+from tessera.runtime.settings import SettingsError
 from tests.launched import records
 from tests.pretrain.small import ENCODER, STEPS, make, method, saver
 
@@ -136,3 +137,15 @@ def _with(**settings) -> Method:
         chosen.Config(**chosen.small_settings | settings), OptimConfig(), RunSize(1000, 4, STEPS)
     )
     return chosen(encoders.build(**ENCODER), config, STEPS)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["vit_small_14_dinov2", "vit_small_14_dinov2_registers"])
+def test_the_variant_of_a_weight_file_is_named(name: str, tmp_path: Path) -> None:
+    torch.save(encoders.build(name).state_dict(), tmp_path / "weights.pth")
+    words = ["--data", "a.tar", "--method", "dinov2", "--steps", "9", "--init_from", str(tmp_path / "weights.pth")]
+    with pytest.raises(SettingsError, match=rf"init_from: .* --encoder {name}\.$"):
+        build_method(resolve(load(words), 1000), fresh=True)
+    build_method(resolve(load([*words, "--encoder", name]), 1000), fresh=True)
+    with pytest.raises(SettingsError, match=r"^init_from: There is no file .*none\.pth"):
+        build_method(resolve(load([*words, "--init_from", str(tmp_path / "none.pth")]), 1000), fresh=True)

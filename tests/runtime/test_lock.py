@@ -170,6 +170,12 @@ def test_damaged_lock_files_are_replaced_after_the_timeout(tmp_path: Path, conte
         pass
 
 
+def test_a_lock_with_the_largest_number_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".lock-999999999999").touch()
+    with pytest.raises(LockedError, match=r"\.lock-999999999999 has the largest number"), locked(tmp_path, QUICK):
+        pass
+
+
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
 def test_other_files_in_place_of_a_lock(tmp_path: Path, kind: str) -> None:
     path = tmp_path / ".lock-00000001"

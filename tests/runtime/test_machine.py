@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -110,3 +111,19 @@ def test_segments_of_cuda_grow_by_default(given: dict[str, str], value: str) -> 
 def test_launchers_are_recognised_by_their_command_lines(command: str, expected: bool) -> None:
     assert machine.is_launcher(command.split()) is expected
     assert not machine.is_launcher(["bash", "-c", "accelerate launch pretrain/run.py"])
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [("400000 100000", 4), ("150000 100000", 1), ("50000 100000", 1), ("max 100000", 16), ("", 16)],
+)
+def test_cores_are_bounded_by_the_quota_of_a_container(
+    quota: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text(quota + "\n")
+    monkeypatch.setattr(machine, "CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    assert machine.cores() == expected
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    assert machine.cores() == expected

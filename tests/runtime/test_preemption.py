@@ -34,12 +34,15 @@ def test_listening_records_signals_and_restores_the_handlers() -> None:
             for number in (signal.SIGUSR1, signal.SIGTERM, *[signal.SIGUSR1] * 9):
                 os.kill(os.getpid(), number)
             assert preemption.stop_requested()
-            assert "stopped by SIGUSR1. Step 7 is done and saved. To continue" in preemption.message(7)
+            assert (
+                "stopped by SIGUSR1. Step 7 is done and saved. To continue, start again with --resume 'a b'."
+                in preemption.message(7, "a b")
+            )
         assert not preemption.stop_requested()
         assert not called
         os.kill(os.getpid(), signal.SIGUSR1)
         assert called
-        assert "another process received a signal" in preemption.message(7)
+        assert "another process received a signal" in preemption.message(7, "run")
     finally:
         signal.signal(signal.SIGUSR1, before)
 

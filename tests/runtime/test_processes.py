@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tessera.runtime.processes import LaunchError, make_accelerator, set_threads
+from tessera.pretrain.run import main
+from tessera.runtime import machine
+from tessera.runtime.processes import LaunchError, exit_on_user_error, make_accelerator, set_threads
 from tests.launched import ROOT
 
 
@@ -22,6 +24,16 @@ def test_a_launch_without_a_process_group_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LaunchError, match="--multi_gpu --num_processes 2"):
         make_accelerator()
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_a_variable_of_the_launcher_that_is_no_number_is_named(name: str, monkeypatch, capsys):
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(SystemExit), exit_on_user_error():
+        raise AssertionError("not reached")
+    assert f"environment variable {name} is 'x'. It must be a number" in capsys.readouterr().err
+    assert main(["--steps", "1"]) == 2
+    assert f"environment variable {name} is 'x'" in capsys.readouterr().err
 
 
 def test_runs_of_a_process_may_differ_in_precision():
@@ -71,6 +83,7 @@ def test_threads_are_the_cores_of_the_process(
 ) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(machine, "CPU_QUOTA", Path("no file"))
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "SLURM_CPUS_ON_NODE"):
         monkeypatch.delenv(name, raising=False)

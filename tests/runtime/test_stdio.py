@@ -84,7 +84,7 @@ def test_sighup_stays_ignored_under_nohup() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         with preemption.listening():
             os.kill(os.getpid(), signal.SIGHUP)
-            assert "stopped by SIGHUP" in preemption.message(3)
+            assert "stopped by SIGHUP" in preemption.message(3, "run")
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -156,3 +156,8 @@ def test_a_missing_home_is_explained(monkeypatch: pytest.MonkeyPatch, capsys) ->
     monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError("no such user")))
     assert run.main([*TINY, "--dry_run"]) == 2
     assert "Set TESSERA_CACHE" in capsys.readouterr().err
+
+
+def test_passwords_in_urls_are_hidden() -> None:
+    told = "https://user:pass%2Fword@host:80/a.tar and s3://key:secret@b/c, http://host:80/x:y@z, user:x@host"
+    assert without_controls(told) == told.replace("pass%2Fword", "***").replace("secret", "***")

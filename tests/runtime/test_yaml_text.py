@@ -34,6 +34,9 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 
         ("a: {null: x}", "the name None below 'a' is not text"),
         ('a: "x\\0y"', "a has a NUL character"),
         ('"x\\0y": 1', r"x\\x00y has a NUL character"),
+        ('a: ["x\\ud800"]', "a has half of a surrogate pair"),
+        ("a: {b: 1, c: 2, b: 3}", "the name b is given twice"),
+        ("a: &x {b: 1}\na: *x", "the name a is given twice"),
         ('a: !!int ""', "does not fit its type"),
         ("a: !!bool maybe", "does not fit its type"),
         ("a: " + "9" * 10_000, "a number has more than 1000 characters"),
@@ -51,6 +54,7 @@ def test_wrong_contents_are_named(text: str, said: str) -> None:
 def test_aliases_of_ordinary_size_are_allowed() -> None:
     assert parse_yaml("a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}") == {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}
     assert parse_yaml("") is None
+    assert parse_yaml('a: "\\udcff.tar"') == {"a": "\udcff.tar"}, "a byte of a file name that is no UTF-8"
 
 
 def test_slow_numbers_take_bounded_time() -> None:

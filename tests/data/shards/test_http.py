@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 
@@ -341,3 +342,25 @@ def test_a_run_from_a_web_server(write_shards, server, tmp_path):
     assert done.returncode == 0, done.stderr
     assert (output / "encoder.safetensors").exists()
     assert "source:\n  unreadable: stop\n  retries: 1" in (output / "config.yaml").read_text()
+
+
+def test_requests_go_through_the_proxy_of_the_environment(server, monkeypatch):
+    """The server stands in for a proxy: it is asked for the whole URL."""
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, server.url)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ShardError):
+        open_shards("http://shards.invalid/a.tar")
+    assert any(path.startswith("http://shards.invalid/a.tar") for _, path, _ in server.requests)
+
+
+def test_options_of_the_user_keep_the_time_limits(monkeypatch):
+    monkeypatch.setitem(fsspec.config.conf, "http", {"client_kwargs": {"trust_env": False}, "block_size": 9})
+    options = remote._options("http", 7.0)
+    assert (options["client_kwargs"]["trust_env"], options["block_size"]) == (False, 9)
+    assert options["client_kwargs"]["timeout"].sock_read == 7.0
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 3}})
+    assert remote._options("s3", 7.0)["config_kwargs"] == {
+        "connect_timeout": 7.0, "read_timeout": 3, "retries": {"max_attempts": 0},
+    }  # fmt: skip

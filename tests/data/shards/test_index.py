@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 import struct
+import time
 import zipfile
 from pathlib import Path
 
@@ -83,6 +84,7 @@ def test_pixel_statistics_of_several_folders(write_shards, tmp_path):
         b'{"shardlist": []}',
         b'{"shardlist": [{"url": "a.tar", "nsamples": 1, "filesize": 1}], "wids_version": 2}',
         b'{"shardlist": [{"url": "a.tar", "nsamples": 1, "filesize": 1}], "__kind__": "other"}',
+        b'{"shardlist": [{"url": "a.tar", "nsamples": true, "filesize": 1024}]}',
         b"\xff\xfe",
         b"[" * 100_000,
     ],
@@ -90,6 +92,14 @@ def test_pixel_statistics_of_several_folders(write_shards, tmp_path):
 def test_other_contents_are_no_index(text):
     with pytest.raises(ShardError, match="not an index of shards"):
         parse_folder(text, "x")
+
+
+def test_an_index_of_too_many_shards_is_refused_before_it_is_parsed():
+    entry = b'{"url": "a.tar", "nsamples": 1, "filesize": 1024}'
+    start = time.process_time()
+    with pytest.raises(ShardError, match="x lists more than 200,000 shards"):
+        parse_folder(b'{"shardlist": [' + b",".join([entry] * 10**6) + b"]}", "x")
+    assert time.process_time() - start < 0.5
 
 
 CHANGES = {

@@ -107,7 +107,7 @@ def test_the_index_of_a_local_folder(write_shards, tmp_path, monkeypatch, caplog
     listed = add_index(paths, [3, 5])
     with monkeypatch.context() as patch:
         patch.setattr(tars, "scan_tar", lambda *_: pytest.fail("the folder's index knows it"))
-        for named in (paths, tmp_path / FOLDER_INDEX, f"file://{tmp_path}/data-*.tar"):
+        for named in (paths, tmp_path / FOLDER_INDEX, f"file://{tmp_path}/data-*.tar", f"file:{tmp_path}/data-*.tar"):
             opened = open_shards(named)
             assert opened.counts.tolist() == opened.labelled.tolist() == [3, 5]
     assert opened.label(7) == 7

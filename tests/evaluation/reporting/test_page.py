@@ -1,6 +1,8 @@
 """The page: escaped texts, damaged pictures, and its behaviour in Chromium."""
 
+import csv
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -10,11 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from accelerate import Accelerator
 
-from tessera.evaluation.reporting.neighbours import Group, Seen, Tile
+from tessera.evaluation import report
+from tessera.evaluation.reporting.neighbours import Group, Seen, Tile, examine
 from tessera.evaluation.reporting.page import machine_facts, render, run_pictures
 from tessera.evaluation.reporting.runs import RunFolder, read_runs
 from tessera.evaluation.reporting.table import make_table
+from tessera.runtime.settings import validate
 from tests.evaluation.reporting.made import add_result, make_run, record
 
 EVIL = "<script>alert(1)</script>"
@@ -90,6 +95,66 @@ def test_texts_of_run_folders_are_escaped(tmp_path: Path) -> None:
     assert name not in text
     assert Cells(text).tags.count("script") == 1  # the page's own
     assert any(EVIL in cell for row in Cells(text).rows for cell in row)
+
+
+def hostile(folder: Path) -> Path:
+    """Write a run folder with values of wrong types and sizes, control characters, and files that never end."""
+    odd = "\x1b[31m=1+1"
+    run = make_run(folder, [record(1, 1.0)], optim={"lr": odd}, steps="many", evaluation={"val": 5, "k": [1]})
+    lines = [
+        record(2, 10**400, speed=0),
+        record(3, 1e308, speed=5e-324),
+        {"step": 10**400},
+        {"step": -1},
+        {"step": "4"},
+    ]
+    lines += [record(4, "x", speed=[1], knn_top1=0.5, linear_top1={}), {**record(5, 1.0, speed=1e-300), "images": 1e30}]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + "[" * 100_000 + "\n7\n"
+    (run / "metrics.jsonl").open("a").write(text)
+    (run / "machine.jsonl").write_text('{"device": "\\ud800\\u001b[1m", "versions": [1], "time": 7}\n')
+    evaluation = run / "evaluation"
+    add_result(run, "a.json", protocol="\ud800", top1=10**400)
+    add_result(run, "b.json", protocol="\ud800=", top1=0.5, step=10**400, time=3)
+    (evaluation / "c.json").write_text("[" * 100_000)
+    os.mkfifo(evaluation / "d.json")
+    (evaluation / "e.json").symlink_to("/dev/zero")
+    os.mkfifo(run / "pictures" / "pipe.png")
+    (run / "pictures" / "zero.png").symlink_to("/dev/zero")
+    with (run / "pictures" / "large.png").open("w") as file:
+        file.truncate(2**30)
+    return run
+
+
+def test_hostile_run_folders_hide_no_other_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    make_run(tmp_path / "good", [record(20, 2.0)], name="<b>@x")
+    hostile(tmp_path / os.fsdecode(b"bad\xff"))
+    pipes = make_run(tmp_path / "pipes", [])
+    for name in ("metrics.jsonl", "machine.jsonl"):
+        (pipes / name).unlink()
+        os.mkfifo(pipes / name)
+    files = {name: tmp_path / name for name in ("page.html", "t.csv", "t.md")}
+    report.run(
+        validate(
+            report.ReportSettings,
+            {"runs": [str(tmp_path)], "output": files["page.html"], "csv": files["t.csv"], "markdown": files["t.md"]},
+        )
+    )
+    printed = capsys.readouterr().out
+    for words in ("evaluation.val", "nested too deeply", "not a regular file", "larger than the limit"):
+        assert words in printed
+    assert "\x1b" not in printed + "".join(path.read_text() for path in files.values())
+    assert "good" in files["page.html"].read_text()
+    cells = list(csv.reader(files["t.csv"].read_text().splitlines()))
+    assert not [cell for row in cells for cell in row if cell.startswith(("=", "@"))]
+    assert "<b>" not in files["t.md"].read_text()
+
+
+def test_commands_in_settings_of_runs_are_not_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [record(1, 1.0)], evaluation={"val": f"pipe:touch {tmp_path / 'made'}"})
+    (found,), _ = read_runs([run])
+    _, problems = examine([found], Accelerator(cpu=True))
+    assert "pipe:" in problems[0]
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_damaged_picture_is_named_and_left_out(tmp_path: Path) -> None:

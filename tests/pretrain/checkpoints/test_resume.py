@@ -151,6 +151,9 @@ def test_damage_is_named_with_the_newest_intact_checkpoint(
     resume.restore(newest, *make(1))
     with pytest.raises(CheckpointError, match=r"encoder\.json is missing.*continues from step-99999998\."):
         resume.verify(middle)
+    flip(before / "encoder.safetensors")
+    with pytest.raises(CheckpointError, match="from the beginning, because no earlier checkpoint is complete"):
+        resume.verify(middle)
     (before / ".metadata").unlink()
     with pytest.raises(
         CheckpointError, match=r"\.metadata is missing.*from the beginning, because no earlier checkpoint is complete"

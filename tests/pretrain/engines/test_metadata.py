@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import zipfile
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -164,10 +165,19 @@ def test_any_bytes_raise_one_error(tmp_path: Path, content: bytes) -> None:
         {"position": {"step": "x"}},
         {"position": {"step": -1}},
         {"position": {"step": 2**70}},
-        {"position": {"images": 1.5}},
-        {"position": {"alarm": []}},
-        {"position": {"alarm": {"rung": 3}}},
-        {"position": {"scores": None}},
+        {"position": {"step": 1, "images": 1.5}},
+        {"position": {"step": 1, "alarm": []}},
+        {"position": {"step": 1, "alarm": {"rung": 3}}},
+        {"position": {"step": 1, "scores": None}},
+        {"position": {"step": 1, "alarm": {"rung": [{}]}}},
+        {"position": {"step": 1, "alarm": {"in_a_row": {"rank": "x"}}}},
+        {"position": {"step": 1, "scores": {"history": [3]}}},
+        {"position": {"step": 1, "scores": {"history": [[0, "x"]]}}},
+        {"position": {"step": 1, "scores": {"linear": [[0, 0.5, 1]]}}},
+        {"position": {"step": 1, "scores": {"newest": {"step": "x"}}}},
+        {"position": {"step": 1, "scores": {"pixels": []}}},
+        {"position": {"step": 1, "unscored": {"loss": [1]}}},
+        {"position": {"step": 1, "unscored": {"loss": 10**400}}},
         {"processes": None},
         {"optimizer_steps": []},
         {"settings": []},
@@ -179,10 +189,24 @@ def test_wrong_values_of_trainer_json_are_named(checkpoint: Path, tmp_path: Path
     trainer = json.loads((checkpoint / "trainer.json").read_text())
     (checkpoint / "trainer.json").write_text(json.dumps(trainer | change))
     signed(checkpoint)
-    with pytest.raises(CheckpointError, match=r"trainer\.json has an invalid value of|written by another version"):
+    said = r"trainer\.json has an invalid value of" if change != {"position": 3} else "written by another version"
+    with pytest.raises(CheckpointError, match=said):
         resume.read_train_state(checkpoint)
     with pytest.raises(CheckpointError):
         export.export(checkpoint, tmp_path / "out.safetensors")
+
+
+def test_compressed_random_states_are_refused_before_they_expand(checkpoint: Path) -> None:
+    states = checkpoint / "random-00000.pt"
+    with zipfile.ZipFile(states) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(states, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+        archive.writestr("archive/data/9", bytes(2**27))
+    signed(checkpoint)
+    with pytest.raises(CheckpointError, match=r"random-00000\.pt contains no random states"):
+        resume.restore(checkpoint, *make(1))
 
 
 def test_deep_json_is_named(checkpoint: Path) -> None:

@@ -5,13 +5,18 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tessera.pretrain.monitoring.recorder import Recorder, record_start
+from tessera.pretrain.checkpoints.save import _make_empty
+from tessera.pretrain.monitoring.recorder import LostFolderError, Recorder, record_start
+from tessera.pretrain.monitoring.sinks import MetricsConfig
+from tests.launched import records
 from tests.pretrain import small
 
 
@@ -58,3 +63,33 @@ def test_every_start_adds_a_line(tmp_path: Path) -> None:
     assert first["versions"]["torch"] == importlib.metadata.version("torch")
     started = datetime.datetime.fromisoformat(first["time"])
     assert abs(datetime.datetime.now(datetime.UTC) - started) < datetime.timedelta(minutes=5)
+
+
+def test_a_lost_log_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder(tmp_path, 0)
+    shutil.rmtree(tmp_path / "tensorboard")
+    (tmp_path / "pictures").touch()
+    for step in (1, 2):
+        recorder.scalars({"step": step, "loss": 1.0})
+        recorder.pictures(step, {"crops": np.zeros((4, 6, 3), dtype=np.uint8)})
+    recorder.close()
+    assert [record["step"] for record in records(tmp_path)] == [1, 2]
+    assert caplog.text.count("The run continues without its TensorBoard records") == 1
+    assert "pictures'. The run continues without this record" in caplog.text
+
+
+def test_a_lost_run_folder_is_named(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    output.mkdir()
+    recorder = Recorder(output, 0, MetricsConfig(sinks=("jsonl",)))
+    output.rename(tmp_path / "moved")
+    for write in (
+        lambda: recorder.scalars({"step": 1, "loss": 1.0}),
+        lambda: recorder.pictures(1, {}),
+        lambda: recorder.skipped(1, "loss nan", []),
+    ):
+        with pytest.raises(LostFolderError, match=r"run was moved or deleted .*--resume"):
+            write()
+    with pytest.raises(OSError, match="No such file"):
+        _make_empty(output / "checkpoints" / ".step-00000001.part", 0)
+    assert not output.exists()

@@ -12,7 +12,7 @@ import pytest
 from tessera.pretrain.command_line import load
 from tessera.pretrain.monitoring import sinks
 from tessera.pretrain.monitoring.recorder import Recorder
-from tessera.pretrain.monitoring.sinks import MetricsConfig
+from tessera.pretrain.monitoring.sinks import CSV, MetricsConfig, keep_lines
 from tessera.runtime.user_error import UserError
 
 PICTURE = np.full((4, 6, 3), 7, dtype=np.uint8)
@@ -113,3 +113,31 @@ def test_sinks_are_chosen_by_settings(monkeypatch: pytest.MonkeyPatch) -> None:
             load(["--metrics.sinks", f"jsonl,{name}"])
     with pytest.raises(UserError, match=r"metrics\.sinks"):
         load(["--metrics.sinks", "pigeon"])
+
+
+def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = [f'{{"step": {step}, "loss": 0.5}}' for step in range(1, 5)]
+    bad = ["7", "[1]", "null", '{"step": "2"}', '{"loss": 1}', "{\0", "[" * 100_000, '{"step": [1]}']
+    path = tmp_path / "metrics.jsonl"
+    text = "\n".join([*good[:2], *bad, *good[2:], '{"step": 5, "lo']).encode()
+    path.write_bytes(text.replace(b"[1]", b"\xff\xfe", 1))
+    keep_lines(path, 3)
+    assert path.read_text().splitlines() == good[:3]
+    assert f"metrics.jsonl: {len(bad)} damaged line(s) were removed" in caplog.text
+    caplog.clear()
+    path.write_text(good[0] + '\n{"step": 2, "lo')
+    keep_lines(path, 3)
+    assert path.read_text().splitlines() == good[:1]
+    assert not caplog.text
+
+
+def test_damaged_rows_of_csv_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.csv"
+    bad = [b"x,0.5", b"2", b"2,1,1", b"\xff,1", b"", b"9" * 5000 + b",1", b"2," + b"9" * 200_000]
+    path.write_bytes(b"\n".join([b"step,loss", b"1,0.5", *bad, b"2,0.\0", b"3,0.25", b"4,1", b"5,"]))
+    CSV(tmp_path, 3, {})
+    assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
+    assert f"metrics.csv: {len(bad)} damaged line(s) were removed" in caplog.text
+    path.write_bytes(b"")
+    CSV(tmp_path, 3, {}).write(4, {"loss": 1.0})
+    assert rows(tmp_path) == [{"step": "4", "loss": "1.0"}]

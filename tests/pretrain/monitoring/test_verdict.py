@@ -43,6 +43,8 @@ def test_more_images_make_smaller_gains_count() -> None:
 
 def test_warm_up_and_signs_of_collapse_come_first() -> None:
     assert outcome(history(0.5, 0.3), QUERIES, 100, {}) == "warming up"
+    assert outcome(history(0.5, 0.51), QUERIES, 50, {}, history(0.5, 0.6)) == "learning", "by the linear probe"
+    assert outcome(history(0.5, 0.51), QUERIES, 50, {}, history(0.5, 0.51)) == "flat"
     assert outcome(history(0.5, 0.6), QUERIES, 50, {"rank": "the rank fell"}) == "collapsing"
     assert outcome(history(0.5, 0.6), QUERIES, 100, {"rank": "the rank fell"}) == "warming up"
 
