@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tessera.encoders import navit, sam_vit, swin, twins, vit
+from tessera.encoders import navit, sam_vit, swin, timm_models, twins, vit
 from tessera.encoders.base import Encoder
 from tessera.encoders.checks import check_settings
 from tessera.encoders.errors import EncoderError
@@ -40,18 +40,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
 All other entries are settings that differ from the defaults of the class."""
 
 
+def entry(variant: str) -> dict[str, Any]:
+    """Return the entry of a variant in `VARIANTS`. The variant may also be `timm:NAME`, any model of timm.
+
+    Raises:
+        EncoderError: the variant is unknown, or needs timm, which is not installed.
+    """
+    if timm_models.is_variant(variant):
+        return {"family": timm_models.family(variant)}
+    if not isinstance(variant, str) or variant not in VARIANTS:
+        hint = _nearest(variant, VARIANTS)
+        raise EncoderError(
+            f"Unknown encoder {printable(repr(variant)[:200])}.{hint} Known encoders: {', '.join(VARIANTS)}, "
+            "and timm:NAME for any model of timm."
+        )
+    return VARIANTS[variant]
+
+
 def family(variant: str) -> type[Encoder]:
     """Return the encoder class of a variant. The settings of an encoder are the constructor arguments of its class.
 
     Raises:
         EncoderError: the variant is unknown.
     """
-    if not isinstance(variant, str) or variant not in VARIANTS:
-        hint = _nearest(variant, VARIANTS)
-        raise EncoderError(
-            f"Unknown encoder {printable(repr(variant)[:200])}.{hint} Known encoders: {', '.join(VARIANTS)}."
-        )
-    return VARIANTS[variant]["family"]
+    return entry(variant)["family"]
 
 
 def supported(variant: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,8 +72,8 @@ def supported(variant: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     All other settings are left out. `positions` and `token_init` are also left out if the variant defines them.
     """
     constructor = family(variant)
-    known = inspect.signature(constructor).parameters.keys() - constructor.unused_settings(VARIANTS[variant]).keys()
-    fixed = VARIANTS[variant].keys() & {"positions", "token_init"}
+    known = inspect.signature(constructor).parameters.keys() - constructor.unused_settings(entry(variant)).keys()
+    fixed = entry(variant).keys() & {"positions", "token_init"}
     return {name: value for name, value in settings.items() if name in known - fixed}
 
 
@@ -79,7 +91,7 @@ def build(variant: str, **settings: Any) -> Encoder:
         if name not in known:
             raise EncoderError(f"Unknown setting {printable(repr(name)[:200])} of {variant}.{_nearest(name, known)}")
     defaults = {name: parameter.default for name, parameter in known.items()}
-    published = {name: value for name, value in VARIANTS[variant].items() if name != "family"}
+    published = {name: value for name, value in entry(variant).items() if name != "family"}
     resolved = defaults | published | settings
     check_settings(variant, resolved, constructor)
     for name, cause in constructor.unused_settings(resolved).items():
