@@ -4,7 +4,7 @@ from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from tessera.encoders.errors import EncoderError, WeightsError
 from tessera.encoders.formats.checkpoint import load_weights
 from tessera.encoders.formats.loading import Report
-from tessera.encoders.registry import VARIANTS, build, entry, family, supported
+from tessera.encoders.registry import VARIANTS, build, entry, family, from_module, supported
 from tessera.encoders.saving import (
     WEIGHTS,
     describe_published,
@@ -30,6 +30,7 @@ __all__ = [
     "describe_published",
     "entry",
     "family",
+    "from_module",
     "load",
     "load_weights",
     "places",

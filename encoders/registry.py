@@ -7,17 +7,24 @@ the class of the encoder and the settings that differ from the defaults of the c
 
 `MyViT` derives from `Encoder` and takes all settings as keyword arguments with defaults. To load published weights into
 encoders of the new family, also add a module for their file format to `encoders.formats.checkpoint.FORMATS`.
+
+`from_module` registers any module that returns a map or tokens. `timm:NAME` is a model of timm.
 """
 
+import copy
 import difflib
+import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from torch import nn
 
 from tessera.encoders import navit, sam_vit, swin, timm_models, twins, vit
 from tessera.encoders.base import Encoder
 from tessera.encoders.checks import check_settings
 from tessera.encoders.errors import EncoderError
+from tessera.encoders.module import ModuleEncoder, module_family
 from tessera.encoders.navit import NaViT
 from tessera.encoders.sam_vit import SAMViT
 from tessera.encoders.swin import Swin
@@ -106,6 +113,43 @@ def build(variant: str, **settings: Any) -> Encoder:
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in resolved.items()}
     encoder.settings = {"variant": variant, **plain}
     return encoder
+
+
+def from_module(
+    module: nn.Module | Callable[..., nn.Module],
+    name: str,
+    *,
+    image_size: int | tuple[int, int] = 224,
+    channels: int = 3,
+    stride: int | None = None,
+) -> Encoder:
+    """Register a module as the encoder variant `name`, and return an encoder of this variant.
+
+    The module maps images (B, C, H, W) to a map (B, D, h, w) or (B, h, w, D), or to tokens (B, P + h * w, D); see
+    `encoders.module.ModuleEncoder`. Runs and evaluations in this process then know the variant. In another process,
+    call this function again before a run is resumed or its encoder is loaded.
+
+    Args:
+        module: class of the module or a function that returns a new module, which gets those of the arguments
+            `image_size` and `channels` that it names. For a module, each encoder of the variant is a copy, which
+            starts with the weights of the module.
+        name: name of the variant.
+        image_size: default of the setting `image_size`, one side or (height, width) in pixels.
+        channels: number of channels of an image.
+        stride: side, in pixels, of the square that one token covers. None computes it from the output.
+
+    Raises:
+        EncoderError: the name belongs to another kind of encoder, or the output is neither a map nor tokens.
+    """
+    if timm_models.is_variant(name) or not issubclass(VARIANTS.get(name, {}).get("family", ModuleEncoder), ModuleEncoder):
+        raise EncoderError(f"The name {name!r} belongs to another encoder. Choose another name.")
+    make = functools.partial(copy.deepcopy, module) if isinstance(module, nn.Module) else module
+    VARIANTS[name] = {"family": module_family(name, make, {"image_size": image_size, "channels": channels}, stride)}
+    try:
+        return build(name)
+    except EncoderError:
+        del VARIANTS[name]
+        raise
 
 
 def _nearest(unknown: str, known: Iterable[str]) -> str:
