@@ -41,7 +41,8 @@ class ModuleEncoder(Encoder):
       models of timm do, and the result has the width of the tokens. Otherwise, `pooled` is the first prefix token or,
       if there are no prefix tokens, the mean of the tokens.
     - Hidden tokens are hidden in the pixels: their squares of `stride` x `stride` pixels have a learned colour.
-    - Images whose sides are not multiples of `stride` are padded with zeros below and to the right.
+    - The grid of tokens has ceil(H / stride) x ceil(W / stride) cells. If the module rounds down, or cannot encode other
+      sides than multiples of `stride`, images are padded with zeros below and to the right.
 
     Random numbers of the module, such as those of dropout, come from torch's generator. In a training step, the
     generator is seeded by the seed of the run, the step and the samples, so that a resumed run draws the same numbers.
@@ -123,7 +124,7 @@ class ModuleEncoder(Encoder):
             hidden = repeat(hidden, "b h w -> b 1 (h i) (w j)", i=side, j=side)[:, :, :height, :width]
             color = cast(Tensor, self.mask_token).to(images.dtype).view(1, -1, 1, 1)
             images = torch.where(hidden, color, images)
-        if height % self.stride or width % self.stride:
+        if self._pads and (height % self.stride or width % self.stride):
             images = F.pad(images, (0, -width % self.stride, 0, -height % self.stride))
         with self._seeded(images):
             tokens, pooled = self._encode(images)
@@ -143,7 +144,7 @@ class ModuleEncoder(Encoder):
         return [self(images)]
 
     def _encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens (B, h, w, D) and the pooled features (B, D) of padded images."""
+        """Return the tokens (B, h, w, D) and the pooled features (B, D) of images."""
         if not self.training:
             for part in self._caching:
                 setattr(part, CACHE, {})
@@ -159,7 +160,7 @@ class ModuleEncoder(Encoder):
                 "If it supports only one size, set encoder.fixed_size to true, which resizes all images to image_size."
             ) from error
         self._encoded.add(size)
-        tokens, prefix = self._tokens(output, (size[0] // self.stride, size[1] // self.stride))
+        tokens, prefix = self._tokens(output, (-(-size[0] // self.stride), -(-size[1] // self.stride)))
         if self._has_head:
             pooled = self.model.forward_head(output, pre_logits=True)  # pyright: ignore[reportCallIssue]
         else:
@@ -177,20 +178,36 @@ class ModuleEncoder(Encoder):
 
     def _inspect_output(self, size: tuple[int, int], stride: int | None) -> None:
         """Set `dim`, `stride` and the form of the output, which is computed for two black images of this size."""
-        size = size if stride is None else (size[0] + -size[0] % stride, size[1] + -size[1] % stride)
+        self._pads = False
+        try:
+            self._inspect_size(size, stride)
+        except (AssertionError, RuntimeError, ValueError):
+            if stride is None or not (size[0] % stride or size[1] % stride):
+                raise
+            self._pads = True
+            size = (size[0] + -size[0] % stride, size[1] + -size[1] % stride)
+            self._inspect_size(size, stride)
+        if not self._pads and not (size[0] % self.stride or size[1] % self.stride):
+            self._pads = not self._rounds_up(size)
+
+    def _rounds_up(self, size: tuple[int, int]) -> bool:
+        """Return True if one more row and column of pixels add a row and a column of tokens."""
+        try:
+            output, _ = _black_images(self.model, self.channels, (size[0] + 1, size[1] + 1), self.stage)
+            grid = (size[0] // self.stride + 1, size[1] // self.stride + 1)
+            return _form(output, size, grid, self.label)[0] == self._layout != "tokens"
+        except (AssertionError, RuntimeError, ValueError):
+            return False
+
+    def _inspect_size(self, size: tuple[int, int], stride: int | None) -> None:
         output, pooled = _black_images(self.model, self.channels, size, self.stage)
-        if not isinstance(output, Tensor) or output.ndim not in (3, 4):
-            shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise EncoderError(
-                f"The output of {self.label} is {shape}. It must be a map (B, D, h, w) or (B, h, w, D), or tokens "
-                "(B, N, D)."
-            )
+        wanted = None if stride is None else (-(-size[0] // stride), -(-size[1] // stride))
         self._layout: Layout
-        self._layout, grid = _form(output, size, stride, self.label)
+        self._layout, grid = _form(output, size, wanted, self.label)
         self.stride = stride or max(size[0] // grid[0], 1)
         self.dim = output.shape[1 if self._layout == "BCHW" else -1]
         self._has_head = pooled is not None and tuple(pooled.shape) == (len(output), self.dim)
-        if (grid[0] * self.stride, grid[1] * self.stride) != size:
+        if self.grid(*size) != grid or (stride is None and grid[0] * self.stride != size[0]):
             raise EncoderError(
                 f"{self.label} has {grid[0]} x {grid[1]} tokens for images of {size[0]} x {size[1]} pixels, which "
                 "do not cover the image with squares. Set stride, and an image_size that is a multiple of it."
@@ -251,23 +268,33 @@ def _black_images(module: nn.Module, channels: int, size: tuple[int, int], stage
         return run(copy.deepcopy(module).eval(), "cpu" if first is None else first.device)
 
 
-def _form(output: Tensor, size: tuple[int, int], stride: int | None, label: str) -> tuple[Layout, tuple[int, int]]:
+def _form(
+    output: Any, size: tuple[int, int], wanted: tuple[int, int] | None, label: str
+) -> tuple[Layout, tuple[int, int]]:
     """Return the layout of an output, and the rows and columns of its tokens.
 
+    Args:
+        output: output of a module.
+        size: height and width of the images.
+        wanted: rows and columns of tokens, if they are known.
+        label: name of the module for messages.
+
     Raises:
-        EncoderError: the layout cannot be derived from the shape.
+        EncoderError: the output is neither a map nor tokens, or the layout cannot be derived from its shape.
     """
-    shape = tuple(output.shape)
-    wanted = None if stride is None else (size[0] // stride, size[1] // stride)
-    if output.ndim == 3:
+    shape = tuple(output.shape) if isinstance(output, Tensor) else ()
+    if len(shape) not in (3, 4):
+        raise EncoderError(
+            f"The output of {label} is {shape or type(output).__name__}. It must be a map (B, D, h, w) or "
+            "(B, h, w, D), or tokens (B, N, D)."
+        )
+    if len(shape) == 3:
         square = math.isqrt(shape[1])
         grid = wanted or (square, square)
         if math.prod(grid) > shape[1]:
-            raise EncoderError(
-                f"{label} has {shape[1]} tokens, fewer than a grid of {grid[0]} x {grid[1]}. Set stride."
-            )
+            raise EncoderError(f"{label} has {shape[1]} tokens, less than a grid of {grid[0]} x {grid[1]}. Set stride.")
         return "tokens", grid
-    layouts: list[tuple[Layout, tuple[int, int]]] = [("BCHW", shape[2:]), ("BHWC", shape[1:3])]  # pyright: ignore
+    layouts: list[tuple[Layout, tuple[int, int]]] = [("BCHW", (shape[2], shape[3])), ("BHWC", (shape[1], shape[2]))]
     if wanted is not None:
         found = [(layout, grid) for layout, grid in layouts if grid == wanted]
     else:  # cells are squares

@@ -141,7 +141,9 @@ def from_module(
     Raises:
         EncoderError: the name belongs to another kind of encoder, or the output is neither a map nor tokens.
     """
-    if timm_models.is_variant(name) or not issubclass(VARIANTS.get(name, {}).get("family", ModuleEncoder), ModuleEncoder):
+    if timm_models.is_variant(name) or not issubclass(
+        VARIANTS.get(name, {}).get("family", ModuleEncoder), ModuleEncoder
+    ):
         raise EncoderError(f"The name {name!r} belongs to another encoder. Choose another name.")
     make = functools.partial(copy.deepcopy, module) if isinstance(module, nn.Module) else module
     VARIANTS[name] = {"family": module_family(name, make, {"image_size": image_size, "channels": channels}, stride)}

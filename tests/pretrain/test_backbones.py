@@ -1,0 +1,181 @@
+"""Models of timm under every method: one step in this process, and whole runs through the real command."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tessera import encoders
+from tessera.encoders.batch_norm import over_all_processes
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.method import Method, RunSize
+from tessera.pretrain.optim.adamw import OptimConfig, adamw
+from tessera.pretrain.optim.running_statistics import StepStatistics, running_statistics
+from tests.launched import records, same_encoder, timeless
+from tests.pretrain.small import arguments, batch_for
+from tests.teachers import small_settings
+
+CROPS = {"global_size": 64, "local_size": 32}
+SIZES: dict[str, dict[str, Any]] = {
+    "dino": CROPS,
+    "dinov2": CROPS | {"mask_probability": 0.0},
+    "dinov3": CROPS | {"gram_size": 64, "gram_start": 100, "mask_probability": 0.0},
+    "lejepa": CROPS,
+    "distill": {"size": 64},
+    "mae": {"size": 64},
+}
+"""Settings of a method for images of two tokens of 32 pixels a side."""
+FAMILIES = [
+    "test_resnet",
+    "test_convnext",
+    "test_efficientnet",
+    "test_byobnet",
+    "test_nfnet",
+    "test_mambaout",
+    "test_maxvit",
+    "test_vit",
+    "regnetx_002",
+    "mobilenetv3_small_050",
+]
+LARGER = [
+    "swin_tiny_patch4_window7_224",
+    "poolformerv2_s12",
+    "levit_128s",
+    "pvt_v2_b0",
+    "xcit_nano_12_p16_224",
+    "repvit_m1",
+]
+FIXED = {"test_maxvit", "levit_128s"}
+"""Models that take images of one size."""
+
+
+def make(method: str, name: str, **settings: Any) -> Method:
+    chosen, size, variant = METHODS[method], RunSize(1000, 4, 10), f"timm:{name}"
+    given = small_settings(chosen) | SIZES[method]
+    known = {key: value for key, value in given.items() if key in chosen.Config.model_fields}
+    config, _ = chosen.resolve(chosen.Config(**known), OptimConfig(), size)
+    torch.manual_seed(0)
+    own = chosen.encoder_defaults(config, variant, size) | {"fixed_size": name in FIXED} | settings
+    built = chosen(encoders.build(variant, **own), config, 10)
+    over_all_processes(built)
+    return built
+
+
+def one_step(method: Method) -> None:
+    """Check that a step gives every trainable parameter a finite gradient and changes the weights."""
+    method.train()
+    batch = batch_for(method, 4)
+    _, optim = type(method).resolve(method.config, OptimConfig(), RunSize(1000, 4, 10))
+    optimizer = adamw(method, optim, {})
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3
+    before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
+    loss, _ = method(batch, 0)
+    loss.backward()
+    trained = {name: p for name, p in method.named_parameters() if p.requires_grad}
+    assert [name for name, p in trained.items() if p.grad is None] == []
+    assert loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in trained.values())
+    optimizer.step()
+    method.after_step(0)
+    after = method.state_dict()
+    moved = [name for name in after if not torch.equal(after[name], before[name])]
+    assert any("encoder.model" in name for name in moved)
+    if running_statistics(method):
+        assert any("running_mean" in name for name in moved)
+
+
+@pytest.mark.parametrize("method", SIZES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_method_trains_a_model_of_timm(name: str, method: str) -> None:
+    one_step(make(method, name))
+
+
+def test_a_skipped_step_leaves_running_statistics_unchanged() -> None:
+    method = make("dino", "test_resnet").train()
+    before = [buffer.clone() for buffer in running_statistics(method)]
+    statistics = StepStatistics(method)
+    method(batch_for(method, 4), 0)
+    assert any(not torch.equal(a, b) for a, b in zip(before, running_statistics(method), strict=True))
+    statistics.restore()
+    method.after_skip(0)
+    assert all(torch.equal(a, b) for a, b in zip(before, running_statistics(method), strict=True))
+
+
+def test_the_teacher_follows_the_running_statistics_of_the_student() -> None:
+    method = make("dino", "test_resnet", image_size=64).train()
+    batch = batch_for(method, 4)
+    student, teacher = (running_statistics(method.get_submodule(name)) for name in ("student", "teacher"))
+    start = [buffer.clone() for buffer in teacher]
+    method(batch, 0)
+    method.after_step(0)
+    momentum = method.momentum(0)
+    for old, own, new in zip(start, teacher, student, strict=True):
+        expected = momentum * old + (1 - momentum) * new if new.is_floating_point() else new
+        torch.testing.assert_close(own, expected)
+    assert not method.teacher.training
+
+
+def test_mae_says_that_a_model_of_timm_cannot_drop_tokens() -> None:
+    with pytest.raises(ValueError, match=r"timm:test_vit cannot drop hidden tokens. Remove mae.drop"):
+        METHODS["mae"](
+            encoders.build("timm:test_vit", image_size=64),
+            METHODS["mae"].Config(size=64, drop=True),  # pyright: ignore[reportCallIssue]
+            10,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", SIZES)
+@pytest.mark.parametrize("name", LARGER)
+def test_a_method_trains_a_larger_model_of_timm(name: str, method: str) -> None:
+    one_step(make(method, name))
+
+
+SCRIPT = Path(__file__).with_name("runs_in_turn.py")
+COMMANDS = {
+    f"{method} of timm:{name}": [
+        *(word for key, value in (SIZES[method] | small).items() for word in (f"--{method}.{key}", str(value).lower())),
+        "--optim.lr", "1e-4",
+    ]
+    for name in ("test_resnet", "test_vit")
+    for method, small in (("dino", {"batch_norm": False}), ("lejepa", {}), ("mae", {}), ("distill", {}))
+}  # fmt: skip
+"""Command lines of whole runs."""
+
+
+def command(name: str, output: Path, *more: str) -> list[str]:
+    method, _, variant = name.partition(" of ")
+    return arguments(method, variant, output, *COMMANDS[name], "--evaluation.pictures", "2", *more)
+
+
+@pytest.fixture(scope="module")
+def runs(start: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of all runs: alone and resumed on one process, and on two processes of three engines."""
+    folder = tmp_path_factory.mktemp("runs")
+    alone = [command(name, folder / "one" / name) for name in COMMANDS]
+    alone += [command(name, folder / "one" / name, "--resume") for name in COMMANDS]
+    launches = [start(SCRIPT, alone)]
+    for engine in ("ddp", "zero2", "fsdp2"):
+        shared = [command(name, folder / engine / name) for name in COMMANDS]
+        launches.append(start(SCRIPT, shared, 2, None if engine == "ddp" else engine))
+    for launch in launches:
+        launch.wait()
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_run_resumes_bit_for_bit_and_two_processes_equal_one(name: str, runs: Path) -> None:
+    one = runs / "one" / name
+    assert timeless(one) == timeless(one / "uninterrupted")
+    assert same_encoder(one, one / "uninterrupted")
+    expected = {line["step"]: line for line in records(one)}
+    assert sorted(expected) == list(range(7))
+    weights = encoders.load(one).state_dict()
+    for engine in ("ddp", "zero2", "fsdp2"):
+        for line in records(runs / engine / name)[1:]:
+            assert line["loss"] == pytest.approx(expected[line["step"]]["loss"], rel=1e-3, abs=1e-4), engine
+        for key, tensor in encoders.load(runs / engine / name).state_dict().items():
+            torch.testing.assert_close(tensor, weights[key], rtol=1e-2, atol=2e-3, msg=f"{engine}: {key}")
