@@ -37,19 +37,26 @@ def over_all_processes(module: nn.Module) -> None:
     for part in module.modules():
         if type(part) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             part.__class__ = BatchNorm
-            part.process_group = None  # the default group
         elif type(part).__module__.startswith("timm.") and type(part).__name__ == "BatchNormAct2d":
             part.__class__ = BatchNormAct
-            part.process_group = None
 
 
-class BatchNorm(nn.SyncBatchNorm):
-    """Batch norm over all processes: (B, D, ...) -> (B, D, ...)."""
+class BatchNorm(_BatchNorm):
+    """Batch norm over all processes: (B, D, ...) -> (B, D, ...).
+
+    This class is no subclass of `SyncBatchNorm`, because `DistributedDataParallel` refuses such modules on the CPU.
+    """
+
+    process_group = None  # the default group
+    _check_input_dim = nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     def forward(self, input: Tensor) -> Tensor:
         if world_size() == 1 or not self.training or input.is_meta:
-            return _BatchNorm.forward(self, input)
-        return super().forward(input) if input.is_cuda else self._on_the_cpu(input)
+            return super().forward(input)
+        if input.is_cuda:
+            return nn.SyncBatchNorm.forward(self, input)  # pyright: ignore[reportArgumentType]
+        return self._on_the_cpu(input)
 
     def _on_the_cpu(self, x: Tensor) -> Tensor:
         """Return the output with the statistics of all processes, and update the running statistics."""

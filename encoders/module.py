@@ -41,8 +41,8 @@ class ModuleEncoder(Encoder):
       models of timm do, and the result has the width of the tokens. Otherwise, `pooled` is the first prefix token or,
       if there are no prefix tokens, the mean of the tokens.
     - Hidden tokens are hidden in the pixels: their squares of `stride` x `stride` pixels have a learned colour.
-    - The grid of tokens has ceil(H / stride) x ceil(W / stride) cells. If the module rounds down, or cannot encode other
-      sides than multiples of `stride`, images are padded with zeros below and to the right.
+    - The grid of tokens has ceil(H / stride) x ceil(W / stride) cells. If the module rounds down, or supports only
+      sides that are multiples of `stride`, images are padded with zeros below and to the right.
 
     Random numbers of the module, such as those of dropout, come from torch's generator. In a training step, the
     generator is seeded by the seed of the run, the step and the samples, so that a resumed run draws the same numbers.
@@ -155,10 +155,8 @@ class ModuleEncoder(Encoder):
             # An error at the first images of a size is most likely due to the size.
             if size in self._encoded or ON_META.search(str(error)) or isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise EncoderError(
-                f"{self.label} cannot encode images of {size[0]} x {size[1]} pixels: {error or type(error).__name__}. "
-                "If it supports only one size, set encoder.fixed_size to true, which resizes all images to image_size."
-            ) from error
+            hint = "If it supports only one size, set encoder.fixed_size to true, which resizes images to image_size."
+            raise self._refused(error, size, hint) from error
         self._encoded.add(size)
         tokens, prefix = self._tokens(output, (-(-size[0] // self.stride), -(-size[1] // self.stride)))
         if self._has_head:
@@ -166,6 +164,13 @@ class ModuleEncoder(Encoder):
         else:
             pooled = tokens.mean((1, 2)) if prefix is None else prefix
         return tokens, pooled
+
+    def _refused(self, error: Exception, size: tuple[int, int], hint: str) -> Exception:
+        """Return the error for images of a size that the module refused with `error`. Keep errors of an encoder."""
+        if isinstance(error, EncoderError):
+            return error
+        reason = str(error).rstrip(".") or type(error).__name__
+        return EncoderError(f"{self.label} cannot encode images of {size[0]} x {size[1]} pixels: {reason}. {hint}")
 
     def _tokens(self, output: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
         """Return the tokens (B, h, w, D), and the first prefix token (B, D) or None."""
@@ -181,12 +186,15 @@ class ModuleEncoder(Encoder):
         self._pads = False
         try:
             self._inspect_size(size, stride)
-        except (AssertionError, RuntimeError, ValueError):
+        except (AssertionError, RuntimeError, ValueError) as error:
             if stride is None or not (size[0] % stride or size[1] % stride):
-                raise
+                raise self._refused(error, size, "Choose another image_size.") from error
             self._pads = True
             size = (size[0] + -size[0] % stride, size[1] + -size[1] % stride)
-            self._inspect_size(size, stride)
+            try:
+                self._inspect_size(size, stride)
+            except (AssertionError, RuntimeError, ValueError) as padded:
+                raise self._refused(padded, size, "Choose another image_size.") from padded
         if not self._pads and not (size[0] % self.stride or size[1] % self.stride):
             self._pads = not self._rounds_up(size)
 
@@ -286,7 +294,8 @@ def _form(
     if len(shape) not in (3, 4):
         raise EncoderError(
             f"The output of {label} is {shape or type(output).__name__}. It must be a map (B, D, h, w) or "
-            "(B, h, w, D), or tokens (B, N, D)."
+            "(B, h, w, D), or tokens (B, N, D). If the module has stages (timm's forward_intermediates), set stage to "
+            "-1, the last one."
         )
     if len(shape) == 3:
         square = math.isqrt(shape[1])

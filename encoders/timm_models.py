@@ -36,7 +36,10 @@ def family(variant: str) -> type[ModuleEncoder]:
         raise EncoderError(f"timm {timm.__version__} has no model {printable(repr(name)[:200])}. {hint}")
 
     def make(image_size: int | tuple[int, int], channels: int) -> nn.Module:
-        return create(name, image_size, channels)[0]
+        try:
+            return create(name, image_size, channels)[0]
+        except AssertionError as error:
+            raise EncoderError(f"timm cannot make {name} for images of {image_size} pixels. {error}") from error
 
     return module_family(variant, make, {"image_size": timm.get_pretrained_cfg(name).input_size[-1], "channels": 3})
 

@@ -83,9 +83,9 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
     )
     own = Path(output) / "config.yaml" if output and early.get("resume") else None
     file = read_yaml(config) if config else read_yaml(own) if own and own.exists() else {}
-    pretrained = isinstance(encoder, str) and encoder.endswith(PRETRAINED)
+    pretrained = str(encoder).endswith(PRETRAINED)
     if pretrained:
-        encoder = encoder.removesuffix(PRETRAINED)
+        encoder = str(encoder).removesuffix(PRETRAINED)
     file = merge(RunConfig, file)  # `merge` expands short forms such as `data: SHARDS`
     if is_saved(file) and isinstance(file["optim"], Mapping):
         file["optim"] = {"encoder_lr_factor": 1.0} | dict(file["optim"])  # runs of older versions did not store it

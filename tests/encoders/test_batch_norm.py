@@ -23,7 +23,11 @@ LAYERS = {
 
 def _images(name: str) -> torch.Tensor:
     shape = (6, 4) if name == "rows" else (6, 4, 3, 2)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3 + 100
+    return (
+        torch.randn(shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu").to(torch.get_default_device())
+        * 3
+        + 100
+    )
 
 
 def _layer(name: str) -> nn.Module:
@@ -34,8 +38,9 @@ def _layer(name: str) -> nn.Module:
     return layer
 
 
-def _two(rank: int) -> None:
+def _two(rank: int, device: str) -> None:
     """The processes have four and two images."""
+    torch.set_default_device(device)
     for name in LAYERS:
         torch.manual_seed(0)
         whole, own = _layer(name), _layer(name)
@@ -50,7 +55,7 @@ def _two(rank: int) -> None:
             torch.testing.assert_close(out, expected[rows], rtol=1e-4, atol=1e-4)
             whole.zero_grad()
             own.zero_grad()
-            weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+            weights = _images(name).detach() - 100
             (expected * weights).sum().backward()
             (out * weights[rows]).sum().backward()
             torch.testing.assert_close(part.grad, x.grad[rows], rtol=1e-3, atol=1e-4)
@@ -70,7 +75,13 @@ def _two(rank: int) -> None:
 
 
 def test_two_processes_equal_one(free_port: int) -> None:
-    on_processes(_two, free_port, group=True)
+    on_processes(_two, free_port, "cpu", group=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_two_processes_of_one_gpu_equal_one(free_port: int) -> None:
+    on_processes(_two, free_port, "cuda", group=True)
 
 
 @pytest.mark.parametrize("name", LAYERS)

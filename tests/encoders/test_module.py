@@ -235,8 +235,8 @@ def test_bad_modules_are_refused_by_name(variants: dict[str, Any]) -> None:
         encoders.from_module(Net, "vit_small")
     with pytest.raises(EncoderError, match="belongs to another encoder"):
         encoders.from_module(Net, "timm:resnet18")
+    encoders.from_module(Net, "my_net", image_size=32)
     with pytest.raises(EncoderError, match="forward_intermediates"):
-        encoders.from_module(Net, "my_net", image_size=32)
         encoders.build("my_net", stage=1)
     with pytest.raises(EncoderError, match="do not cover the image"):
         encoders.from_module(Net, "other_net", image_size=35)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tessera import encoders
 from tessera.encoders.batch_norm import over_all_processes
 from tessera.pretrain.methods import METHODS
