@@ -324,7 +324,7 @@ def module_family(
     Args:
         label: name of the variant.
         make: function that returns a new module. It gets those of the arguments `image_size` and `channels` that it
-            names.
+            names, and the setting `options`.
         defaults: defaults of the settings `image_size` and `channels`.
         stride: side, in pixels, of the square that one token covers. None computes it from the output.
     """
@@ -341,9 +341,10 @@ def module_family(
             stage: int | None = None,
             fixed_size: bool = False,
             mask_token: bool = False,
+            options: dict[str, Any] | None = None,
         ):
             given = {"image_size": image_size, "channels": channels}
-            module = make(**{name: value for name, value in given.items() if name in names})
+            module = make(**{name: value for name, value in given.items() if name in names}, **(options or {}))
             own = {"stride": stride, "stage": stage, "fixed_size": fixed_size, "mask_token": mask_token}
             super().__init__(module, image_size=image_size, channels=channels, **own)
 
@@ -359,5 +360,6 @@ Args:
     stage: index of the stage whose map is used; negative indices count from the end. None uses the output.
     fixed_size: resize all images to image_size, for a module that supports only one size.
     mask_token: add a learned colour for the pixels of hidden tokens.
+    options: further arguments of timm.create_model, or of the function that makes the module.
 """
 """Docstring of the classes that `module_family` returns, whose Args become the help of the settings."""

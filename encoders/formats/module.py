@@ -49,9 +49,8 @@ def pretrained(encoder: ModuleEncoder, source: str) -> State:
     Raises:
         WeightsError: timm has no weights of this name, or cannot download them.
     """
-    settings = encoder.settings
     return published.pretrained_model(
-        source, lambda name: timm_models.create(name, settings["image_size"], settings["channels"], pretrained=True)[0]
+        source, lambda name: timm_models.create(name, encoder.settings, pretrained=True)[0]
     ).state_dict()
 
 
@@ -64,8 +63,8 @@ def to_timm(encoder: ModuleEncoder) -> tuple[str, dict[str, Any], State]:
         WeightsError: the module is not a model of timm.
     """
     check_equivalent({"a module of another package": not timm_models.is_variant(encoder.label)}, "timm")
-    name, settings = encoder.label.removeprefix(timm_models.PREFIX), encoder.settings
-    _, options = timm_models.create(name, settings["image_size"], settings["channels"])
+    name = encoder.label.removeprefix(timm_models.PREFIX)
+    _, options = timm_models.create(name, encoder.settings)
     return name, options, dict(encoder.model.state_dict())
 
 

@@ -265,6 +265,20 @@ def test_random_numbers_of_a_module_are_functions_of_step_and_samples(variants: 
     assert not torch.equal(draw(3), draw(4))
 
 
+def test_options_are_arguments_of_timm() -> None:
+    encoder = make("test_vit", options={"drop_path_rate": 0.5, "class_token": False, "global_pool": "avg"})
+    assert encoder.model.cls_token is None
+    assert max(part.drop_prob or 0 for part in encoder.modules() if hasattr(part, "drop_prob")) == 0.5
+    for options, words in (
+        ({"checkpoint_path": "/etc/passwd"}, "cannot contain checkpoint_path"),
+        ({"pretrained_cfg_overlay": {}}, "cannot contain pretrained_cfg_overlay"),
+        ({"num_classes": 3}, "cannot contain num_classes"),
+        ({"no_such": 3}, "no_such"),
+    ):
+        with pytest.raises(EncoderError, match=words):
+            make("test_vit", options=options)
+
+
 def test_blocks_are_the_parts_with_submodules() -> None:
     encoder = make("test_resnet")
     assert [type(block).__name__ for block in encoder.blocks] == [

@@ -25,6 +25,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "lejepa": CROPS,
     "distill": {"size": 64},
     "mae": {"size": 64},
+    "finetune": {"size": 64, "classes": 2},
 }
 """Settings of a method for images of two tokens of 32 pixels a side."""
 FAMILIES = [
