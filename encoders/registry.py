@@ -59,7 +59,7 @@ def entry(variant: str) -> dict[str, Any]:
         hint = _nearest(variant, VARIANTS)
         raise EncoderError(
             f"Unknown encoder {printable(repr(variant)[:200])}.{hint} Known encoders: {', '.join(VARIANTS)}, "
-            "and timm:NAME for any model of timm."
+            "and timm:NAME for any model of timm. A program that uses encoders.from_module must call it first."
         )
     return VARIANTS[variant]
 
