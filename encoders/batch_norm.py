@@ -61,7 +61,7 @@ class BatchNorm(_BatchNorm):
     def _on_the_cpu(self, x: Tensor) -> Tensor:
         """Return the output with the statistics of all processes, and update the running statistics."""
         with torch.autocast(x.device.type, enabled=False):
-            moved = x.movedim(1, -1).float()  # (B, ..., D)
+            moved = x.movedim(1, -1).to(torch.promote_types(x.dtype, torch.float32))  # (B, ..., D)
             difference, mean, variance, rows = centered(moved.flatten(0, -2))
             if self.track_running_stats:
                 self._move(mean, variance * rows / (rows - 1).clamp(min=1))
