@@ -4,8 +4,17 @@ from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from tessera.encoders.errors import EncoderError, WeightsError
 from tessera.encoders.formats.checkpoint import load_weights
 from tessera.encoders.formats.loading import Report
-from tessera.encoders.registry import VARIANTS, build, family, supported
-from tessera.encoders.saving import WEIGHTS, describe_published, load, places, read_description, read_step, save
+from tessera.encoders.registry import VARIANTS, build, entry, family, from_module, supported
+from tessera.encoders.saving import (
+    WEIGHTS,
+    describe_published,
+    load,
+    places,
+    published_settings,
+    read_description,
+    read_step,
+    save,
+)
 
 __all__ = [
     "IMAGENET",
@@ -19,10 +28,13 @@ __all__ = [
     "WeightsError",
     "build",
     "describe_published",
+    "entry",
     "family",
+    "from_module",
     "load",
     "load_weights",
     "places",
+    "published_settings",
     "read_description",
     "read_step",
     "save",

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tessera.encoders import published
 from tessera.encoders.base import IMAGENET, Encoder, Preprocessing
@@ -65,7 +66,7 @@ def load(path: str | Path) -> Encoder:
     """
     if published.is_name(path):
         state, preprocessing = published.fetch(path)
-        encoder = build(**recognise(state).describe(state))
+        encoder = build(**published_settings(path, state))
         load_weights(encoder, state)
         encoder.preprocessing = preprocessing
         return encoder.eval()
@@ -134,7 +135,19 @@ def describe_published(name: str) -> tuple[dict[str, Any], Preprocessing]:
         WeightsError: timm has no weights of this name, or no encoder fits them.
     """
     state, preprocessing = published.fetch(name)
-    return recognise(state).describe(state), preprocessing
+    return published_settings(name, state), preprocessing
+
+
+def published_settings(name: str | Path, state: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the arguments of `build` for the pretrained weights `timm:NAME`.
+
+    If no class of this project has the architecture, the encoder wraps the model of timm.
+    """
+    try:
+        form = recognise(state)
+    except WeightsError:
+        return published.architecture(name)
+    return form.describe(state)
 
 
 def read_step(path: str | Path) -> int | None:

@@ -69,12 +69,13 @@ def fitting(source: Path, variant: str | None, settings: dict[str, Any]) -> tupl
     preprocessing = IMAGENET
     if published.is_name(source):
         checkpoint, preprocessing = published.fetch(source)
+        known = encoders.published_settings(source, checkpoint) if variant is None else known
     else:
         checkpoint = read(source)
     if source.suffix == ".safetensors" and description.is_file():
         described, preprocessing = encoders.read_description(description)
         known = described if variant is None else known
-    elif variant is None:
+    elif variant is None and not published.is_name(source):
         state = unwrap(checkpoint, "auto", Report())
         known = recognise(state).describe(state)
     encoder = encoders.build(**(known | settings))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tessera import encoders
+from tessera.encoders.batch_norm import over_all_processes
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.formats.checkpoint import read, recognise, unwrap
 from tessera.encoders.formats.loading import Report
@@ -77,6 +78,7 @@ def _build(config: RunConfig, *, fresh: bool, check: bool = True) -> Method:
         raise SettingsError(f"encoder: {error}") from error
     try:
         method = METHODS[config.method](encoder, config.method_config, config.steps)
+        over_all_processes(method)
         if fresh and method.needs_start and not config.init_from:
             raise ValueError("gram_start 0 needs the teacher of an earlier run as Gram teacher. Set --init_from RUN.")
         if config.init_from and method.other_encoders() and config.optim.encoder_lr_factor != 1:

@@ -6,6 +6,7 @@ from typing import Any
 
 from tessera import encoders
 from tessera.encoders import published
+from tessera.encoders.timm_models import is_variant
 from tessera.pretrain.config import RunConfig, settings_model
 from tessera.pretrain.methods import METHODS
 from tessera.runtime.settings import (
@@ -21,6 +22,8 @@ from tessera.runtime.settings import (
 )
 from tessera.runtime.user_error import printable
 
+PRETRAINED = ",pretrained"
+"""End of `--encoder timm:NAME,pretrained`, which is short for `--encoder timm:NAME --init_from timm:NAME`."""
 PRESETS = Path(__file__).parent.parent / "configs"
 
 
@@ -82,6 +85,9 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
     )
     own = Path(output) / "config.yaml" if output and early.get("resume") else None
     file = read_yaml(config) if config else read_yaml(own) if own and own.exists() else {}
+    pretrained = str(encoder).endswith(PRETRAINED)
+    if pretrained:
+        encoder = str(encoder).removesuffix(PRETRAINED)
     file = merge(RunConfig, file)  # `merge` expands short forms such as `data: SHARDS`
     if is_saved(file) and isinstance(file["optim"], Mapping):
         file["optim"] = {"encoder_lr_factor": 1.0} | dict(file["optim"])  # runs of older versions did not store it
@@ -100,7 +106,9 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
     preset = merge(RunConfig, read_yaml(digits)) if use_preset else {}
     saved = (file.get("encoder") or {}).get("variant")
     preset_variant = preset.get("encoder", {}).get("variant")
-    source = early.get("init_from") or file.get("init_from")
+    if pretrained and (early.get("init_from") or not is_variant(encoder)):
+        raise SettingsError(f"--encoder {encoder}{PRETRAINED} means --encoder NAME --init_from NAME for a timm:NAME.")
+    source = encoder if pretrained else early.get("init_from") or file.get("init_from")
     resumed = own is not None and own.exists()
     start = started_encoder(source) if isinstance(source, str) and not resumed else {}  # `validate` refuses other types
     variant = encoder or saved or start.get("variant") or preset_variant or "vit_small"
@@ -114,6 +122,8 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
     model = settings_model(variant, start if start.pop("variant", None) == variant else None)
     chosen = {"encoder": {"variant": variant}}
     own_values = given(model)
+    if pretrained:
+        own_values = {**own_values, "init_from": encoder, "encoder": {**own_values["encoder"], "variant": encoder}}
     if not (own and not config) and not is_saved(file):
         check_method(file, method, f"{config}: ")
     check_method(own_values, method)

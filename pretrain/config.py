@@ -16,6 +16,7 @@ from tessera import encoders
 from tessera.data.loader import LoaderConfig, StreamConfig
 from tessera.data.shards import SourceConfig
 from tessera.encoders.base import IMAGENET, Preprocessing
+from tessera.encoders.timm_models import is_variant
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.monitoring.collapse import HealthConfig
 from tessera.pretrain.monitoring.sinks import MetricsConfig
@@ -210,18 +211,22 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
     Raises:
         SettingsError: the variant is unknown.
     """
-    if not isinstance(variant, str) or variant not in encoders.VARIANTS:
-        known = encoders.VARIANTS.names()
+    if not isinstance(variant, str) or not (variant in encoders.VARIANTS or is_variant(variant)):
+        known = [*encoders.VARIANTS.names(), "timm:NAME"]
         shown = printable(str(variant)[:200])
         raise SettingsError(
             f"unknown encoder '{shown}'{suggestion(shown, known)} (known: {', '.join(known)}). "
             f"{encoders.VARIANTS.elsewhere}"
         )
-    family = encoders.family(variant)
+    try:
+        family = encoders.family(variant)
+    except encoders.EncoderError as error:
+        raise SettingsError(f"encoder: {error}") from error
     described = dict(re.findall(r"^\s*(\w+): (.+?)\.?$", inspect.getdoc(family) or "", re.MULTILINE))
     started = dict(started or {})
-    chosen = encoders.VARIANTS[variant] | started
-    help_text = f"name of the encoder variant: {', '.join(encoders.VARIANTS.names())}"
+    chosen = encoders.entry(variant) | started
+    names = ", ".join(encoders.VARIANTS.names())
+    help_text = f"name of the encoder variant: {names}, or timm:NAME for any model of timm"
     fields: dict[str, Any] = {"variant": (str, Field(variant, description=help_text))}
     for name, parameter in inspect.signature(family).parameters.items():
         default = chosen.get(name, parameter.default)

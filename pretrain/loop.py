@@ -327,11 +327,13 @@ def _record_and_score(run: TrainingRun, record: dict[str, Any], batch: Batch | N
             record |= run.online_knn.evaluate(encoder, pixels=step == 0)
             log.info("%s", _verdict(run, run.online_knn, record, alarm))
             if run.recorder and run.config.evaluation.pictures:
-                images = run.online_knn.first_images(encoder.preprocessing)
+                images, training = run.online_knn.first_images(encoder.preprocessing), encoder.training
+                encoder.eval()  # batch norm would use statistics of all processes, but only the main process is here
                 shown |= {
                     "attention": feature_maps.attention(encoder, images),
                     "pca": feature_maps.pca(encoder, images),
                 }
+                encoder.train(training)
         if run.accuracy is not None:
             record |= _classify(run, run.accuracy)
         _record_pictures(run, {name: picture for name, picture in shown.items() if picture is not None})

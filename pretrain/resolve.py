@@ -98,7 +98,7 @@ def default_batch_size(images: int) -> int:
 def _resolved_encoder(config: RunConfig, defaults: dict[str, Any], channels: int) -> EncoderConfig:
     """Return the encoder settings with the method's defaults and the number of image channels filled in."""
     variant, started, given = config.encoder.variant, config.encoder.started, config.encoder_settings
-    unused = encoders.family(variant).unused_settings(encoders.VARIANTS[variant] | started | given)
+    unused = encoders.family(variant).unused_settings(encoders.entry(variant) | started | given)
     given = started | {name: value for name, value in defaults.items() if name not in unused} | given
     own = given.get("channels", getattr(config.encoder, "channels", channels))
     if own != channels and "channels" in given:

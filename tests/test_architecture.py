@@ -11,7 +11,7 @@ ORDER = ["runtime", "encoders", "data", "evaluation", "pretrain"]
 """Folders, each of which imports only from folders on its left. `tessera/` imports from all."""
 OUTSIDE_OF_ENCODERS = {"torch", "einops", "safetensors"}
 OPTIONAL = {"timm"}
-"""Packages that encoders/published.py imports if a user asks for their weights."""
+"""Packages that encoders/timm_models.py imports if a user asks for their models."""
 
 
 def imported(path: Path) -> set[str]:
@@ -49,7 +49,7 @@ def test_imports_point_left(folder: str) -> None:
 def test_encoders_need_little() -> None:
     allowed = OUTSIDE_OF_ENCODERS | packages("encoders", "runtime") | sys.stdlib_module_names
     for path in (ROOT / "encoders").rglob("*.py"):
-        assert imported(path) <= allowed | (OPTIONAL if path.name == "published.py" else set()), path
+        assert imported(path) <= allowed | (OPTIONAL if path.name == "timm_models.py" else set()), path
 
 
 def test_launch_stands_alone() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from tessera.encoders import published
 from tessera.encoders.base import Encoder
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.formats import navit, rope_vit, sam_vit, swin, twins, vit
+from tessera.encoders.formats import module, navit, rope_vit, sam_vit, swin, twins, vit
 from tessera.encoders.formats.loading import (
     Report,
     Source,
@@ -36,9 +36,11 @@ from tessera.encoders.formats.loading import (
     check_values,
     listed,
 )
+from tessera.encoders.module import ModuleEncoder
 from tessera.encoders.navit import NaViT
 from tessera.encoders.sam_vit import SAMViT
 from tessera.encoders.swin import Swin
+from tessera.encoders.timm_models import is_variant
 from tessera.encoders.twins import Twins
 from tessera.encoders.vit import ViT
 from tessera.runtime.user_error import printable
@@ -50,7 +52,7 @@ class Format(Protocol):
     NAME: str
     """Name of the encoder family with an article, such as `a ViT`. Error messages contain this name."""
     ACCEPTS: tuple[str, ...]
-    """`NAME` of each weight format that `fit` can convert."""
+    """`NAME` of each weight format that `fit` can convert. Empty if `fit` itself checks the weights."""
     DECIDES: dict[str, str]
     """Map from a substring of tensor names to the encoder settings that determine whether such tensors exist, and their
     shapes."""
@@ -79,7 +81,8 @@ FORMATS: dict[type[Encoder], Format] = {
     NaViT: navit,
     SAMViT: sam_vit,
 }
-"""Weight format of each encoder class, in any order. A ViT with rotary positions has the format `rope_vit` instead."""
+"""Weight format of each encoder class, in any order. A ViT with rotary positions has the format `rope_vit` instead, and
+wrapped modules have the format `module`."""
 
 PLACES = {
     "auto": ("teacher", "student", "model", "state_dict"),
@@ -124,7 +127,12 @@ def load_weights(
         WeightsError: the file cannot be read, or the weights do not fit the encoder. In both cases, the encoder keeps
             its previous weights.
     """
-    checkpoint = read(path_or_state_dict) if isinstance(path_or_state_dict, str | Path) else path_or_state_dict
+    if isinstance(path_or_state_dict, Mapping):
+        checkpoint = path_or_state_dict
+    elif isinstance(encoder, ModuleEncoder) and is_variant(encoder.label) and published.is_name(path_or_state_dict):
+        checkpoint = module.pretrained(encoder, str(path_or_state_dict))
+    else:
+        checkpoint = read(path_or_state_dict)
     if source not in get_args(Source):
         raise WeightsError(f"source must be one of {', '.join(get_args(Source))}, not {source!r}.")
     report = Report()
@@ -133,12 +141,12 @@ def load_weights(
     if form is None:
         check_names(state, own, {})
     else:
-        found = recognise(state)
-        if found.NAME not in form.ACCEPTS:
+        found = recognise(state) if form.ACCEPTS else form
+        if found.NAME not in (*form.ACCEPTS, module.NAME):
             raise WeightsError(f"The file has weights of {found.NAME}, which do not fit {form.NAME}.")
         state = form.fit(encoder, state, source, report)
     check_shapes(state, own, {} if form is None else form.DECIDES)
-    check_values(state)
+    check_values({name: tensor for name, tensor in state.items() if own[name].is_floating_point()})
     report.used = list(state)
     encoder.load_state_dict(own | state)
     return report
@@ -178,6 +186,8 @@ def format_of(encoder: Encoder) -> Format:
 
 
 def _format_of(encoder: Encoder) -> Format | None:
+    if isinstance(encoder, ModuleEncoder):
+        return module
     rotary = type(encoder) is ViT and encoder.rope_embed is not None
     return rope_vit if rotary else FORMATS.get(type(encoder))
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tessera.encoders.batch_norm import centered
 from tessera.pretrain.methods.method import full_precision
-from tessera.runtime.collectives import all_reduce_sum
 
 
 class Prototypes(nn.Module):
@@ -46,11 +46,7 @@ class BatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with full_precision(x):
             x32 = x.float()
-            # If no process has a row, a mean of 0 / 0 would make the gradient of the weight NaN.
-            rows = all_reduce_sum(x32.new_full((), len(x))).clamp(min=1)
-            # Subtract the mean before squaring, because mean(x^2) - mean(x)^2 can cancel most digits of float32.
-            centred = x32 - all_reduce_sum(x32.sum(0)) / rows
-            variance = all_reduce_sum(centred.square().sum(0)) / rows  # (D,)
+            centred, _, variance, _ = centered(x32)  # (N, D), (D,)
             return (centred * (self.weight * torch.rsqrt(variance + self.eps)) + self.bias).to(x.dtype)
 
 

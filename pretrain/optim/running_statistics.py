@@ -35,8 +35,8 @@ class StepStatistics:
     def average(self) -> None:
         """Average the statistics over processes, because each process had different images. Collective.
 
-        The result is the mean of the processes' variances, unlike in torch.nn.SyncBatchNorm, which computes one
-        variance over the images of all processes.
+        The statistics of `encoders.batch_norm` are already equal. Those of other layers become the mean of the
+        processes' variances, not one variance over the images of all processes.
         """
         buffers = [buffer for buffer in self.buffers if buffer.is_floating_point()]
         if not buffers or world_size() == 1:

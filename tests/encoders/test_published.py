@@ -93,8 +93,9 @@ def test_a_failed_download_and_a_missing_timm_are_errors_of_the_user(monkeypatch
         encoders.load(f"timm:{NAME}")
 
 
-def test_a_model_without_a_counterpart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_a_counterpart_is_timms_own(monkeypatch: pytest.MonkeyPatch) -> None:
     create = timm.create_model
-    monkeypatch.setattr(timm, "create_model", lambda name, pretrained: create(name))
-    with pytest.raises(WeightsError, match="not recognised"):
-        encoders.load("timm:resnet18.a1_in1k")
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **options: create(name, **options))
+    encoder = encoders.load("timm:resnet18.a1_in1k")
+    assert (encoder.settings["variant"], encoder.settings["image_size"]) == ("timm:resnet18", 224)
+    assert type(encoder.model) is timm.models.ResNet
