@@ -15,6 +15,7 @@ from pydantic import Field, create_model
 from tessera import encoders
 from tessera.data.loader import LoaderConfig, StreamConfig
 from tessera.data.shards import SourceConfig
+from tessera.data.shards.source import SampleKeys
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.monitoring.collapse import HealthConfig
@@ -33,6 +34,10 @@ class DataConfig(Section, frozen=True):
     """training SHARDS: a folder of images or of shards, a path or URL of .tar or .tar.gz files (glob and brace range
     allowed), an index.json, or pipe:COMMAND; or a list of SHARDS, or a mapping from SHARDS to sampling weights;
     default: the embedded digits"""
+    image: str | None = None
+    """name of the image in a sample: the key of a data set's items; default: the usual names, such as image"""
+    label: str | None = None
+    """name of the label in a sample; default: label or cls"""
     channels: int = Field(default=3, ge=1)
     """number of channels of an image"""
     mean: Literal["auto"] | tuple[float, ...] | None = None
@@ -193,6 +198,11 @@ class RunConfig(Settings, frozen=True):
     def encoder_settings(self) -> dict[str, Any]:
         """Encoder variant, and the encoder settings that the user, a preset or the method has set."""
         return {"variant": self.encoder.variant} | self.encoder.model_dump(exclude_unset=True)
+
+    @property
+    def access(self) -> SourceConfig:
+        """Settings for access to shards, with the names of the image and the label in a sample."""
+        return self.source.with_keys(SampleKeys(self.data.image, self.data.label))
 
     @property
     def method_config(self) -> Section:

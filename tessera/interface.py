@@ -4,7 +4,7 @@ Shape letters: B images of one batch, N images, C channels, S x S pixels, D feat
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,16 @@ from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.crops import CenterCrop
+from tessera.data.given import naming
 from tessera.data.resample import cut
 from tessera.data.shards import open_shards
+from tessera.data.shards.open import with_names
 from tessera.encoders import published
 from tessera.encoders.base import Encoder
 from tessera.evaluation.features import LabelledFeatures, extract, input_size, resize_size, resolve_checkpoint
 from tessera.pretrain import job
 from tessera.pretrain.command_line import from_values
+from tessera.pretrain.config import DataConfig
 from tessera.runtime import preemption
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.settings import validate
@@ -63,8 +66,8 @@ def pretrain(method: str = "dino", data: Any = None, **settings: Any) -> Run:
 
     Args:
         method: pretraining method.
-        data: SHARDS to train on, as a string, a list, or a mapping from SHARDS to weights. None trains on the embedded
-            digits.
+        data: SHARDS to train on, as a string, a list, or a mapping from SHARDS to weights. A map-style data set may
+            stand in place of SHARDS, also as `evaluation={"val": DATASET}`. None trains on the embedded digits.
         settings: further settings of `pretrain/run.py`. A section is a dictionary, such as `dino={"global_size": 64}`,
             or a value in the section's short form, such as `encoder="vit_small"`.
 
@@ -74,8 +77,8 @@ def pretrain(method: str = "dino", data: Any = None, **settings: Any) -> Run:
         Preempted: the run was asked to stop, for example by Ctrl-C, and has saved a checkpoint.
     """
     _forget_settings_of_earlier_runs()
-    with preemption.listening():
-        output = job.pretrain(from_values(_values(method, data, settings)))
+    with preemption.listening(), naming() as name:
+        output = job.pretrain(from_values(_values(method, data, settings, name)))
     return Run(output)
 
 
@@ -86,7 +89,8 @@ def training_batches(method: str = "dino", data: Any = None, **settings: Any) ->
     are the same as for `pretrain`.
     """
     _forget_settings_of_earlier_runs()
-    _, batches, device = job.first_batches(from_values(_values(method, data, settings)))
+    with naming() as name:
+        _, batches, device = job.first_batches(from_values(_values(method, data, settings, name)))
     for batch in batches:
         yield to_model_input(batch.to(device, non_blocking=True))
 
@@ -134,8 +138,14 @@ def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[s
     Raises:
         UserError: a setting is wrong, the encoder cannot be used, or the shards cannot be read.
     """
-    given = {"checkpoint": str(checkpoint), "train": train, "val": val, **settings}
-    return knn_command.run(validate(knn_command.KNNSettings, given))
+    with naming() as name:
+        given = {
+            "checkpoint": str(checkpoint),
+            "train": with_names(train, name),
+            "val": with_names(val, name),
+            **settings,
+        }
+        return knn_command.run(validate(knn_command.KNNSettings, given))
 
 
 def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
@@ -144,8 +154,14 @@ def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) 
     Like the command, the function also writes the result to a file. Arguments and errors are the same as
     for `knn`.
     """
-    given = {"checkpoint": str(checkpoint), "train": train, "val": val, **settings}
-    return probe_command.run(validate(probe_command.ProbeSettings, given))
+    with naming() as name:
+        given = {
+            "checkpoint": str(checkpoint),
+            "train": with_names(train, name),
+            "val": with_names(val, name),
+            **settings,
+        }
+        return probe_command.run(validate(probe_command.ProbeSettings, given))
 
 
 def transform(encoder: Encoder, image_size: int | None = None) -> Callable[[Image.Image], Tensor]:
@@ -181,8 +197,19 @@ def transform(encoder: Encoder, image_size: int | None = None) -> Callable[[Imag
     return prepare
 
 
-def _values(method: str, data: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    return {"method": method, **({} if data is None else {"data": data}), **settings}
+def _values(method: str, data: Any, settings: dict[str, Any], name: Callable[[Any], str]) -> dict[str, Any]:
+    """Return the settings of a run. `name` gives names to data sets, which settings cannot hold."""
+    if data is not None:
+        is_section = isinstance(data, Mapping) and DataConfig.model_fields.keys() & data.keys()
+        section = dict(data) if is_section else {"shards": data}
+        settings["data"] = section | _with_names(section, ("shards",), name)
+    if isinstance(evaluation := settings.get("evaluation"), Mapping):
+        settings["evaluation"] = {**evaluation, **_with_names(evaluation, ("train", "val"), name)}
+    return {"method": method, **settings}
+
+
+def _with_names(section: Mapping[str, Any], keys: Sequence[str], name: Callable[[Any], str]) -> dict[str, Any]:
+    return {key: with_names(section[key], name) for key in keys if section.get(key) is not None}
 
 
 def _forget_settings_of_earlier_runs() -> None:

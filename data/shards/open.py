@@ -9,14 +9,15 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from braceexpand import braceexpand
 
+from tessera.data.given import is_name, naming
 from tessera.data.shards import index, remote
 from tessera.data.shards.failures import (
     CORRECT_INDEX,
@@ -45,8 +46,10 @@ _RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?\}")
 log = logging.getLogger(__name__)
 
 Pattern = str | os.PathLike[str]
-Shards = Pattern | Sequence[Pattern] | Source
-"""One pattern, several patterns, or an opened source.
+MapStyleData = Any
+"""A map-style data set, or the name of one (`data.given`)."""
+Shards = Pattern | MapStyleData | Sequence[Pattern | MapStyleData] | Source
+"""One pattern, several patterns, or an opened source. A map-style data set may stand in place of a pattern.
 
 A pattern is a path, a glob, a brace range such as `train-{000000..000099}.tar`, a local folder of shards or of images,
 the `index.json` of a folder, or `pipe:COMMAND`. Paths, globs, brace ranges and `index.json` files may be URLs that
@@ -60,7 +63,7 @@ class Sources(NamedTuple):
     weights: list[float]
 
 
-WeightedShards = Shards | Mapping[str, float] | Sources
+WeightedShards = Shards | Mapping[Any, float] | Sources
 """Shards without weights, or a mixture. A mixture is a dict that maps each shard pattern to its share of the samples,
 or a `Sources` with opened sources."""
 
@@ -95,12 +98,14 @@ def open_sources(shards: WeightedShards, *, progress: bool = True, source: Sourc
     """
     if isinstance(shards, Sources):
         return shards
-    if not isinstance(shards, Mapping):
-        return Sources([open_shards(shards, progress=progress, source=source)], [1.0])
-    if not shards:
-        raise ShardError("the mixture is empty. Give at least one pattern with a weight.")
-    lists = [open_shards(one, progress=progress, source=source) for one in shards]
-    return Sources(lists, [float(weight) for weight in shards.values()])
+    with naming() as name:
+        shards = with_names(shards, name)
+        if not isinstance(shards, Mapping):
+            return Sources([open_shards(shards, progress=progress, source=source)], [1.0])
+        if not shards:
+            raise ShardError("the mixture is empty. Give at least one pattern with a weight.")
+        lists = [open_shards(one, progress=progress, source=source) for one in shards]
+        return Sources(lists, [float(weight) for weight in shards.values()])
 
 
 def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig = DEFAULT) -> Source:
@@ -125,6 +130,35 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
             "a mixture with weights was given, but weights are possible for training data only. "
             "Give a path, a pattern, or a list of paths and patterns."
         )
+    with naming() as name:
+        return _open_patterns(with_names(shards, name), progress, source)
+
+
+def with_names(shards: Any, name: Callable[[Any], str]) -> Any:
+    """Return SHARDS in which each map-style data set is replaced by its name, which `name` returns.
+
+    Raises:
+        ShardError: an object is no map-style data set, for example because it is an iterable.
+    """
+    if isinstance(shards, str | os.PathLike | Source | Sources):
+        return shards
+    if isinstance(shards, Mapping):
+        if wrong := [key for key, weight in shards.items() if not isinstance(weight, int | float)]:
+            raise ShardError(
+                f"data: a dictionary maps SHARDS to weights, but {wrong[0]!r:.100} has no weight. To use one of "
+                f"several data sets, give data=DATASETS[{wrong[0]!r:.100}]."
+            )
+        return {with_names(one, name): weight for one, weight in shards.items()}
+    if isinstance(shards, list | tuple):
+        return [with_names(one, name) for one in shards]
+    from tessera.data.shards.map_style import check_map_style  # imported here, because the module imports torch
+
+    check_map_style(shards)
+    return name(shards)
+
+
+def _open_patterns(shards: Shards, progress: bool, source: SourceConfig) -> Source:
+    """Open a source whose data sets have names, as `open_shards` describes."""
     indices = _FolderIndices(source)
     paths = _expand(shards, indices)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -157,6 +191,10 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
         ShardError: the file does not exist, is empty, or has a name that does not end in `.tar` or `.tar.gz`; the
             server does not respond; or a folder of images cannot be used.
     """
+    if is_name(path):
+        from tessera.data.shards.map_style import MapStyle  # imported here, because the module imports torch
+
+        return MapStyle.at(path, config)
     if path.startswith(remote.PIPE):
         return RemoteTar(path, 0, "", config)
     if not remote.is_remote(path) and os.path.isdir(path):
@@ -309,6 +347,8 @@ def _refuse_controls(path: str) -> None:
 
 def _matches(pattern: str, indices: "_FolderIndices") -> list[str]:
     """Return the paths and URLs of the shards that one pattern matches."""
+    if is_name(pattern):
+        return [pattern]
     pattern = pattern.removeprefix("file://")
     _refuse_controls(pattern)
     if os.path.exists(pattern):
@@ -439,7 +479,7 @@ class _FolderIndices:
         folder = folder_of(shard)
         path = f"{folder}/{FOLDER_INDEX}" if folder else FOLDER_INDEX
         of_images = not remote.is_remote(shard) and os.path.isdir(shard)
-        if of_images or folder == remote.PIPE or shard in self.entries or path in self._visited:
+        if is_name(shard) or of_images or folder == remote.PIPE or shard in self.entries or path in self._visited:
             return
         try:
             found = self._content(path)
