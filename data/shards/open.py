@@ -36,7 +36,9 @@ from tessera.runtime.progress import track
 from tessera.runtime.user_error import CONTROL, printable
 
 ENDINGS = (".tar", ".tar.gz")
-"""File name endings of shards."""
+"""File name endings of tars."""
+PARQUET = ".parquet"
+"""File name ending of Parquet files."""
 MOST_SHARDS = 200_000
 """Maximum number of shards that one pattern may match."""
 MOST_BRACES = 16  # maximum number of opening braces in a pattern, because each brace adds to the expansion time
@@ -53,7 +55,8 @@ Shards = Pattern | MapStyleData | Sequence[Pattern | MapStyleData] | Source
 
 A pattern is a path, a glob, a brace range such as `train-{000000..000099}.tar`, a local folder of shards or of images,
 the `index.json` of a folder, or `pipe:COMMAND`. Paths, globs, brace ranges and `index.json` files may be URLs that
-fsspec can open, such as `https://`, `s3://` or `gs://`. File names of shards must end in `.tar` or `.tar.gz`."""
+fsspec can open, such as `https://`, `s3://` or `gs://`. File names of shards must end in `.tar`, `.tar.gz`
+or, for local files, `.parquet`."""
 
 
 class Sources(NamedTuple):
@@ -188,8 +191,8 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
     To support another kind of storage, return an instance of another subclass of `Shard` here.
 
     Raises:
-        ShardError: the file does not exist, is empty, or has a name that does not end in `.tar` or `.tar.gz`; the
-            server does not respond; or a folder of images cannot be used.
+        ShardError: the file does not exist, is empty, or has a name that does not end in `.tar`, `.tar.gz` or
+            `.parquet`; the server does not respond; or a folder of images cannot be used.
     """
     if is_name(path):
         from tessera.data.shards.map_style import MapStyle  # imported here, because the module imports torch
@@ -199,12 +202,16 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
         return RemoteTar(path, 0, "", config)
     if not remote.is_remote(path) and os.path.isdir(path):
         return ImageFolder.at(path, config)
+    if path.endswith(PARQUET) and os.path.exists(path):
+        from tessera.data.shards.parquet import ParquetFile  # imported here, because pyarrow is optional
+
+        return ParquetFile.at(path, config)
     if not remote.without_query(path).endswith(ENDINGS):
         if not remote.is_remote(path) and not os.path.exists(path):
             where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
             raise ShardError(f"{path} does not exist{where}. Check the name of the file or folder.")
         raise ShardError(
-            f"{path}: the file name must end in .tar or .tar.gz. Rename the file or remove it from the list."
+            f"{path}: the file name must end in .tar, .tar.gz or .parquet. Rename the file or remove it from the list."
         )
     if remote.is_remote(path):
         return RemoteTar(path, *remote.describe(path, config), config)
@@ -399,6 +406,8 @@ def _shards_at(path: str, indices: "_FolderIndices") -> list[str]:
     """Return the shards at a path or URL without wildcards: a shard, a local folder, or an `index.json`."""
     if remote.without_query(path).endswith(FOLDER_INDEX):
         return indices.read(path)
+    if path.endswith(PARQUET) and remote.is_remote(path):
+        raise ShardError(f"{path}: Parquet files are read from a local disk only. Download the file.")
     return _shards_in(path) if not remote.is_remote(path) and os.path.isdir(path) else [path]
 
 
@@ -412,7 +421,8 @@ def _shards_in(folder: str) -> list[str]:
             more than numbers. Such shards may belong to different sets, such as a training set and a validation set.
     """
     try:
-        names = sorted(name for name in os.listdir(folder) if name.endswith(ENDINGS) and not name.startswith("."))
+        listed = (name for name in os.listdir(folder) if name.endswith((*ENDINGS, PARQUET)))
+        names = sorted(name for name in listed if not name.startswith("."))
     except OSError as error:
         raise unreadable(folder, error, "Correct the path or its permissions.") from error
     patterns = sorted({re.sub(r"[0-9]+", "*", name) for name in names})
@@ -423,13 +433,14 @@ def _shards_in(folder: str) -> list[str]:
             f"'{os.path.join(folder, patterns[0])}', or all shards with '{os.path.join(folder, '*.tar')}'."
         )
     if not names:
-        below = {os.path.dirname(path) for path in glob.glob(os.path.join(glob.escape(folder), "*", "*.tar*"))}
+        within = os.path.join(glob.escape(folder), "*", "*")
+        below = {os.path.dirname(path) for end in (".tar*", PARQUET) for path in glob.glob(within + end)}
         if below:
             listed = ", ".join(sorted(below)[:MOST_LISTED])
             raise ShardError(f"{folder} holds no shards, but its subfolders may: {listed}. Give one of these.")
         if holds_images(folder):
             return [os.path.join(folder, "")]
-        raise ShardError(f"{folder} holds no shards (.tar, .tar.gz) and no images. Correct the path.")
+        raise ShardError(f"{folder} holds no shards (.tar, .tar.gz, .parquet) and no images. Correct the path.")
     return [os.path.join(folder, name) for name in names]
 
 
