@@ -22,6 +22,7 @@ from tessera.data.sampler import MixtureSampler, sample_rng
 from tessera.data.shards import ShardError, Source, UnreadableError
 from tessera.data.shards.failures import ResourceError
 from tessera.data.shards.tar import MAP
+from tessera.data.user_code import Augment
 
 MOST_SKIPPED = 100
 """Number of consecutive corrupt images after which a run stops."""
@@ -101,6 +102,8 @@ class TrainDataset(Dataset[Sample]):
     decoding: Decoding = Decoding()
     classes: int | None = None
     """Number of classes of the labels; None if labels are not read."""
+    augment: Augment | None = None
+    """Augmentation of the user; None for none."""
 
     def __post_init__(self) -> None:
         samplers = self.sampler.samplers
@@ -164,6 +167,8 @@ class TrainDataset(Dataset[Sample]):
                 f"the label of {drawn.key} is {drawn.label}, but the run has {self.classes} classes, numbered from 0. "
                 "Correct the .cls member, or set the number of classes."
             )
+        if isinstance(drawn, _Drawn) and self.augment is not None:
+            return drawn._replace(views=self.augment.views(drawn.views, drawn.picture.size))
         return drawn
 
     def _transform(self, position: int) -> Transform:

@@ -62,7 +62,7 @@ def sample_rng(seed: int, position: int) -> np.random.Generator:
 
 
 def user_seeds(seed: int, position: int, purpose: int) -> list[int]:
-    """Return four seeds below 2**63 for code of the user (`data.seeding`), for the sample at a position in the run."""
+    """Return four seeds for code of the user (`data.user_code`), for the sample at a position in the run."""
     return [int(word) >> 1 for word in _philox(seed, _USER, purpose, position).random_raw(4)]
 
 

@@ -183,7 +183,12 @@ def loader(config: RunConfig, method: Method, shards: Sources, first_step: int, 
             seed=config.seed,
             stream=config.stream,
             reading=Reading(
-                workers(config, accelerator), config.loader, config.source, config.data.preprocessing, method.classes
+                workers(config, accelerator),
+                config.loader,
+                config.source,
+                config.data.preprocessing,
+                method.classes,
+                augment=config.own_augment,
             ),
         )
     except ShardError:

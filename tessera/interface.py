@@ -29,7 +29,7 @@ from tessera.encoders import published
 from tessera.encoders.base import Encoder
 from tessera.evaluation.features import LabelledFeatures, extract, input_size, resize_size, resolve_checkpoint
 from tessera.pretrain import job
-from tessera.pretrain.command_line import from_values
+from tessera.pretrain.command_line import CODE, from_values
 from tessera.pretrain.config import DataConfig
 from tessera.runtime import preemption
 from tessera.runtime.processes import make_accelerator
@@ -68,7 +68,9 @@ def pretrain(method: str = "dino", data: Any = None, **settings: Any) -> Run:
         method: pretraining method.
         data: SHARDS to train on, as a string, a list, or a mapping from SHARDS to weights. A map-style data set may
             stand in place of SHARDS, also as `evaluation={"val": DATASET}`. None trains on the embedded digits.
-        settings: further settings of `pretrain/run.py`. A section is a dictionary, such as `dino={"global_size": 64}`,
+        settings: further settings of `pretrain/run.py`. `augment` is an augmentation of your own: a torchvision v2
+            transform or a function, or a list of one for each view; `augment_replaces=True` uses it in place of the
+            method's crops and colours. A section is a dictionary, such as `dino={"global_size": 64}`,
             or a value in the section's short form, such as `encoder="vit_small"`.
 
     Raises:
@@ -199,10 +201,16 @@ def transform(encoder: Encoder, image_size: int | None = None) -> Callable[[Imag
 
 def _values(method: str, data: Any, settings: dict[str, Any], name: Callable[[Any], str]) -> dict[str, Any]:
     """Return the settings of a run. `name` gives names to data sets, which settings cannot hold."""
-    if data is not None:
-        is_section = isinstance(data, Mapping) and DataConfig.model_fields.keys() & data.keys()
-        section = dict(data) if is_section else {"shards": data}
-        settings["data"] = section | _with_names(section, ("shards",), name)
+    is_section = isinstance(data, Mapping) and DataConfig.model_fields.keys() & data.keys()
+    section = dict(data) if is_section else {} if data is None else {"shards": data}
+    section |= {key: settings.pop(key) for key in ("augment", "augment_replaces") if key in settings}
+    section |= _with_names(section, ("shards",), name)
+    for key in CODE:
+        if section.get(key) is not None:
+            functions = section[key] if isinstance(section[key], list | tuple) else [section[key]]
+            section[key] = [one if isinstance(one, str) else name(one) for one in functions]
+    if section:
+        settings["data"] = section
     if isinstance(evaluation := settings.get("evaluation"), Mapping):
         settings["evaluation"] = {**evaluation, **_with_names(evaluation, ("train", "val"), name)}
     return {"method": method, **settings}

@@ -5,24 +5,20 @@ arrays of images, and classes of the user. An item is an image, a tuple (image, 
 a Pillow image, an array, a tensor or an encoded file (`data.decode`).
 """
 
-import os
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 from torch.utils.data import DataLoader, IterableDataset
 
 from tessera.data.decode import ImageError, Undecoded, check_kind
 from tessera.data.given import kind, named_object
-from tessera.data.seeding import seeded
-from tessera.data.shards.failures import SampleError, ShardError, unreadable
+from tessera.data.shards.failures import SampleError, ShardError
 from tessera.data.shards.source import DEFAULT, SampleKeys, Shard, SourceConfig
 from tessera.data.shards.tar import IMAGES, LABEL, TIFFS, Index
+from tessera.data.user_code import named_errors, seeded
 
 IMAGE_KEYS = ("image", "img", *IMAGES, *TIFFS)
 """Keys under which an item that is a dictionary may hold its image. The first key that the item has is used."""
@@ -140,7 +136,7 @@ class MapStyle(Shard):
             ShardError: the data set raises another error, or the item has no image.
         """
         name = f"{self.name}/{sample}"
-        with user_code(name):
+        with named_errors(name):
             item = self.dataset[sample]
         return item_of(item, self.config.keys, name)
 
@@ -164,32 +160,6 @@ def check_map_style(dataset: Any) -> None:
             "`__len__` and `__getitem__`, or the files behind the stream, such as 'train-{000000..000099}.tar'."
         )
     raise ShardError(f"data: a {name} is no data set. Give SHARDS, or a data set with `__len__` and `__getitem__`.")
-
-
-@contextmanager
-def user_code(name: str) -> Iterator[None]:
-    """Convert errors of the user's code, which reads the sample `name`, to errors of this project.
-
-    Raises:
-        ImageError: Pillow cannot decode the image, so the image is corrupt.
-        ShardError: any other error. The message has its type and the line of the code.
-    """
-    try:
-        yield
-    except (ImageError, ShardError, MemoryError):
-        raise
-    except (UnidentifiedImageError, Image.DecompressionBombError, SyntaxError) as error:
-        raise ImageError(f"a damaged image: {error}") from error
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno is None:  # Pillow's error for a truncated image
-            raise ImageError(f"a damaged image: {error}") from error
-        if isinstance(error, OSError):
-            raise unreadable(name, error, "Restore the file, or correct the data set.") from error
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{os.path.basename(frame.filename)}, line {frame.lineno}"
-        raise ShardError(
-            f"{name} cannot be read: {type(error).__name__}: {error} ({where}). Correct this code."
-        ) from error
 
 
 def item_of(item: Any, keys: SampleKeys, name: str) -> Item:
@@ -253,5 +223,5 @@ def _is_number(label: Any) -> bool:
 
 
 def _file(path: Any, name: str) -> bytes:
-    with user_code(name), open(path, "rb") as file:
+    with named_errors(name), open(path, "rb") as file:
         return file.read()

@@ -352,7 +352,7 @@ class Source:
         """Return a context in which the global random generators are seeded, if the shard runs code of the user."""
         if not self.shards[shard].runs_code:
             return _NO_SEEDS
-        from tessera.data.seeding import seeded  # imported here, because the module imports torch
+        from tessera.data.user_code import seeded  # imported here, because the module imports torch
 
         return seeded(*at)
 

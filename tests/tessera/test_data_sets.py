@@ -9,6 +9,7 @@ from torch.utils.data import IterableDataset
 
 import tessera
 from tessera.data.shards import ShardError
+from tessera.runtime.settings import SettingsError
 from tessera.runtime.user_error import UserError
 from tests.tessera.test_interface import SMALL
 
@@ -63,6 +64,26 @@ def test_evaluations(tmp_path):
     assert found["top1"] > 0.9
     with pytest.raises(UserError, match="is in both --train and --val"):
         tessera.knn("pixels", both := Pairs(), both, image_size=16, workers=0)
+
+
+def dark(crop):
+    return crop // 4
+
+
+def test_augmentations(tmp_path):
+    plain, ours, named = (
+        next(iter(tessera.training_batches(data=DATA, augment=augment, **SMALL | {"workers": 0})))
+        for augment in (None, dark, "tests.tessera.test_data_sets:dark")
+    )
+    assert ours.views[0].images.max() < plain.views[0].images.max()
+    assert torch.equal(ours.views[0].images, named.views[0].images)
+    file = tmp_path / "settings.yaml"
+    file.write_text("method: dino\ndata:\n  shards: photos\n  augment: os:abort\n")
+    for settings in ({}, {"dry_run": True}):
+        with pytest.raises(SettingsError, match=r"only you may have run: data.augment os:abort. Give it again"):
+            tessera.pretrain(config=str(file), output=str(tmp_path / "run"), **settings)
+    with pytest.raises(UserError, match="photos does not exist"):
+        tessera.pretrain(config=str(file), output=str(tmp_path / "run"), augment=None)
 
 
 def test_streams_are_refused():
