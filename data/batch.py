@@ -49,6 +49,8 @@ class ViewParameters:
     """Colour changes of the crops. `data.augment.augment_colors` applies them on any device."""
     masks: tuple[np.ndarray, ...] = ()
     """Masks of the crops: any number of bool arrays (n, h, w), for h x w tokens. True marks a hidden token."""
+    is_plain: bool = False
+    """True for crops that show another view's boxes without augmentation, such as those of DINOv3's Gram teacher."""
 
     @property
     def shape(self) -> tuple[int, int]:

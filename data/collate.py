@@ -4,21 +4,34 @@ Shapes: a batch has B images with C channels. A view has n crops of each image, 
 stored in the order row, column, channel, which is also the order of the decoders and of the resize operation.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tessera.data.batch import Batch, SampleParameters, View
+from tessera.data.batch import Batch, SampleParameters, View, ViewParameters
 from tessera.data.resample import cut
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.encoders.images import best_fit, pack
 
+if TYPE_CHECKING:
+    from tessera.data.user_code import Augment
+
 NO_PIXELS = torch.empty(0, dtype=torch.uint8)
 """Placeholder that replaces the decoded image of a sample after its crops are cut, so that the memory is freed."""
+
+
+CutView = Callable[[Tensor, int, ViewParameters, Tensor], None]
+"""Function `cut(image, number, view, out)` that cuts the crops of view `number` from an image (C, H, W) into `out`."""
+
+
+def cut_plainly(image: Tensor, number: int, view: ViewParameters, out: Tensor) -> None:
+    """Cut the crops of a view without further changes."""
+    del number
+    cut(image, view, out)
 
 
 class ViewShape(NamedTuple):
@@ -91,6 +104,8 @@ class Collator:
     images: int
     """Maximum number of images in a batch (B)."""
     preprocessing: Preprocessing = IMAGENET
+    augment: "Augment | None" = None
+    """Augmentation of the user; None for none."""
 
     @property
     def size(self) -> int:
@@ -111,7 +126,7 @@ class Collator:
                 skipped.append(sample.reason)
                 continue
             builder = builder or self._builder(sample.views, memory)
-            builder.add(sample.image, sample.views)
+            self._add(builder, sample)
             kept.append(sample._replace(image=NO_PIXELS))
         if builder is None:
             return Batch([], skipped=skipped, preprocessing=self.preprocessing)
@@ -130,6 +145,13 @@ class Collator:
             skipped=skipped,
             preprocessing=self.preprocessing,
         )
+
+    def _add(self, builder: "CropBuilder | PackBuilder", sample: Sample) -> None:
+        if self.augment is None or sample.position is None:
+            builder.add(sample.image, sample.views)
+            return
+        with self.augment.cutting(sample.key, sample.position) as cut_view:
+            builder.add(sample.image, sample.views, cut_view)
 
     def _builder(self, views: SampleParameters, memory: Tensor | None) -> "CropBuilder | PackBuilder":
         """Return the builder of a batch whose first sample has the parameters `views`."""
@@ -177,10 +199,10 @@ class CropBuilder:
         self._crops = self._split(self._memory, images)
         self._samples: list[SampleParameters] = []
 
-    def add(self, image: Tensor, views: SampleParameters) -> None:
+    def add(self, image: Tensor, views: SampleParameters, cut_view: CutView = cut_plainly) -> None:
         """Cut the crops of an image (C, H, W) uint8, and add them to the batch."""
-        for view, crops in zip(views, self._crops, strict=True):
-            cut(image, view, crops[:, len(self._samples)])
+        for number, (view, crops) in enumerate(zip(views, self._crops, strict=True)):
+            cut_view(image, number, view, crops[:, len(self._samples)])
         self._samples.append(views)
 
     def build(self) -> tuple[Batch, Sequence[int]]:
@@ -214,11 +236,11 @@ class PackBuilder:
         self._samples: list[SampleParameters] = []
         self._crops: list[Tensor] = []
 
-    def add(self, image: Tensor, views: SampleParameters) -> None:
+    def add(self, image: Tensor, views: SampleParameters, cut_view: CutView = cut_plainly) -> None:
         """Cut the crop of an image (C, H, W) uint8, and add the crop to the batch."""
         (view,) = views
         crop = torch.empty((1, *view.size, self._channels), dtype=torch.uint8)
-        cut(image, view, crop)
+        cut_view(image, 0, view, crop)
         self._crops.append(crop.permute(0, 3, 1, 2))  # (1, C, h, w)
         self._samples.append(views)
 

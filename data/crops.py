@@ -147,7 +147,7 @@ class ResizedView:
     def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:
         """Draw the parameters of the transform's views and of the added view, for an image of `size` (H, W)."""
         views = self.transform.draw(size, rng)
-        return [*views, replace(views[0], size=(self.size, self.size), colors=(), masks=())]
+        return [*views, replace(views[0], size=(self.size, self.size), colors=(), masks=(), is_plain=True)]
 
 
 class MixedCrops:

@@ -16,12 +16,13 @@ from torch.utils.data import Dataset
 from tessera.data.batch import SampleParameters, largest_shrink
 from tessera.data.collate import Sample, Skipped, Transform
 from tessera.data.crops import MixedCrops
-from tessera.data.decode import MAX_PIXELS, ImageError, Picture
+from tessera.data.decode import MAX_PIXELS, ImageError, Picture, Undecoded
 from tessera.data.maps import checked_map, cut_map
 from tessera.data.sampler import MixtureSampler, sample_rng
 from tessera.data.shards import ShardError, Source, UnreadableError
 from tessera.data.shards.failures import ResourceError
 from tessera.data.shards.tar import MAP
+from tessera.data.user_code import Augment
 
 MOST_SKIPPED = 100
 """Number of consecutive corrupt images after which a run stops."""
@@ -49,13 +50,13 @@ class Decoding:
     map_classes: int | None = None
     """Number of classes of segmentation maps; None if maps are not read."""
 
-    def picture(self, encoded: bytes) -> Picture:
-        """Read the header of an encoded image.
+    def picture(self, image: Undecoded) -> Picture:
+        """Read the header of an encoded image, or convert a decoded image.
 
         Raises:
             ImageError: the image is damaged, too large or of an unsupported format.
         """
-        return Picture(encoded, max_pixels=self.max_pixels, channels=self.channels)
+        return Picture(image, max_pixels=self.max_pixels, channels=self.channels)
 
 
 class _Address(NamedTuple):
@@ -101,6 +102,8 @@ class TrainDataset(Dataset[Sample]):
     decoding: Decoding = Decoding()
     classes: int | None = None
     """Number of classes of the labels; None if labels are not read."""
+    augment: Augment | None = None
+    """Augmentation of the user; None for none."""
 
     def __post_init__(self) -> None:
         samplers = self.sampler.samplers
@@ -157,12 +160,15 @@ class TrainDataset(Dataset[Sample]):
         """
         rng = sample_rng(self.seed, address.position)
         source, transform = self.sources[address.source], self._transform(address.position)
-        drawn = _draw(source, address.number, transform, rng, self.decoding, labels=self.classes is not None)
+        at, labels = (self.seed, address.position), self.classes is not None
+        drawn = _draw(source, address.number, at, transform, rng, self.decoding, labels=labels)
         if isinstance(drawn, _Drawn) and drawn.label is not None and not 0 <= drawn.label < (self.classes or 0):
             raise ShardError(
                 f"the label of {drawn.key} is {drawn.label}, but the run has {self.classes} classes, numbered from 0. "
                 "Correct the .cls member, or set the number of classes."
             )
+        if isinstance(drawn, _Drawn) and self.augment is not None:
+            return drawn._replace(views=self.augment.views(drawn.views, drawn.picture.size))
         return drawn
 
     def _transform(self, position: int) -> Transform:
@@ -227,15 +233,22 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
         self.source.prepare(numbers)
         for number in numbers:
             rng = sample_rng(0, number)
-            drawn = _draw(self.source, number, self.transform, rng, self.decoding, labels=self.labels)
+            drawn = _draw(self.source, number, (0, number), self.transform, rng, self.decoding, labels=self.labels)
             sample = _decoded(drawn, self.decoding)
             yield Skipped(sample.reason) if isinstance(sample, _Failed) else sample
 
 
 def _draw(
-    source: Source, number: int, transform: Transform, rng: np.random.Generator, decoding: Decoding, *, labels: bool
+    source: Source,
+    number: int,
+    at: tuple[int, int],
+    transform: Transform,
+    rng: np.random.Generator,
+    decoding: Decoding,
+    *,
+    labels: bool,
 ) -> _Drawn | _Failed:
-    """Read an encoded sample, and draw its random parameters.
+    """Read an encoded sample, and draw its random parameters. `at` is the seed and the position of the sample.
 
     Raises:
         ShardError: a label or a segmentation map is missing, or resources of this machine run out.
@@ -243,7 +256,7 @@ def _draw(
     key = ""
     try:
         key = source.name(number)
-        picture = decoding.picture(source.image(number))
+        picture = decoding.picture(source.image(number, at))
         views = transform.draw(picture.size, rng)
         label = source.label(number) if labels else None
         encoded_map = None if decoding.map_classes is None else source.target(number)

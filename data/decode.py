@@ -55,6 +55,11 @@ def jpeg_decoder() -> Callable[[Tensor, int], Tensor] | None:
     return decode_jpeg and (lambda encoded, channels: decode_jpeg(encoded, mode=modes[channels]))
 
 
+Undecoded = bytes | bytearray | memoryview | Image.Image | np.ndarray | Tensor
+"""An image as data sets return it: an encoded file, also as a uint8 array or tensor (N,); a Pillow image; an array
+(H, W) or (H, W, C) uint8; or a tensor (H, W) or (C, H, W) uint8."""
+
+
 class ImageError(ValueError):
     """Raised if an image cannot be decoded or is not accepted. The message states the reason."""
 
@@ -62,8 +67,8 @@ class ImageError(ValueError):
         super().__init__(printable(reason))  # escape bytes of the file that a library's message may quote
 
 
-def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Tensor:
-    """Decode a JPEG, PNG, WebP or TIFF file to an upright image (C, H, W) uint8.
+def decode(encoded: Undecoded, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Tensor:
+    """Decode a JPEG, PNG, WebP or TIFF file to an upright image (C, H, W) uint8. Decoded images are only converted.
 
     The image is turned upright according to its EXIF orientation. The memory format is channels-last. With three
     channels, the image is RGB, and transparent parts show a white background. With one channel, the image is the
@@ -84,19 +89,42 @@ def decode(encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -
     return Picture(encoded, max_pixels=max_pixels, channels=channels).pixels()
 
 
+def check_kind(image: object) -> None:
+    """Check that an object is an image of a supported type (`Undecoded`). Its content is not checked.
+
+    Raises:
+        TypeError: the object is not an image, or its values are not uint8. The message says what to do.
+    """
+    if isinstance(image, bytes | bytearray | memoryview | Image.Image):
+        return
+    if not isinstance(image, np.ndarray | Tensor):
+        raise TypeError(
+            f"it is a {type(image).__name__}. Return a Pillow image, an encoded file, or a uint8 array or tensor."
+        )
+    if str(image.dtype).removeprefix("torch.") != "uint8":
+        raise TypeError(
+            f"its values are {image.dtype}, not uint8. Return values from 0 to 255: leave out transforms such as "
+            "ToTensor and Normalize, because the run converts and normalises the pixels itself."
+        )
+    if not 1 <= image.ndim <= 3:
+        form = "(H, W, C)" if isinstance(image, np.ndarray) else "(C, H, W)"
+        raise TypeError(f"it has the shape {tuple(image.shape)}. Return one image of shape {form}.")
+
+
 class Picture:
-    """An encoded image whose header has been read.
+    """An image whose size is known: an encoded image whose header has been read, or a decoded image.
 
     JPEGs are decoded by `pixels`. Images of all other formats are decoded by the constructor.
 
     Args:
-        encoded: content of the image file.
+        image: content of the image file, or a decoded image (`Undecoded`).
         max_pixels: maximum number of pixels of the image.
         channels: number of channels of the decoded image (C).
 
     Raises:
         ImageError: the image cannot be decoded or is not accepted, for the reasons that `decode` lists. For a damaged
             JPEG with a good header, `pixels` raises this error.
+        TypeError: the object is not an image; see `check_kind`.
     """
 
     encoded: bytes
@@ -105,11 +133,17 @@ class Picture:
     size: tuple[int, int]
     """Height and width of the upright image."""
 
-    def __init__(self, encoded: bytes, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> None:
+    def __init__(self, image: Undecoded, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> None:
+        self._max_pixels, self._channels, self._pixels = max_pixels, channels, None
+        self.plain = False
+        encoded = image if isinstance(image, bytes) else _encoded(image)
+        self.encoded = encoded or b""
+        if encoded is None:
+            self._pixels = _decoded_pixels(image, channels, max_pixels)
+            self.size = self._pixels.shape[1], self._pixels.shape[2]
+            return
         if not encoded:
             raise ImageError("the file is empty")
-        self.encoded, self._max_pixels, self._channels, self._pixels = encoded, max_pixels, channels, None
-        self.plain = False
         if is_tiff(encoded):
             self._pixels = _tiff_pixels(encoded, channels, max_pixels)
             self.size = self._pixels.shape[1], self._pixels.shape[2]
@@ -171,6 +205,43 @@ class Picture:
         if tuple(pixels.shape[1:]) != tuple(-(-side // shrink) for side in self.size):
             raise ImageError("a damaged JPEG: the size in the header differs from the size of the decoded pixels")
         return pixels
+
+
+def _encoded(image: Undecoded) -> bytes | None:
+    """Return the content of an image file, or None for a decoded image."""
+    check_kind(image)
+    if isinstance(image, bytes | bytearray | memoryview):
+        return bytes(image)
+    if isinstance(image, np.ndarray | Tensor) and image.ndim == 1:
+        return np.asarray(image).tobytes()
+    return None
+
+
+def _decoded_pixels(image: Undecoded, channels: int, max_pixels: int) -> Tensor:
+    """Convert a decoded image to upright pixels (C, H, W) uint8, as the file of the image would be converted."""
+    if isinstance(image, Image.Image):
+        _check(image.size, channels, max_pixels)
+        try:
+            image.load()
+        except MemoryError:
+            raise
+        except Exception as error:  # Pillow raises many kinds of errors for damaged files
+            raise ImageError(f"a damaged image: {error}") from error
+        return _upright(_converted(image, channels), _orientation(image))
+    pixels = np.asarray(image)
+    if isinstance(image, Tensor) and pixels.ndim == 3:
+        pixels = pixels.transpose(1, 2, 0)
+    pixels = pixels[..., None] if pixels.ndim == 2 else pixels  # (H, W, C)
+    height, width, bands = pixels.shape
+    try:
+        check_sides(width, height, max_pixels)
+    except HeaderError as error:
+        raise ImageError(str(error)) from error
+    if bands != channels:
+        if bands not in _CHANNELS or channels not in _CHANNELS:
+            raise ImageError(f"an image of the shape {tuple(image.shape)} cannot be converted to {channels} channels")
+        pixels = _converted(Image.fromarray(np.ascontiguousarray(pixels[..., 0] if bands == 1 else pixels)), channels)
+    return _upright(pixels, 1)
 
 
 def _check(size: tuple[int, int], channels: int, max_pixels: int) -> None:

@@ -37,6 +37,7 @@ from tessera.data.shards import (
     open_shards,
     open_sources,
 )
+from tessera.data.user_code import Augment
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.runtime.settings import Section
 
@@ -112,6 +113,8 @@ class Reading:
     maps: int | None = None
     """Number of classes of the segmentation maps; None if maps are not read. With maps, the transform must draw
     a single crop."""
+    augment: Augment | None = None
+    """Augmentation of the user for training images; None for none."""
 
     @property
     def decoding(self) -> Decoding:
@@ -142,7 +145,7 @@ def training_batches(
         reading: settings of workers, decoding, access to remote shards, normalisation, labels and maps.
 
     Raises:
-        ValueError: there are fewer images than a batch needs.
+        ValueError: there are fewer images than a batch needs, or the augmentation does not fit the transform.
         ShardError: the shards cannot be used, or labels or maps are missing. Iterating over the batches also raises
             this error, if a shard vanishes or changes, if 100 images in a row are corrupt, or if a label or a map is
             wrong.
@@ -153,6 +156,8 @@ def training_batches(
             opened.require_labels()
     if reading.maps is not None:
         _require_maps(sources, transform)
+    if reading.augment is not None:
+        reading.augment.check(transform)
     buffers = stream.buffers(sources, batches.streams)
     samplers = [
         ShuffledSampler(
@@ -166,10 +171,9 @@ def training_batches(
     if batches.rank == 0:
         _warn_of_rounded_weights(weights, mixture)
     _check_enough(mixture, batches.batch_size)
-    dataset = TrainDataset(
-        sources, mixture, transform, seed, batches.batch_size, decoding=reading.decoding, classes=reading.classes
-    )
-    collator = Collator(transform, batches.pass_size, reading.preprocessing)
+    read = {"decoding": reading.decoding, "classes": reading.classes, "augment": reading.augment}
+    dataset = TrainDataset(sources, mixture, transform, seed, batches.batch_size, **read)
+    collator = Collator(transform, batches.pass_size, reading.preprocessing, reading.augment)
     return Batches(dataset, batches, collator, reading.workers, sum(source.images for source in sources))
 
 

@@ -38,7 +38,7 @@ ENOUGH_BLOCKS = 2**16
 MOST_BLOCKS = 2**22
 """Maximum number of blocks of an epoch. The tables of an epoch with this many blocks take about 50 MB."""
 
-_BLOCKS, _BUFFER, _MIXTURE, _SAMPLE, _STEP = range(5)
+_BLOCKS, _BUFFER, _MIXTURE, _SAMPLE, _STEP, _USER = range(6)
 
 
 def _philox(seed: int, purpose: int, source: int, *counter: int) -> np.random.Philox:
@@ -61,6 +61,11 @@ def sample_rng(seed: int, position: int) -> np.random.Generator:
     return np.random.Generator(_philox(seed, _SAMPLE, 0, position))
 
 
+def user_seeds(seed: int, position: int, purpose: int) -> list[int]:
+    """Return four seeds for code of the user (`data.user_code`), for the sample at a position in the run."""
+    return [int(word) >> 1 for word in _philox(seed, _USER, purpose, position).random_raw(4)]
+
+
 def step_noise(seed: int, step: int) -> float:
     """Return a random number in [0, 1) that depends only on the seed and the step, not on the process."""
     return (int(_philox(seed, _STEP, 0, step).random_raw()) >> 11) / 2**53
@@ -74,7 +79,7 @@ def bounded_buffers(sizes: Sequence[float], buffer: int, gigabytes: float | None
     total size of these samples. The sources share this limit equally.
 
     Args:
-        sizes: mean size of an encoded sample in bytes, for each source.
+        sizes: mean size of an encoded sample in bytes, for each source; 0 if unknown, which sets no limit.
         buffer: maximum number of samples in a buffer.
         gigabytes: limit on the total size of the samples, in GB; None for no limit.
         streams: number of virtual streams (V). Each stream has one buffer per source.
@@ -82,7 +87,7 @@ def bounded_buffers(sizes: Sequence[float], buffer: int, gigabytes: float | None
     if gigabytes is None:
         return [buffer] * len(sizes)
     share = gigabytes * 1e9 / len(sizes) / streams
-    return [max(min(buffer, int(share / size)), 1) for size in sizes]
+    return [max(min(buffer, int(share / size)), 1) if size else buffer for size in sizes]
 
 
 class ShuffledSampler:

@@ -1,6 +1,5 @@
 """Open the training and validation sets of an evaluation, check that they are disjoint, and match their classes."""
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -9,7 +8,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from tessera.data.shards import ShardError, Shards, Source, SourceConfig, open_shards
-from tessera.data.shards.source import Shard
 from tessera.evaluation.features import EvaluationError
 from tessera.runtime.collectives import gather_objects, run_on_all_ranks
 
@@ -88,9 +86,9 @@ def check_disjoint(train: Source, val: Source) -> None:
         ShardError: the index of a shard cannot be read.
     """
     remedy = "Choose other shards for --val, or allow this with --source.allow_overlap true."
-    known = {identity: shard.path for shard in train.shards for identity in _identities(shard)}
+    known = {identity: shard.path for shard in train.shards for identity in shard.identities()}
     for shard in val.shards:
-        if same := [known[identity] for identity in _identities(shard) if identity in known]:
+        if same := [known[identity] for identity in shard.identities() if identity in known]:
             name = "" if same[0] == shard.path else f" Its path in --train is {same[0]}."
             raise EvaluationError(f"{shard.path} is in both --train and --val.{name} {remedy}")
     numbers = {sample: number for number, sample in _samples(val)}
@@ -107,17 +105,6 @@ def check_disjoint(train: Source, val: Source) -> None:
             )
 
 
-def _identities(shard: Shard) -> list[str | tuple[int, int]]:
-    """Return the real path and the SHA-256 of a shard and, for a local shard, the device and inode of its file."""
-    identities: list[str | tuple[int, int]] = [os.path.realpath(shard.path)]
-    identities += [shard.sha256.lower()] if shard.sha256 else []
-    try:
-        status = os.stat(shard.path)
-    except (OSError, ValueError):
-        return identities
-    return [*identities, (status.st_dev, status.st_ino)]
-
-
 def _samples(opened: Source) -> Iterator[tuple[int, tuple[bytes, int]]]:
     """Yield the index of each sample in the source, and the name and the size in bytes of its image."""
     firsts = np.cumsum(opened.counts) - opened.counts  # index of the first sample of each shard
@@ -128,8 +115,10 @@ def _samples(opened: Source) -> Iterator[tuple[int, tuple[bytes, int]]]:
             if opened.config.unreadable == "stop":
                 raise
             continue  # the loader skips the shard
-        names, start = index.keys.tobytes(), 0
-        for number, (end, size) in enumerate(zip(index.ends.tolist(), index.images[:, 1].tolist(), strict=True), first):
+        names, start = index.keys.tobytes(), 0  # samples of a map-style data set have no names to compare
+        for number, (end, size) in enumerate(
+            zip(index.ends.tolist(), index.images[: len(index.ends), 1].tolist(), strict=True), first
+        ):
             yield number, (names[start:end], size)
             start = end
 

@@ -24,6 +24,8 @@ from tessera.runtime.user_error import printable
 
 PRETRAINED = ",pretrained"
 """End of `--encoder timm:NAME,pretrained`, which is short for `--encoder timm:NAME --init_from timm:NAME`."""
+CODE = ("augment",)
+"""Settings of section `data` that name code of the user."""
 PRESETS = Path(__file__).parent.parent / "configs"
 
 
@@ -128,7 +130,27 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
         check_method(file, method, f"{config}: ")
     check_method(own_values, method)
     layers = one_length([preset, data, file, chosen, own_values])
+    refuse_code(file, own_values)
     return without_commands(validate(model, merge(model, *layers)), file, own_values)
+
+
+def refuse_code(file: Mapping[str, Any], own_values: Mapping[str, Any]) -> None:
+    """Check that the user, and not only a settings file, names the code of the user that the run imports.
+
+    A settings file may come from an untrusted source, so no code that it names is imported. `own_values` are the values
+    of the command line or of Python.
+
+    Raises:
+        SettingsError: the settings file names code, and `own_values` do not set the same setting.
+    """
+    for name in CODE:
+        given = (file.get("data") or {}).get(name)
+        if given and name not in (own_values.get("data") or {}):
+            shown = printable(" ".join([given] if isinstance(given, str) else map(str, given)))
+            raise SettingsError(
+                f"The settings file names code of yours, which only you may have run: data.{name} {shown}. Give it "
+                f"again, as --data.{name} module:function or as {name}=... in Python, or give --data.{name} none."
+            )
 
 
 def without_commands(config: RunConfig, file: Mapping[str, Any], own_values: Mapping[str, Any]) -> RunConfig:

@@ -15,6 +15,8 @@ from pydantic import Field, create_model
 from tessera import encoders
 from tessera.data.loader import LoaderConfig, StreamConfig
 from tessera.data.shards import SourceConfig
+from tessera.data.shards.source import SampleKeys
+from tessera.data.user_code import Augment, load_function
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.encoders.timm_models import is_variant
 from tessera.pretrain.methods import METHODS
@@ -34,6 +36,15 @@ class DataConfig(Section, frozen=True):
     """training SHARDS: a folder of images or of shards, a path or URL of .tar or .tar.gz files (glob and brace range
     allowed), an index.json, or pipe:COMMAND; or a list of SHARDS, or a mapping from SHARDS to sampling weights;
     default: the embedded digits"""
+    image: str | None = None
+    """name of the image in a sample: the key of a data set's items; default: the usual names, such as image"""
+    label: str | None = None
+    """name of the label in a sample; default: label or cls"""
+    augment: str | list[str] | None = None
+    """augmentation of your own, as module:function: a torchvision v2 transform, or a function of a crop (C, S, S) uint8
+    and optionally a torch.Generator; one for all views, or one per view; a settings file cannot set this"""
+    augment_replaces: bool = False
+    """data.augment makes the crops from whole images, in place of the method's crops, mirroring and colours"""
     channels: int = Field(default=3, ge=1)
     """number of channels of an image"""
     mean: Literal["auto"] | tuple[float, ...] | None = None
@@ -194,6 +205,23 @@ class RunConfig(Settings, frozen=True):
     def encoder_settings(self) -> dict[str, Any]:
         """Encoder variant, and the encoder settings that the user, a preset or the method has set."""
         return {"variant": self.encoder.variant} | self.encoder.model_dump(exclude_unset=True)
+
+    @property
+    def access(self) -> SourceConfig:
+        """Settings for access to shards, with the names of the image and the label in a sample."""
+        return self.source.with_keys(SampleKeys(self.data.image, self.data.label))
+
+    @property
+    def own_augment(self) -> Augment | None:
+        """The augmentation of the user. Its modules are imported.
+
+        Raises:
+            SettingsError: a function cannot be imported.
+        """
+        names = [self.data.augment] if isinstance(self.data.augment, str) else self.data.augment
+        if not names:
+            return None
+        return Augment([load_function(name, "data.augment") for name in names], self.seed, self.data.augment_replaces)
 
     @property
     def method_config(self) -> Section:

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from tessera import encoders
 from tessera.data.batches import Batches
 from tessera.data.decode import jpeg_decoder
+from tessera.data.given import is_name
 from tessera.data.loader import Reading, training_batches
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError, Sources, WeightedShards, open_sources
@@ -74,7 +75,7 @@ def prepare(given: RunConfig, accelerator: Accelerator) -> Prepared:
     """
     with first_of_node_first():  # the first process of each node fills the caches for the others
         shards, given = training_shards(given)
-        sources = open_sources(shards, source=given.source)
+        sources = open_sources(shards, source=given.access)
     fingerprint = agree(sources.lists, given.stream.buffers(sources.lists))
     statistics = measure_pixels(given, sources, accelerator)
     images = sum(source.images for source in sources.lists)
@@ -183,7 +184,12 @@ def loader(config: RunConfig, method: Method, shards: Sources, first_step: int, 
             seed=config.seed,
             stream=config.stream,
             reading=Reading(
-                workers(config, accelerator), config.loader, config.source, config.data.preprocessing, method.classes
+                workers(config, accelerator),
+                config.loader,
+                config.source,
+                config.data.preprocessing,
+                method.classes,
+                augment=config.own_augment,
             ),
         )
     except ShardError:
@@ -212,9 +218,9 @@ def evaluations(
         return None, None
     train: Any = list(shards) if isinstance(shards, dict) else shards
     if method.supervised:
-        return None, Accuracy(config.evaluation, train, method.image_size, accelerator, config.source)
+        return None, Accuracy(config.evaluation, train, method.image_size, accelerator, config.access)
     bank = config.evaluation.train or train
-    return OnlineKNN(config.evaluation, bank, method.image_size, accelerator, config.source), None
+    return OnlineKNN(config.evaluation, bank, method.image_size, accelerator, config.access), None
 
 
 def announce(given: RunConfig, config: RunConfig, images: int, engine: Engine) -> None:
@@ -266,7 +272,9 @@ def finish_run(run: TrainingRun) -> None:
         print(f"encoder: {paths}")
         return
     train_shards, val_shards = evaluation.train or run.config.data.shards, evaluation.val
-    train, val = (shards if isinstance(shards, str) else "SHARDS" for shards in (train_shards, val_shards))
+    train, val = (
+        shards if isinstance(shards, str) and not is_name(shards) else "SHARDS" for shards in (train_shards, val_shards)
+    )
     if scores.history:
         after = f"{100 * scores.history[-1].accuracy:.1f} % after {run.steps} steps"
         print(f"\n{evaluation.k}-NN accuracy on held-out images: {after} ({baselines(scores)}){linear(scores)}")

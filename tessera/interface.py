@@ -4,7 +4,8 @@ Shape letters: B images of one batch, N images, C channels, S x S pixels, D feat
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,16 @@ from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.crops import CenterCrop
+from tessera.data.given import naming
 from tessera.data.resample import cut
 from tessera.data.shards import open_shards
+from tessera.data.shards.open import with_names
 from tessera.encoders import published
 from tessera.encoders.base import Encoder
 from tessera.evaluation.features import LabelledFeatures, extract, input_size, resize_size, resolve_checkpoint
 from tessera.pretrain import job
-from tessera.pretrain.command_line import from_values
-from tessera.pretrain.config import RunConfig
+from tessera.pretrain.command_line import CODE, from_values
+from tessera.pretrain.config import DataConfig, RunConfig
 from tessera.runtime import preemption
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.settings import validate
@@ -64,9 +67,11 @@ def pretrain(method: str = "dino", data: Any = None, **settings: Any) -> Run:
 
     Args:
         method: pretraining method.
-        data: SHARDS to train on, as a string, a list, or a mapping from SHARDS to weights. None trains on the embedded
-            digits.
-        settings: further settings of `pretrain/run.py`. A section is a dictionary, such as `dino={"global_size": 64}`,
+        data: SHARDS to train on, as a string, a list, or a mapping from SHARDS to weights. A map-style data set may
+            stand in place of SHARDS, also as `evaluation={"val": DATASET}`. None trains on the embedded digits.
+        settings: further settings of `pretrain/run.py`. `augment` is an augmentation of your own: a torchvision v2
+            transform or a function, or a list of one for each view; `augment_replaces=True` uses it in place of the
+            method's crops and colours. A section is a dictionary, such as `dino={"global_size": 64}`,
             or a value in the section's short form, such as `encoder="vit_small"`.
 
     Raises:
@@ -74,8 +79,8 @@ def pretrain(method: str = "dino", data: Any = None, **settings: Any) -> Run:
         ShardError: the shards cannot be read.
         Preempted: the run was asked to stop, for example by Ctrl-C, and has saved a checkpoint.
     """
-    with preemption.listening():
-        output = job.pretrain(run_settings(method, data, settings))
+    with preemption.listening(), run_settings(method, data, settings) as config:
+        output = job.pretrain(config)
     return Run(output)
 
 
@@ -85,7 +90,8 @@ def training_batches(method: str = "dino", data: Any = None, **settings: Any) ->
     `batch.views` contains the method's normalised crops and masks, on the device of this process. Arguments and errors
     are the same as for `pretrain`.
     """
-    _, batches, device = job.first_batches(run_settings(method, data, settings))
+    with run_settings(method, data, settings) as config:
+        _, batches, device = job.first_batches(config)
     for batch in batches:
         yield to_model_input(batch.to(device, non_blocking=True))
 
@@ -133,8 +139,14 @@ def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[s
     Raises:
         UserError: a setting is wrong, the encoder cannot be used, or the shards cannot be read.
     """
-    given = {"checkpoint": str(checkpoint), "train": train, "val": val, **settings}
-    return knn_command.run(validate(knn_command.KNNSettings, given))
+    with naming() as name:
+        given = {
+            "checkpoint": str(checkpoint),
+            "train": with_names(train, name),
+            "val": with_names(val, name),
+            **settings,
+        }
+        return knn_command.run(validate(knn_command.KNNSettings, given))
 
 
 def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
@@ -143,8 +155,14 @@ def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) 
     Like the command, the function also writes the result to a file. Arguments and errors are the same as
     for `knn`.
     """
-    given = {"checkpoint": str(checkpoint), "train": train, "val": val, **settings}
-    return probe_command.run(validate(probe_command.ProbeSettings, given))
+    with naming() as name:
+        given = {
+            "checkpoint": str(checkpoint),
+            "train": with_names(train, name),
+            "val": with_names(val, name),
+            **settings,
+        }
+        return probe_command.run(validate(probe_command.ProbeSettings, given))
 
 
 def transform(encoder: Encoder, image_size: int | None = None) -> Callable[[Image.Image], Tensor]:
@@ -180,11 +198,34 @@ def transform(encoder: Encoder, image_size: int | None = None) -> Callable[[Imag
     return prepare
 
 
-def run_settings(method: str, data: Any, settings: dict[str, Any]) -> RunConfig:
-    """Return the settings of a run from the arguments of `pretrain`.
+@contextmanager
+def run_settings(method: str, data: Any, settings: dict[str, Any]) -> Iterator[RunConfig]:
+    """Yield the settings of a run from the arguments of `pretrain`. Data sets and functions keep their names meanwhile.
 
     Accelerate's settings are reset, because they would otherwise keep the precision of the first run in this process.
     """
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    return from_values({"method": method, **({} if data is None else {"data": data}), **settings})
+    with naming() as name:
+        yield from_values(_values(method, data, settings, name))
+
+
+def _values(method: str, data: Any, settings: dict[str, Any], name: Callable[[Any], str]) -> dict[str, Any]:
+    """Return the settings of a run. `name` gives names to data sets, which settings cannot hold."""
+    is_section = isinstance(data, Mapping) and DataConfig.model_fields.keys() & data.keys()
+    section = dict(data) if is_section else {} if data is None else {"shards": data}
+    section |= {key: settings.pop(key) for key in ("augment", "augment_replaces") if key in settings}
+    section |= _with_names(section, ("shards",), name)
+    for key in CODE:
+        if section.get(key) is not None:
+            functions = section[key] if isinstance(section[key], list | tuple) else [section[key]]
+            section[key] = [one if isinstance(one, str) else name(one) for one in functions]
+    if section:
+        settings["data"] = section
+    if isinstance(evaluation := settings.get("evaluation"), Mapping):
+        settings["evaluation"] = {**evaluation, **_with_names(evaluation, ("train", "val"), name)}
+    return {"method": method, **settings}
+
+
+def _with_names(section: Mapping[str, Any], keys: Sequence[str], name: Callable[[Any], str]) -> dict[str, Any]:
+    return {key: with_names(section[key], name) for key in keys if section.get(key) is not None}

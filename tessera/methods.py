@@ -24,8 +24,8 @@ def build(method: str = "dino", data: Any = None, **settings: Any) -> Method:
     Sets the seed of torch's generator to the setting `seed`. Arguments and errors are the same as for
     `tessera.pretrain`. Settings of the optimizer, of checkpoints and of the evaluation have no effect.
     """
-    given = run_settings(method, data, settings)
-    accelerator, _ = make_accelerator(given)
-    config = job.prepare(given, accelerator).config
+    with run_settings(method, data, settings) as given:
+        accelerator, _ = make_accelerator(given)
+        config = job.prepare(given, accelerator).config
     torch.manual_seed(config.seed)
     return build_method(config, fresh=True).to(accelerator.device)

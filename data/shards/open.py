@@ -9,14 +9,15 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from braceexpand import braceexpand
 
+from tessera.data.given import is_name, naming
 from tessera.data.shards import index, remote
 from tessera.data.shards.failures import (
     CORRECT_INDEX,
@@ -35,7 +36,9 @@ from tessera.runtime.progress import track
 from tessera.runtime.user_error import CONTROL, printable
 
 ENDINGS = (".tar", ".tar.gz")
-"""File name endings of shards."""
+"""File name endings of tars."""
+PARQUET = ".parquet"
+"""File name ending of Parquet files."""
 MOST_BRACES = 16  # maximum number of opening braces in a pattern, because each brace adds to the expansion time
 THREADS = 16
 _RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?\}")
@@ -43,12 +46,15 @@ _RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?\}")
 log = logging.getLogger(__name__)
 
 Pattern = str | os.PathLike[str]
-Shards = Pattern | Sequence[Pattern] | Source
-"""One pattern, several patterns, or an opened source.
+MapStyleData = Any
+"""A map-style data set, or the name of one (`data.given`)."""
+Shards = Pattern | MapStyleData | Sequence[Pattern | MapStyleData] | Source
+"""One pattern, several patterns, or an opened source. A map-style data set may stand in place of a pattern.
 
 A pattern is a path, a glob, a brace range such as `train-{000000..000099}.tar`, a local folder of shards or of images,
 the `index.json` of a folder, or `pipe:COMMAND`. Paths, globs, brace ranges and `index.json` files may be URLs that
-fsspec can open, such as `https://`, `s3://` or `gs://`. File names of shards must end in `.tar` or `.tar.gz`."""
+fsspec can open, such as `https://`, `s3://` or `gs://`. File names of shards must end in `.tar`, `.tar.gz`
+or, for local files, `.parquet`."""
 
 
 class Sources(NamedTuple):
@@ -58,7 +64,7 @@ class Sources(NamedTuple):
     weights: list[float]
 
 
-WeightedShards = Shards | Mapping[str, float] | Sources
+WeightedShards = Shards | Mapping[Any, float] | Sources
 """Shards without weights, or a mixture. A mixture is a dict that maps each shard pattern to its share of the samples,
 or a `Sources` with opened sources."""
 
@@ -93,12 +99,14 @@ def open_sources(shards: WeightedShards, *, progress: bool = True, source: Sourc
     """
     if isinstance(shards, Sources):
         return shards
-    if not isinstance(shards, Mapping):
-        return Sources([open_shards(shards, progress=progress, source=source)], [1.0])
-    if not shards:
-        raise ShardError("the mixture is empty. Give at least one pattern with a weight.")
-    lists = [open_shards(one, progress=progress, source=source) for one in shards]
-    return Sources(lists, [float(weight) for weight in shards.values()])
+    with naming() as name:
+        shards = with_names(shards, name)
+        if not isinstance(shards, Mapping):
+            return Sources([open_shards(shards, progress=progress, source=source)], [1.0])
+        if not shards:
+            raise ShardError("the mixture is empty. Give at least one pattern with a weight.")
+        lists = [open_shards(one, progress=progress, source=source) for one in shards]
+        return Sources(lists, [float(weight) for weight in shards.values()])
 
 
 def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig = DEFAULT) -> Source:
@@ -123,6 +131,35 @@ def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig =
             "a mixture with weights was given, but weights are possible for training data only. "
             "Give a path, a pattern, or a list of paths and patterns."
         )
+    with naming() as name:
+        return _open_patterns(with_names(shards, name), progress, source)
+
+
+def with_names(shards: Any, name: Callable[[Any], str]) -> Any:
+    """Return SHARDS in which each map-style data set is replaced by its name, which `name` returns.
+
+    Raises:
+        ShardError: an object is no map-style data set, for example because it is an iterable.
+    """
+    if isinstance(shards, str | os.PathLike | Source | Sources):
+        return shards
+    if isinstance(shards, Mapping):
+        if wrong := [key for key, weight in shards.items() if not isinstance(weight, int | float)]:
+            raise ShardError(
+                f"data: a dictionary maps SHARDS to weights, but {wrong[0]!r:.100} has no weight. To use one of "
+                f"several data sets, give data=DATASETS[{wrong[0]!r:.100}]."
+            )
+        return {with_names(one, name): weight for one, weight in shards.items()}
+    if isinstance(shards, list | tuple):
+        return [with_names(one, name) for one in shards]
+    from tessera.data.shards.map_style import check_map_style  # imported here, because the module imports torch
+
+    check_map_style(shards)
+    return name(shards)
+
+
+def _open_patterns(shards: Shards, progress: bool, source: SourceConfig) -> Source:
+    """Open a source whose data sets have names, as `open_shards` describes."""
     indices = _FolderIndices(source)
     paths = _expand(shards, indices)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -152,19 +189,27 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
     To support another kind of storage, return an instance of another subclass of `Shard` here.
 
     Raises:
-        ShardError: the file does not exist, is empty, or has a name that does not end in `.tar` or `.tar.gz`; the
-            server does not respond; or a folder of images cannot be used.
+        ShardError: the file does not exist, is empty, or has a name that does not end in `.tar`, `.tar.gz` or
+            `.parquet`; the server does not respond; or a folder of images cannot be used.
     """
+    if is_name(path):
+        from tessera.data.shards.map_style import MapStyle  # imported here, because the module imports torch
+
+        return MapStyle.at(path, config)
     if path.startswith(remote.PIPE):
         return RemoteTar(path, 0, "", config)
     if not remote.is_remote(path) and os.path.isdir(path):
         return ImageFolder.at(path, config)
+    if path.endswith(PARQUET) and os.path.exists(path):
+        from tessera.data.shards.parquet import ParquetFile  # imported here, because pyarrow is optional
+
+        return ParquetFile.at(path, config)
     if not remote.without_query(path).endswith(ENDINGS):
         if not remote.is_remote(path) and not os.path.exists(path):
             where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
             raise ShardError(f"{path} does not exist{where}. Check the name of the file or folder.")
         raise ShardError(
-            f"{path}: the file name must end in .tar or .tar.gz. Rename the file or remove it from the list."
+            f"{path}: the file name must end in .tar, .tar.gz or .parquet. Rename the file or remove it from the list."
         )
     if remote.is_remote(path):
         return RemoteTar(path, *remote.describe(path, config), config)
@@ -307,6 +352,8 @@ def _refuse_controls(path: str) -> None:
 
 def _matches(pattern: str, indices: "_FolderIndices") -> list[str]:
     """Return the paths and URLs of the shards that one pattern matches."""
+    if is_name(pattern):
+        return [pattern]
     pattern = pattern.removeprefix("file://").removeprefix("file:")
     _refuse_controls(pattern)
     if os.path.exists(pattern):
@@ -357,6 +404,8 @@ def _shards_at(path: str, indices: "_FolderIndices") -> list[str]:
     """Return the shards at a path or URL without wildcards: a shard, a local folder, or an `index.json`."""
     if remote.without_query(path).endswith(FOLDER_INDEX):
         return indices.read(path)
+    if path.endswith(PARQUET) and remote.is_remote(path):
+        raise ShardError(f"{path}: Parquet files are read from a local disk only. Download the file.")
     return _shards_in(path) if not remote.is_remote(path) and os.path.isdir(path) else [path]
 
 
@@ -370,7 +419,8 @@ def _shards_in(folder: str) -> list[str]:
             more than numbers. Such shards may belong to different sets, such as a training set and a validation set.
     """
     try:
-        names = sorted(name for name in os.listdir(folder) if name.endswith(ENDINGS) and not name.startswith("."))
+        listed = (name for name in os.listdir(folder) if name.endswith((*ENDINGS, PARQUET)))
+        names = sorted(name for name in listed if not name.startswith("."))
     except OSError as error:
         raise unreadable(folder, error, "Correct the path or its permissions.") from error
     patterns = sorted({re.sub(r"[0-9]+", "*", name) for name in names})
@@ -381,13 +431,14 @@ def _shards_in(folder: str) -> list[str]:
             f"'{os.path.join(folder, patterns[0])}', or all shards with '{os.path.join(folder, '*.tar')}'."
         )
     if not names:
-        below = {os.path.dirname(path) for path in glob.glob(os.path.join(glob.escape(folder), "*", "*.tar*"))}
+        within = os.path.join(glob.escape(folder), "*", "*")
+        below = {os.path.dirname(path) for end in (".tar*", PARQUET) for path in glob.glob(within + end)}
         if below:
             listed = ", ".join(sorted(below)[:MOST_LISTED])
             raise ShardError(f"{folder} holds no shards, but its subfolders may: {listed}. Give one of these.")
         if holds_images(folder):
             return [os.path.join(folder, "")]
-        raise ShardError(f"{folder} holds no shards (.tar, .tar.gz) and no images. Correct the path.")
+        raise ShardError(f"{folder} holds no shards (.tar, .tar.gz, .parquet) and no images. Correct the path.")
     return [os.path.join(folder, name) for name in names]
 
 
@@ -437,7 +488,7 @@ class _FolderIndices:
         folder = folder_of(shard)
         path = f"{folder}/{FOLDER_INDEX}" if folder else FOLDER_INDEX
         of_images = not remote.is_remote(shard) and os.path.isdir(shard)
-        if of_images or folder == remote.PIPE or shard in self.entries or path in self._visited:
+        if is_name(shard) or of_images or folder == remote.PIPE or shard in self.entries or path in self._visited:
             return
         try:
             found = self._content(path)

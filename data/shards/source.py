@@ -1,8 +1,8 @@
 """Sources of samples, and the shards that they consist of.
 
-A `Shard` is a tar or a folder of images. To read another kind of storage, derive a class from `Shard`, and choose it in
-`open.shard_at`. A `Source` is a list of shards whose samples are numbered consecutively. A `Source` reads names,
-encoded images, labels and segmentation maps, and handles shards that cannot be read.
+A `Shard` is a tar, a folder of images or a map-style data set. To read another kind of storage, derive a class from
+`Shard`, and choose it in `open.shard_at`. A `Source` is a list of shards whose samples are numbered consecutively. A
+`Source` reads names, images, labels and segmentation maps, and handles shards that cannot be read.
 """
 
 import bisect
@@ -12,12 +12,13 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from tessera.data.shards.cache import CacheError, cache_folder
 from tessera.data.shards.failures import (
@@ -43,6 +44,16 @@ MOST_LOST = 10
 
 T = TypeVar("T")
 
+if TYPE_CHECKING:
+    from tessera.data.decode import Undecoded  # imported here, because shards can be listed without torch
+
+
+class SampleKeys(NamedTuple):
+    """Names of the image and the label in a sample; None for the usual names."""
+
+    image: str | None = None
+    label: str | None = None
+
 
 class SourceConfig(Section):
     """Settings for access to shards. No setting of this group changes the order of samples."""
@@ -63,8 +74,22 @@ class SourceConfig(Section):
     """run the commands of pipe:COMMAND shards; only a flag can set this; by default, a command in a flag is run,
     and a command in a settings file is refused"""
 
+    _keys: SampleKeys = PrivateAttr(default=SampleKeys())
+
+    @property
+    def keys(self) -> SampleKeys:
+        """Names of the image and the label in a sample."""
+        return self._keys
+
+    def with_keys(self, keys: SampleKeys) -> Self:
+        """Return a copy of the settings with other names of the image and the label."""
+        copy = self.model_copy()
+        copy._keys = keys
+        return copy
+
 
 DEFAULT = SourceConfig()
+_NO_SEEDS = nullcontext()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -96,6 +121,8 @@ class Shard(ABC):
     """True if parts of the shard can be downloaded, not only the complete shard."""
     is_remote: ClassVar[bool] = False
     """True if samples come from another machine, or from the output of a command."""
+    runs_code: ClassVar[bool] = False
+    """True if samples are read by code of the user, which may draw random numbers."""
 
     @property
     @abstractmethod
@@ -120,11 +147,12 @@ class Shard(ABC):
         """
 
     @abstractmethod
-    def image(self, index: Index, sample: int) -> bytes:
-        """Return the encoded image of a sample. `index` is the index of this shard.
+    def image(self, index: Index, sample: int) -> "Undecoded":
+        """Return the image of a sample, encoded if the shard stores files. `index` is the index of this shard.
 
         Raises:
             ShardError: the image cannot be read.
+            ImageError: code of the user cannot decode the image.
         """
 
     @abstractmethod
@@ -148,6 +176,19 @@ class Shard(ABC):
             "the shard. To use a folder of images and maps, make shards from it with `tessera make_shards`. "
             f"If the shard already has this member, its index is outdated. {MAKE_INDEX_AGAIN}"
         )
+
+    def identities(self) -> list[Any]:
+        """Return values that two shards share if they hold the same samples.
+
+        They are the real path, the SHA-256 and, for a local shard, the device and inode of the file.
+        """
+        found: list[Any] = [os.path.realpath(self.path)]
+        found += [self.sha256.lower()] if self.sha256 else []
+        try:
+            status = os.stat(self.path)
+        except (OSError, ValueError):
+            return found
+        return [*found, (status.st_dev, status.st_ino)]
 
     def fetches(self, index: Index, samples: Sequence[int]) -> list[Callable[[], None]]:
         """Return functions that download the data of samples. The functions may run in several threads."""
@@ -263,7 +304,7 @@ class Source:
 
     @property
     def mean_bytes(self) -> float:
-        """Mean size of a sample in bytes: total size of the shards divided by the number of samples."""
+        """Mean size of a sample in bytes: total size of the shards divided by the number of samples; 0 if unknown."""
         return float(self.sizes.sum()) / self.images
 
     @property
@@ -295,10 +336,25 @@ class Source:
         index = self._guard(shard, lambda: self._index(shard))
         return f"{self.shards[shard].name}/{index.key(sample)}"
 
-    def image(self, number: int) -> bytes:
-        """Return the encoded image of a sample."""
+    def image(self, number: int, at: tuple[int, int] | None = None) -> "Undecoded":
+        """Return the image of a sample, encoded if the shards store files.
+
+        Args:
+            number: index of the sample in the source.
+            at: seed of the run and position of the sample in the run, from which random numbers of the user's code
+                follow. None stands for the seed 0 and the position `number`.
+        """
         shard, sample = self.place(number)
-        return self._guard(shard, lambda: self.shards[shard].image(self._index(shard), sample))
+        with self._seeded(shard, at or (0, number)):
+            return self._guard(shard, lambda: self.shards[shard].image(self._index(shard), sample))
+
+    def _seeded(self, shard: int, at: tuple[int, int]) -> AbstractContextManager[Any]:
+        """Return a context in which the global random generators are seeded, if the shard runs code of the user."""
+        if not self.shards[shard].runs_code:
+            return _NO_SEEDS
+        from tessera.data.user_code import seeded  # imported here, because the module imports torch
+
+        return seeded(*at)
 
     def target(self, number: int) -> bytes:
         """Return the encoded segmentation map of a sample, a PNG.
@@ -316,7 +372,8 @@ class Source:
             SampleError: the sample has no label, its label is not an integer, or classes.json has no name for it.
         """
         shard, sample = self.place(number)
-        label = self._guard(shard, lambda: self.shards[shard].label(self._index(shard), sample))
+        with self._seeded(shard, (0, number)):
+            label = self._guard(shard, lambda: self.shards[shard].label(self._index(shard), sample))
         if self.numbers is None:
             if label > LARGEST_LABEL:
                 raise SampleError(

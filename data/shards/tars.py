@@ -223,7 +223,7 @@ class PackedTar(Tar):
     @property
     def cache(self) -> Cache:
         """Cache of downloaded and decompressed tars."""
-        return _cache(os.environ.get("TESSERA_CACHE"), os.environ.get("XDG_CACHE_HOME"), self.config.cache_gb)
+        return shard_cache(self.config)
 
     def open(self) -> int:
         def fill(sink: Sink) -> None:
@@ -267,6 +267,11 @@ class PackedTar(Tar):
         entry.
         """
         return self.open(), 0, self.cache_name("whole")
+
+
+def shard_cache(config: SourceConfig) -> Cache:
+    """Return the cache of downloaded and decompressed data of shards."""
+    return _cache(os.environ.get("TESSERA_CACHE"), os.environ.get("XDG_CACHE_HOME"), config.cache_gb)
 
 
 @functools.lru_cache(maxsize=16)

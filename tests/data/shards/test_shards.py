@@ -46,7 +46,7 @@ def test_a_folder_is_its_shards(write_shards, tmp_path):
         (["in1k-train-0.tar", "in1k-val-0.tar"], r"several sets: in\*k-train-\*.tar, in\*k-val-\*.tar"),
         (["a.tar", "b.tar.gz"], r"several sets: a.tar, b.tar.gz"),
         (["train/a.tar", "val/b.tar.gz"], r"no shards, but its subfolders may: .*/train, .*/val. Give one of these"),
-        (["notes.txt"], r"holds no shards \(.tar, .tar.gz\) and no images"),
+        (["notes.txt"], r"holds no shards \(.tar, .tar.gz, .parquet\) and no images"),
     ],
 )
 def test_folders_that_are_refused(tmp_path, files, message):
@@ -168,7 +168,7 @@ def test_images_before_a_position_are_not_read(write_shards, monkeypatch):
     shards = write_shards([100, 90, 3])
     read, decoded = [], []
     image, picture = Source.image, dataset.Picture
-    monkeypatch.setattr(Source, "image", lambda one, number: (read.append(number), image(one, number))[1])
+    monkeypatch.setattr(Source, "image", lambda one, number, at: (read.append(number), image(one, number))[1])
     monkeypatch.setattr(dataset, "Picture", lambda *a, **k: (decoded.append(1), picture(*a, **k))[1])
     batches = train(shards, size=8, batch_size=32, seed=0, steps=10**7, first_step=10**6)
     assert not read

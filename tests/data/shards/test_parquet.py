@@ -1,0 +1,151 @@
+"""Parquet files give the same samples as tars of the same images."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+from tessera.data.crops import CenterCrop, RandomCrop, RandomCropConfig
+from tessera.data.shards import ShardError, SourceConfig, expand, open_shards
+from tessera.data.shards.cache import _intact
+from tessera.data.shards.source import SampleKeys
+from tests.data.batches import evaluation_batches, training_batches
+from tests.data.made import picture
+
+COUNTS = (31, 12)
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+def rows(shard):
+    """Encoded images and labels of a shard."""
+    numbers = range(sum(COUNTS[:shard]), sum(COUNTS[: shard + 1]))
+    return [picture(n) for n in numbers], [n % 3 for n in numbers]
+
+
+def write(path, images, labels, name="image", label="label", kind=IMAGE, group=7, metadata=None, **options):
+    values = [{"bytes": image, "path": "x.jpg"} for image in images] if kind == IMAGE else images
+    table = pa.table({"id": list(range(len(images))), name: pa.array(values, kind), label: labels})
+    path.parent.mkdir(exist_ok=True)
+    parquet.write_table(table.replace_schema_metadata(metadata), path, row_group_size=group, **options)
+    return str(path)
+
+
+@pytest.fixture
+def files(tmp_path):
+    features = {"info": {"features": {"label": {"names": ["x", "y", "z"], "_type": "ClassLabel"}}}}
+    metadata = {"huggingface": json.dumps(features)}
+    return [
+        write(tmp_path / "data" / f"train-{n:05d}-of-00002.parquet", *rows(n), metadata=metadata)
+        for n in range(len(COUNTS))
+    ]
+
+
+@pytest.fixture
+def tars(write_tar):
+    paths = []
+    for shard in range(len(COUNTS)):
+        members = []
+        for number, (image, label) in enumerate(zip(*rows(shard), strict=True)):
+            members += [(f"{number:03d}.jpg", image), (f"{number:03d}.cls", str(label).encode())]
+        paths.append(str(write_tar(f"{shard}.tar", members)))
+    return paths
+
+
+def batches(shards, **settings):
+    crop = RandomCrop(RandomCropConfig(size=12))
+    given = {"batch_size": 10, "seed": 3, "steps": 9, "classes": 3} | settings
+    return [(batch.views[0].images, batch.labels) for batch in training_batches(shards, crop, **given)]
+
+
+def check_equal(ours, theirs):
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_equal_to_tars(files, tars, tmp_path):
+    expected = batches(tars)
+    check_equal(batches(str(tmp_path / "data")), expected)
+    check_equal(batches(f"{tmp_path}/data/train-*.parquet", workers=2), expected)
+    check_equal(batches(files, first_step=5), expected[5:])
+    ranks = [batches(files, rank=rank, world_size=2) for rank in range(2)]
+    for step, (left, right) in zip(expected, zip(*ranks, strict=True), strict=True):
+        joined = torch.cat([left[0], right[0]]), torch.cat([left[1], right[1]])
+        assert torch.equal(*(one[1].sort().values for one in (joined, step)))
+        assert torch.equal(*(one[0].flatten(1).double().sum(1).sort().values for one in (joined, step)))
+    opened = open_shards(files)
+    assert opened.class_names() == ("x", "y", "z")
+    assert opened.all_labelled()
+    assert opened.name(31) == "train-00001-of-00002.parquet/0"
+    assert opened.identity == [(os.path.basename(path), count) for path, count in zip(files, COUNTS, strict=True)]
+
+
+@pytest.mark.parametrize("options", [{"kind": pa.large_binary(), "compression": "zstd"}, {"group": 1000}, {"group": 1}])
+def test_layouts(tmp_path, tars, options):
+    paths = [write(tmp_path / "other" / f"{n}.parquet", *rows(n), **options) for n in range(2)]
+    check_equal(batches(paths), batches(tars))
+
+
+def test_named_columns(tmp_path, tars):
+    paths = [write(tmp_path / "other" / f"{n}.parquet", *rows(n), name="left", label="kind") for n in range(2)]
+    with pytest.raises(ShardError, match=r"no column of encoded images named image or img.*columns id, left, kind"):
+        open_shards(paths)
+    check_equal(batches(paths, source=SourceConfig().with_keys(SampleKeys("left", "kind"))), batches(tars))
+    left = SourceConfig().with_keys(SampleKeys("left"))
+    with pytest.raises(ShardError, match=r"0.parquet/0 has no label, .* name another column with data.label"):
+        batches(paths, source=left)
+
+
+def test_rows_without_image_or_label(tmp_path):
+    images, labels = rows(0)
+    images[4], images[9], labels[5] = None, b"broken", None
+    path = write(tmp_path / "other" / "0.parquet", images, labels)
+    batch = next(iter(evaluation_batches(path, CenterCrop(8), batch_size=40, labels=False)))
+    assert len(batch) == 29
+    assert [name.partition(":")[0] for name in batch.skipped] == ["0.parquet/4", "0.parquet/9"]
+    with pytest.raises(ShardError, match=r"0.parquet/5 has no label"):
+        list(evaluation_batches(path, CenterCrop(8), batch_size=40))
+
+
+def test_a_damaged_copy_in_the_cache_is_made_again(files, cache):
+    expected = batches(files, steps=1)
+    copies = [path for path in (cache / "pieces-v1").rglob("*") if path.is_file() and path.stat().st_size > 1000]
+    assert copies
+    for path in copies:
+        content = bytearray(path.read_bytes())
+        content[-100] ^= 1
+        path.unlink()
+        path.write_bytes(content)
+    _intact.clear()  # each process checks a file once
+    check_equal(batches(files, steps=1), expected)
+
+
+def test_refusals(files, tmp_path):
+    content = Path(files[0]).read_bytes()
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ShardError, match="cannot be read as Parquet"):
+        open_shards(str(broken))
+    with pytest.raises(ShardError, match=r"nowhere.parquet does not exist"):
+        open_shards(str(tmp_path / "nowhere.parquet"))
+    with pytest.raises(ShardError, match="read from a local disk only"):
+        open_shards("https://host/a.parquet")
+    opened = open_shards(files)
+    os.utime(files[0])
+    with pytest.raises(ShardError, match="has changed since it was opened"):
+        opened.image(0)
+    (tmp_path / "data" / "test-00000-of-00001.parquet").write_bytes(content)
+    with pytest.raises(ShardError, match=r"shards of several sets: test-\*-of-\*.parquet, train-\*-of-\*.parquet"):
+        expand(str(tmp_path / "data"))
+    broken.unlink()
+    with pytest.raises(ShardError, match="its subfolders may"):
+        expand(str(tmp_path))
+    empty = write(tmp_path / "e.parquet", [], pa.array([], pa.int64()))
+    with pytest.raises(ShardError, match="has no rows"):
+        open_shards(empty)
+    assert np.array_equal(open_shards(files[1]).counts, [12])
