@@ -17,10 +17,10 @@ from tessera.data.decode import ImageError, Undecoded, check_kind
 from tessera.data.given import kind, named_object
 from tessera.data.shards.failures import SampleError, ShardError
 from tessera.data.shards.source import DEFAULT, SampleKeys, Shard, SourceConfig
-from tessera.data.shards.tar import IMAGES, LABEL, TIFFS, Index
+from tessera.data.shards.tar import IMAGES, LABEL, Index
 from tessera.data.user_code import named_errors, seeded
 
-IMAGE_KEYS = ("image", "img", *IMAGES, *TIFFS)
+IMAGE_KEYS = ("image", "img", *IMAGES)
 """Keys under which an item that is a dictionary may hold its image. The first key that the item has is used."""
 LABEL_KEYS = ("label", LABEL)
 """Keys under which an item that is a dictionary may hold its label."""

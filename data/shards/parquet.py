@@ -24,8 +24,8 @@ from tessera.runtime.user_error import printable
 
 LARGEST_GROUP = 2**31
 """Maximum size in bytes of the images of a row group, all of which are in memory while the row group is decoded."""
-KEPT_FILES = 16
-"""Maximum number of Parquet files that a process keeps open."""
+KEPT_METADATA = 16
+"""Maximum number of Parquet files whose metadata a process keeps in memory."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class ParquetFile(Shard):
         except OSError as error:
             raise unreadable(path, error) from error
         version = f"{status.st_mtime_ns}\n{status.st_ctime_ns}"
-        opened = _open(path, version)
-        schema, metadata = opened.schema_arrow, opened.metadata
+        metadata = _metadata(path, version)
+        schema = metadata.schema.to_arrow_schema()
         if not metadata.num_rows:
             raise ShardError(f"{path} has no rows. Remove the file from the list.")
         column = _image_column(schema, path, config.keys.image)
@@ -168,26 +168,27 @@ class ParquetFile(Shard):
         if (status.st_size, f"{status.st_mtime_ns}\n{status.st_ctime_ns}") != (self.size, self.version):
             raise ShardError(f"{self.path} has changed since it was opened. Restart the run.")
         try:
-            return read(_open(self.path, self.version))
+            from pyarrow import parquet
+
+            # Each call opens the file, because threads must not share an opened file.
+            with parquet.ParquetFile(self.path, metadata=_metadata(self.path, self.version)) as file:
+                return read(file)
         except ShardError:
             raise
         except Exception as error:  # pyarrow raises many kinds of errors for damaged files
             raise _damaged(self.path, error) from error
 
 
-def _open(path: str, version: str) -> Any:
-    """Return the opened Parquet file. Each process opens it separately, because descriptors share their position."""
-    return _opened(path, version, os.getpid())
-
-
-@functools.lru_cache(KEPT_FILES)
-def _opened(path: str, version: str, process: int) -> Any:
+@functools.lru_cache(KEPT_METADATA)
+def _metadata(path: str, version: str) -> Any:
+    """Return the metadata of a Parquet file. `version` is the version of the file."""
+    del version
     try:
         from pyarrow import parquet
     except ImportError:
         raise ShardError(f'{path}: Parquet needs pyarrow. Install it: pip install "tessera-ssl[parquet]"') from None
     try:
-        return parquet.ParquetFile(path)
+        return parquet.read_metadata(path)
     except Exception as error:  # pyarrow raises many kinds of errors for damaged files
         raise _damaged(path, error) from error
 

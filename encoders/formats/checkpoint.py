@@ -127,8 +127,8 @@ def load_weights(
         WeightsError: the file cannot be read, or the weights do not fit the encoder. In both cases, the encoder keeps
             its previous weights.
     """
-    if isinstance(path_or_state_dict, Mapping):
-        checkpoint = path_or_state_dict
+    if not isinstance(path_or_state_dict, str | Path):
+        checkpoint = path_or_state_dict  # `unwrap` refuses other types by name
     elif isinstance(encoder, ModuleEncoder) and is_variant(encoder.label) and published.is_name(path_or_state_dict):
         checkpoint = module.pretrained(encoder, str(path_or_state_dict))
     else:

@@ -183,6 +183,6 @@ def test_defects_of_the_reader_are_found(kind, name, broken, error, monkeypatch,
 
 def test_bytes_of_another_member_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     image = Source.image
-    monkeypatch.setattr(Source, "image", lambda self, number: image(self, number)[:-1])
+    monkeypatch.setattr(Source, "image", lambda self, number, at=(0, 0): image(self, number, at)[:-1])
     with pytest.raises(AssertionError, match="the bytes of another member"):
         run(images(tmp_path), 10, seed=0)

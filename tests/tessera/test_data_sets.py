@@ -56,7 +56,7 @@ def test_a_run_continues_with_the_data_set_that_is_passed_again(tmp_path):
 @pytest.mark.medium
 def test_evaluations(tmp_path):
     class Pairs(Blobs):
-        def __getitem__(self, number):
+        def __getitem__(self, number):  # pyright: ignore[reportIncompatibleMethodOverride]
             return tuple(super().__getitem__(number).values())
 
     found = tessera.knn("pixels", Pairs(), Pairs(64), image_size=16, output=str(tmp_path / "knn.json"), workers=0)
