@@ -21,7 +21,7 @@ from tessera.runtime.settings import (
 )
 from tessera.runtime.user_error import printable
 
-CODE = ("augment",)
+CODE = ("augment", "stages")
 """Settings of section `data` that name code of the user."""
 PRESETS = Path(__file__).parent.parent / "configs"
 

@@ -8,6 +8,7 @@ needed, and read from there, as byte ranges of a remote tar are (`shards.tars`).
 import functools
 import json
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -56,12 +57,12 @@ class ParquetFile(Shard):
         except OSError as error:
             raise unreadable(path, error) from error
         version = f"{status.st_mtime_ns}\n{status.st_ctime_ns}"
-        opened = _open(path, version)
+        opened, _ = _open(path, version)
         schema, metadata = opened.schema_arrow, opened.metadata
         if not metadata.num_rows:
             raise ShardError(f"{path} has no rows. Remove the file from the list.")
-        column = _image_column(schema, path, config.keys.image)
-        labels = LABEL_KEYS if config.keys.label is None else (config.keys.label,)
+        column = _image_column(schema, path, config.form.image)
+        labels = LABEL_KEYS if config.form.label is None else (config.form.label,)
         label = next((name for name in labels if name in schema.names), None)
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         sizes = [_column_bytes(group, column) for group in groups]
@@ -167,27 +168,32 @@ class ParquetFile(Shard):
             raise unreadable(self.path, error) from error
         if (status.st_size, f"{status.st_mtime_ns}\n{status.st_ctime_ns}") != (self.size, self.version):
             raise ShardError(f"{self.path} has changed since it was opened. Restart the run.")
+        file, lock = _open(self.path, self.version)
         try:
-            return read(_open(self.path, self.version))
+            with lock:  # pyarrow's readers are not safe for use by several threads
+                return read(file)
         except ShardError:
             raise
         except Exception as error:  # pyarrow raises many kinds of errors for damaged files
             raise _damaged(self.path, error) from error
 
 
-def _open(path: str, version: str) -> Any:
-    """Return the opened Parquet file. Each process opens it separately, because descriptors share their position."""
+def _open(path: str, version: str) -> tuple[Any, threading.Lock]:
+    """Return the opened Parquet file, and the lock under which it is read.
+
+    Each process opens the file separately, because a forked process shares the position in an inherited file.
+    """
     return _opened(path, version, os.getpid())
 
 
 @functools.lru_cache(KEPT_FILES)
-def _opened(path: str, version: str, process: int) -> Any:
+def _opened(path: str, version: str, process: int) -> tuple[Any, threading.Lock]:
     try:
         from pyarrow import parquet
     except ImportError:
         raise ShardError(f'{path}: Parquet needs pyarrow. Install it: pip install "tessera-ssl[parquet]"') from None
     try:
-        return parquet.ParquetFile(path)
+        return parquet.ParquetFile(path), threading.Lock()
     except Exception as error:  # pyarrow raises many kinds of errors for damaged files
         raise _damaged(path, error) from error
 
