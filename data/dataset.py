@@ -20,12 +20,14 @@ from tessera.data.decode import MAX_PIXELS, ImageError, Picture, Undecoded
 from tessera.data.maps import checked_map, cut_map
 from tessera.data.sampler import MixtureSampler, sample_rng
 from tessera.data.shards import ShardError, Source, UnreadableError
-from tessera.data.shards.failures import ResourceError
+from tessera.data.shards.failures import DroppedError, ResourceError
 from tessera.data.shards.tar import MAP
 from tessera.data.user_code import Augment
 
 MOST_SKIPPED = 100
 """Number of consecutive corrupt images after which a run stops."""
+MOST_DROPPED = 1000
+"""Number of consecutive samples that the user's stages may drop before a run stops."""
 MOST_NAMED = 10
 """Maximum number of corrupt images that an error message or the log names one by one."""
 DRAWN = 8
@@ -59,7 +61,7 @@ class Decoding:
         return Picture(image, max_pixels=self.max_pixels, channels=self.channels)
 
 
-class _Address(NamedTuple):
+class Address(NamedTuple):
     """Position in the run, and the sample at this position: its source, and its index in the source."""
 
     position: int
@@ -82,8 +84,35 @@ class _Failed(NamedTuple):
     """Reason why a sample cannot be used."""
 
     reason: str
-    corrupt: bool
-    """True if the image is corrupt; False if the shard of the sample cannot be read."""
+    corrupt: bool = False
+    """True if the image is corrupt."""
+    dropped: bool = False
+    """True if a stage of the user dropped the sample, which is then not reported."""
+
+
+def in_blocks(sources: Sequence[Source], sampler: MixtureSampler) -> list[Source]:
+    """Return the sources of a mixture for reading in the order of its sampler."""
+    return [source.in_blocks(one.block, len(sources)) for source, one in zip(sources, sampler.samplers, strict=True)]
+
+
+def addresses(
+    sources: Sequence[Source], sampler: MixtureSampler, positions: Sequence[int] | np.ndarray, later: int = 0
+) -> list[Address]:
+    """Return the address of the sample at each position in the run.
+
+    Each position is first moved ahead by `later` samples of its virtual stream.
+    """
+    chosen, shards, samples = sampler(np.asarray(positions), later)
+    numbers = np.empty_like(samples)
+    for number, source in enumerate(sources):
+        numbers[chosen == number] = source.number(shards[chosen == number], samples[chosen == number])
+    return [Address(*map(int, one)) for one in zip(positions, chosen, numbers, strict=True)]
+
+
+def prepare(sources: Sequence[Source], wanted: Sequence[Address]) -> None:
+    """Download the samples at some addresses to the cache."""
+    for number, source in enumerate(sources):
+        source.prepare([one.number for one in wanted if one.source == number])
 
 
 @dataclass
@@ -106,10 +135,7 @@ class TrainDataset(Dataset[Sample]):
     """Augmentation of the user; None for none."""
 
     def __post_init__(self) -> None:
-        samplers = self.sampler.samplers
-        self.sources = [
-            source.in_blocks(one.block, len(samplers)) for source, one in zip(self.sources, samplers, strict=True)
-        ]
+        self.sources = in_blocks(self.sources, self.sampler)
 
     def __getitem__(self, position: int) -> Sample:
         """Return the decoded sample at a position in the run.
@@ -128,31 +154,26 @@ class TrainDataset(Dataset[Sample]):
             ShardError: the shards cannot be read, too many images in a row are corrupt, or a label or a segmentation
                 map is wrong.
         """
-        addresses = self._addresses(positions)
-        for number, source in enumerate(self.sources):
-            source.prepare([one.number for one in addresses if one.source == number])
+        wanted = self._addresses(positions)
+        prepare(self.sources, wanted)
         start = 0
-        while start < len(addresses):
+        while start < len(wanted):
             drawn, held = deque[_Drawn | _Failed](), 0
-            while start + len(drawn) < len(addresses) and len(drawn) < DRAWN and held < MOST_HELD:
-                drawn.append(self._draw(addresses[start + len(drawn)]))
+            while start + len(drawn) < len(wanted) and len(drawn) < DRAWN and held < MOST_HELD:
+                drawn.append(self._draw(wanted[start + len(drawn)]))
                 held += drawn[-1].picture.held_bytes if isinstance(drawn[-1], _Drawn) else 0
             while drawn:
-                yield from self._decode(addresses[start], drawn.popleft())
+                yield from self._decode(wanted[start], drawn.popleft())
                 start += 1
 
-    def _addresses(self, positions: Sequence[int] | np.ndarray, later: int = 0) -> list[_Address]:
+    def _addresses(self, positions: Sequence[int] | np.ndarray, later: int = 0) -> list[Address]:
         """Return the address of the sample at each position.
 
         Each position is first moved ahead by `later` samples of its virtual stream.
         """
-        sources, shards, samples = self.sampler(np.asarray(positions), later)
-        numbers = np.empty_like(samples)
-        for number, source in enumerate(self.sources):
-            numbers[sources == number] = source.number(shards[sources == number], samples[sources == number])
-        return [_Address(*map(int, one)) for one in zip(positions, sources, numbers, strict=True)]
+        return addresses(self.sources, self.sampler, positions, later)
 
-    def _draw(self, address: _Address) -> _Drawn | _Failed:
+    def _draw(self, address: Address) -> _Drawn | _Failed:
         """Read the encoded sample at an address, and draw its random parameters.
 
         Raises:
@@ -177,7 +198,7 @@ class TrainDataset(Dataset[Sample]):
             return self.transform.at(self.seed, position // self.batch_size)
         return self.transform
 
-    def _decode(self, address: _Address, drawn: _Drawn | _Failed) -> Iterator[Sample | Skipped]:
+    def _decode(self, address: Address, drawn: _Drawn | _Failed) -> Iterator[Sample | Skipped]:
         """Yield the decoded sample at an address.
 
         If the sample cannot be used, search the virtual stream for the next usable sample. First yield a `Skipped` for
@@ -186,6 +207,11 @@ class TrainDataset(Dataset[Sample]):
         failed: list[_Failed] = []
         while isinstance(sample := _decoded(drawn, self.decoding), _Failed):
             failed.append(sample)
+            if len(failed) >= MOST_DROPPED:
+                raise ShardError(
+                    f"{MOST_DROPPED} samples in a row are dropped by data.stages, or cannot be used. The last one: "
+                    f"{sample.reason}. Correct the stages."
+                )
             corrupt = [one.reason for one in failed if one.corrupt]
             if len(corrupt) == MOST_SKIPPED:
                 first = "\n  ".join(corrupt[:MOST_NAMED])
@@ -196,7 +222,8 @@ class TrainDataset(Dataset[Sample]):
             (address,) = self._addresses([address.position], later=len(failed))
             drawn = self._draw(address)
         for one in failed:
-            yield Skipped(one.reason)
+            if not one.dropped:
+                yield Skipped(one.reason)
         yield sample._replace(position=address.position, source=address.source)
 
 
@@ -235,7 +262,10 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
             rng = sample_rng(0, number)
             drawn = _draw(self.source, number, (0, number), self.transform, rng, self.decoding, labels=self.labels)
             sample = _decoded(drawn, self.decoding)
-            yield Skipped(sample.reason) if isinstance(sample, _Failed) else sample
+            if not isinstance(sample, _Failed):
+                yield sample
+            elif not sample.dropped:
+                yield Skipped(sample.reason)
 
 
 def _draw(
@@ -263,10 +293,12 @@ def _draw(
         return _Drawn(key, picture, views, label, encoded_map)
     except ImageError as error:
         return _Failed(f"{key}: {error}", corrupt=True)
+    except DroppedError as error:
+        return _Failed(str(error), dropped=True)
     except MemoryError as error:
         raise _out_of_memory(key) from error
     except UnreadableError as error:
-        return _Failed(f"sample {source.place(number)[1]} of a shard that cannot be read: {error}", corrupt=False)
+        return _Failed(f"sample {source.place(number)[1]} of a shard that cannot be read: {error}")
 
 
 def _decoded(drawn: _Drawn | _Failed, decoding: Decoding) -> Sample | _Failed:

@@ -158,23 +158,27 @@ def training_batches(
         _require_maps(sources, transform)
     if reading.augment is not None:
         reading.augment.check(transform)
-    buffers = stream.buffers(sources, batches.streams)
-    samplers = [
-        ShuffledSampler(
-            opened.counts, seed, streams=batches.streams, block=stream.block, buffer=buffers[number], source=number
-        )
-        for number, opened in enumerate(sources)
-    ]
+    mixture = mixture_sampler(sources, weights, seed, stream, batches.streams)
     if batches.rank == 0:
-        _warn_of_small_cache(sources, [sampler.buffer * batches.streams for sampler in samplers])
-    mixture = MixtureSampler(samplers, weights, seed)
-    if batches.rank == 0:
+        _warn_of_small_cache(sources, [sampler.buffer * batches.streams for sampler in mixture.samplers])
         _warn_of_rounded_weights(weights, mixture)
     _check_enough(mixture, batches.batch_size)
     read = {"decoding": reading.decoding, "classes": reading.classes, "augment": reading.augment}
     dataset = TrainDataset(sources, mixture, transform, seed, batches.batch_size, **read)
     collator = Collator(transform, batches.pass_size, reading.preprocessing, reading.augment)
     return Batches(dataset, batches, collator, reading.workers, sum(source.images for source in sources))
+
+
+def mixture_sampler(
+    sources: Sequence[Source], weights: Sequence[float], seed: int, stream: StreamConfig, streams: int = STREAMS
+) -> MixtureSampler:
+    """Return the sampler of a run over opened sources with their weights."""
+    buffers = stream.buffers(sources, streams)
+    samplers = [
+        ShuffledSampler(opened.counts, seed, streams=streams, block=stream.block, buffer=buffers[number], source=number)
+        for number, opened in enumerate(sources)
+    ]
+    return MixtureSampler(samplers, weights, seed)
 
 
 def evaluation_batches(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tessera.data.decode import ImageError, decode
 from tessera.data.shards import ShardError, Source, Sources, UnreadableError
+from tessera.data.shards.failures import DroppedError
 from tessera.encoders.base import Preprocessing
 
 READ_TOGETHER = 64
@@ -86,7 +87,10 @@ def count_classes(sources: Sources) -> int:
                 "--finetune.classes 1000."
             )
         for number in range(source.images):
-            label = source.label(number)
+            try:
+                label = source.label(number)
+            except DroppedError:
+                continue
             if label < 0:
                 raise ShardError(f"the label of {source.name(number)} is {label}. Number the classes from 0.")
             largest = max(largest, label)
@@ -105,7 +109,7 @@ def _source_statistics(source: Source, channels: int, images: int) -> tuple[Sequ
         for number in some:
             try:
                 counts += histogram(decode(source.image(number), channels=channels))
-            except (ImageError, UnreadableError) as error:
+            except (DroppedError, ImageError, UnreadableError) as error:
                 reasons.append(str(error))
     found = moments(counts)
     if found is None:

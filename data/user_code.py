@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
+from webdataset.autodecode import DecodingError
 
 from tessera.data.batch import SampleParameters, ViewParameters
 from tessera.data.collate import Transform
@@ -34,6 +35,7 @@ from tessera.runtime.user_error import printable
 
 READING, AUGMENTING = range(2)
 """Purposes of `seeded`. Each purpose has random numbers of its own."""
+LONGEST_REASON = 300  # maximum number of characters of an error of the user's code in a message
 _lock = threading.RLock()  # several data sets of a list are opened in several threads
 
 
@@ -72,17 +74,21 @@ def named_errors(name: str) -> Iterator[None]:
         yield
     except (ImageError, ShardError, MemoryError):
         raise
-    except (UnidentifiedImageError, Image.DecompressionBombError, SyntaxError) as error:
-        raise ImageError(f"a damaged image: {error}") from error
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno is None:  # Pillow's error for a truncated image
-            raise ImageError(f"a damaged image: {error}") from error
+    except Exception as raised:
+        error = raised
+        if isinstance(raised, DecodingError) and isinstance(raised.__cause__, Exception):
+            error = raised.__cause__  # webdataset's error has the whole sample as its text
+        reason = printable(str(error)[:LONGEST_REASON])
+        # Pillow's error for a truncated image is an `OSError` without a number, and for a damaged PNG a `SyntaxError`
+        of_pillow = (UnidentifiedImageError, Image.DecompressionBombError, SyntaxError)
+        if isinstance(error, of_pillow) or (isinstance(error, OSError) and error.errno is None):
+            raise ImageError(f"a damaged image: {reason}") from error
         if isinstance(error, OSError):
             raise unreadable(name, error, "Restore the file, or correct the data set.") from error
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(frame.filename)}, line {frame.lineno}"
         raise ShardError(
-            f"{name} cannot be read: {type(error).__name__}: {error} ({where}). Correct this code."
+            f"{name} cannot be read: {type(error).__name__}: {reason} ({where}). Correct this code."
         ) from error
 
 

@@ -93,7 +93,7 @@ def data_name(shards: str | Sequence[str]) -> str:
 
 def _pattern_name(pattern: str) -> str:
     folder, _, file = pattern.rpartition("/")
-    beginning = re.sub(r"\.(tar|tar\.gz|json)$", "", re.split(r"[*?\[{]", file)[0])
+    beginning = re.sub(r"\.(tar|tar\.gz|tgz|json|parquet)$", "", re.split(r"[*?\[{]", file)[0])
     beginning = re.sub(r"([-_.]\d*)?$", "", beginning)  # remove the index of the shard
     if beginning in ("", "index", *SPLITS):
         named = [part for part in re.split(r"[/:]", folder) if part and not re.search(r"[*?\[{]", part)]

@@ -95,7 +95,7 @@ def check_disjoint(train: Source, val: Source) -> None:
     pairs = list({numbers[sample]: number for number, sample in _samples(train) if sample in numbers}.items())
     for number, other in pairs[:: max(-(-len(pairs) // MOST_COMPARED), 1)]:
         try:
-            equal = val.image(number) == train.image(other)
+            equal = val.stored_image(number) == train.stored_image(other)
         except ShardError:
             continue  # skip the pair, because the evaluation itself reports or skips unreadable shards
         if equal:

@@ -24,7 +24,7 @@ from tessera.runtime.user_error import printable
 
 PRETRAINED = ",pretrained"
 """End of `--encoder timm:NAME,pretrained`, which is short for `--encoder timm:NAME --init_from timm:NAME`."""
-CODE = ("augment",)
+CODE = ("augment", "stages")
 """Settings of section `data` that name code of the user."""
 PRESETS = Path(__file__).parent.parent / "configs"
 

@@ -15,7 +15,8 @@ from pydantic import Field, create_model
 from tessera import encoders
 from tessera.data.loader import LoaderConfig, StreamConfig
 from tessera.data.shards import SourceConfig
-from tessera.data.shards.source import SampleKeys
+from tessera.data.shards.source import SampleForm
+from tessera.data.stages import load_stages
 from tessera.data.user_code import Augment, load_function
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.encoders.timm_models import is_variant
@@ -37,9 +38,14 @@ class DataConfig(Section, frozen=True):
     allowed), an index.json, or pipe:COMMAND; or a list of SHARDS, or a mapping from SHARDS to sampling weights;
     default: the embedded digits"""
     image: str | None = None
-    """name of the image in a sample: the key of a data set's items; default: the usual names, such as image"""
+    """name of the image in a sample: a file name extension in tars (left.jpg for KEY.left.jpg), a column, or a key of a
+    data set's items; default: the usual names, such as jpg or image"""
     label: str | None = None
-    """name of the label in a sample; default: label or cls"""
+    """name of the label in a sample, or NAME:FIELD for a field of a JSON member (json:category.id); default: cls or
+    label"""
+    stages: str | list[str] | None = None
+    """stages of your own, as module:function, in webdataset's convention; they change each sample before its crops are
+    cut, in training and evaluation; a settings file cannot set this"""
     augment: str | list[str] | None = None
     """augmentation of your own, as module:function: a torchvision v2 transform, or a function of a crop (C, S, S) uint8
     and optionally a torch.Generator; one for all views, or one per view; a settings file cannot set this"""
@@ -208,8 +214,12 @@ class RunConfig(Settings, frozen=True):
 
     @property
     def access(self) -> SourceConfig:
-        """Settings for access to shards, with the names of the image and the label in a sample."""
-        return self.source.with_keys(SampleKeys(self.data.image, self.data.label))
+        """Settings for access to shards, with the form of samples. Modules of the user's stages are imported.
+
+        Raises:
+            SettingsError: a stage cannot be used.
+        """
+        return self.source.with_form(SampleForm(self.data.image, self.data.label, load_stages(self.data.stages)))
 
     @property
     def own_augment(self) -> Augment | None:

@@ -14,9 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tessera import methods
+    from tessera.data.ordered_shards import OrderedShards
     from tessera.interface import Run, embed, knn, linear_probe, load, pretrain, training_batches, transform
 
-__all__ = ["Run", "embed", "knn", "linear_probe", "load", "methods", "pretrain", "training_batches", "transform"]
+__all__ = [
+    "OrderedShards",
+    "Run",
+    "embed",
+    "knn",
+    "linear_probe",
+    "load",
+    "methods",
+    "pretrain",
+    "training_batches",
+    "transform",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,7 +37,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tessera' has no attribute '{name}'")
     if name in ("methods", "pretrain"):  # `pretrain` is a package that can be called; see pretrain/__init__.py
         return import_module(f"tessera.{name}")
-    return getattr(import_module("tessera.interface"), name)
+    module = "tessera.data.ordered_shards" if name == "OrderedShards" else "tessera.interface"
+    return getattr(import_module(module), name)
 
 
 def __dir__() -> list[str]:

@@ -69,10 +69,10 @@ def pretrain(method: str = "dino", data: Any = None, **settings: Any) -> Run:
         method: pretraining method.
         data: SHARDS to train on, as a string, a list, or a mapping from SHARDS to weights. A map-style data set may
             stand in place of SHARDS, also as `evaluation={"val": DATASET}`. None trains on the embedded digits.
-        settings: further settings of `pretrain/run.py`. `augment` is an augmentation of your own: a torchvision v2
-            transform or a function, or a list of one for each view; `augment_replaces=True` uses it in place of the
-            method's crops and colours. A section is a dictionary, such as `dino={"global_size": 64}`,
-            or a value in the section's short form, such as `encoder="vit_small"`.
+        settings: further settings of `pretrain/run.py`. A section is a dictionary, such as `dino={"global_size": 64}`,
+            or a value in the section's short form, such as `encoder="vit_small"`. `stages` is a list of webdataset
+            stages. `augment` is a torchvision v2 transform or a function, or a list of one for each view, and
+            `augment_replaces=True` uses it in place of the method's crops and colours (docs/own_data.md).
 
     Raises:
         SettingsError: a setting is unknown or invalid.
@@ -214,7 +214,7 @@ def _values(method: str, data: Any, settings: dict[str, Any], name: Callable[[An
     """Return the settings of a run. `name` gives names to data sets, which settings cannot hold."""
     is_section = isinstance(data, Mapping) and DataConfig.model_fields.keys() & data.keys()
     section = dict(data) if is_section else {} if data is None else {"shards": data}
-    section |= {key: settings.pop(key) for key in ("augment", "augment_replaces") if key in settings}
+    section |= {key: settings.pop(key) for key in (*CODE, "augment_replaces") if key in settings}
     section |= _with_names(section, ("shards",), name)
     for key in CODE:
         if section.get(key) is not None:

@@ -29,6 +29,10 @@ class SampleError(ShardError):
     """
 
 
+class DroppedError(Exception):
+    """Raised if a stage of the user drops a sample. The next sample of the virtual stream takes its place."""
+
+
 class UnreadableError(ShardError):
     """Raised if the shard of a sample cannot be read and the settings skip unreadable shards."""
 

@@ -7,6 +7,7 @@ is stored in the cache under a hash of these values. If a file changes, the hash
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -84,6 +85,12 @@ class ImageFolder(Shard):
                 f"{printable(os.fsdecode(path))} has changed since the folder was listed. Restart the run."
             )
         return content
+
+    def members(self, index: Index, sample: int) -> dict[str, Any]:
+        found = super().members(index, sample)
+        key, _, extension = found["__key__"].rpartition(".")
+        image = found.pop("jpg")
+        return found | {"__key__": key, extension.lower(): image}
 
     def label(self, index: Index, sample: int) -> int:
         label = int(index.labels[sample, 0])

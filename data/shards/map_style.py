@@ -5,6 +5,7 @@ arrays of images, and classes of the user. An item is an image, a tuple (image, 
 a Pillow image, an array, a tensor or an encoded file (`data.decode`).
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -16,12 +17,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from tessera.data.decode import ImageError, Undecoded, check_kind
 from tessera.data.given import kind, named_object
 from tessera.data.shards.failures import SampleError, ShardError
-from tessera.data.shards.source import DEFAULT, SampleKeys, Shard, SourceConfig
+from tessera.data.shards.source import DEFAULT, SampleForm, Shard, SourceConfig
 from tessera.data.shards.tar import IMAGES, LABEL, Index
 from tessera.data.user_code import named_errors, seeded
 
 IMAGE_KEYS = ("image", "img", *IMAGES)
 """Keys under which an item that is a dictionary may hold its image. The first key that the item has is used."""
+LONGEST_NUMBER = 20  # maximum number of bytes of an undecoded label
 LABEL_KEYS = ("label", LABEL)
 """Keys under which an item that is a dictionary may hold its label."""
 
@@ -104,7 +106,7 @@ class MapStyle(Shard):
         """Return the class names of Hugging Face's `features` or of torchvision's `classes`; None if there are none."""
         features = getattr(self.dataset, "features", None)
         if isinstance(features, Mapping):
-            key = next((key for key in _label_keys(self.config.keys) if key in features), None)
+            key = next((key for key in _label_keys(self.config.form) if key in features), None)
             names = getattr(features.get(key), "names", None)
         else:
             names = getattr(self.dataset, "classes", None)
@@ -128,6 +130,14 @@ class MapStyle(Shard):
             self.last[:] = [(sample, self.item(sample))]
         return label_number(self.last.pop()[1].label, f"{self.name}/{sample}")
 
+    def members(self, index: Index, sample: int) -> dict[str, Any]:
+        with named_errors(f"{self.name}/{sample}"):
+            item = self.dataset[sample]
+        image, label = item_of(item, self.config.form, f"{self.name}/{sample}")
+        others = {str(key): value for key, value in item.items()} if isinstance(item, Mapping) else {}
+        found = {"__key__": str(sample), "__url__": self.path, **others, self.config.form.image or "jpg": image}
+        return found if label is None else found | {"cls": label}
+
     def item(self, sample: int) -> Item:
         """Return an item of the data set.
 
@@ -138,7 +148,7 @@ class MapStyle(Shard):
         name = f"{self.name}/{sample}"
         with named_errors(name):
             item = self.dataset[sample]
-        return item_of(item, self.config.keys, name)
+        return item_of(item, self.config.form, name)
 
 
 def check_map_style(dataset: Any) -> None:
@@ -162,12 +172,12 @@ def check_map_style(dataset: Any) -> None:
     raise ShardError(f"data: a {name} is no data set. Give SHARDS, or a data set with `__len__` and `__getitem__`.")
 
 
-def item_of(item: Any, keys: SampleKeys, name: str) -> Item:
+def item_of(item: Any, form: SampleForm, name: str) -> Item:
     """Return the image and the label of an item: an image, a tuple (image, label, ...) or a dictionary.
 
     Args:
         item: item of a data set.
-        keys: keys of image and label in a dictionary.
+        form: names of image and label in a dictionary.
         name: name of the sample in error messages.
 
     Raises:
@@ -175,7 +185,7 @@ def item_of(item: Any, keys: SampleKeys, name: str) -> Item:
     """
     image, label = item, None
     if isinstance(item, Mapping):
-        image_keys = IMAGE_KEYS if keys.image is None else (keys.image,)
+        image_keys = IMAGE_KEYS if form.image is None else (form.image,)
         key = next((key for key in image_keys if key in item), None)
         if key is None:
             raise ShardError(
@@ -183,7 +193,8 @@ def item_of(item: Any, keys: SampleKeys, name: str) -> Item:
                 f"{', '.join(map(repr, item))}. Name the key of the image with data.image."
             )
         image = item[key]
-        label = next((item[key] for key in _label_keys(keys) if key in item), None)
+        label = next((item[key] for key in _label_keys(form) if key in item), None)
+        label = field_of(label, form.label_field, name) if form.label_field and label is not None else label
     elif isinstance(item, tuple | list) and item:
         image, label = item[0], item[1] if len(item) > 1 and _is_number(item[1]) else None
     if isinstance(image, Mapping) and image.keys() >= {"bytes"}:  # Hugging Face's `Image(decode=False)`
@@ -211,11 +222,30 @@ def label_number(label: Any, name: str) -> int:
     return int(label)
 
 
-def _label_keys(keys: SampleKeys) -> tuple[str, ...]:
-    return LABEL_KEYS if keys.label is None else (keys.label,)
+def field_of(content: Any, field: str, name: str) -> Any:
+    """Return a field of a JSON object, which may be encoded. `field` is a dotted name, such as `object.category`.
+
+    Raises:
+        SampleError: the content is not a JSON object, or has no such field.
+    """
+    try:
+        found = json.loads(content) if isinstance(content, bytes | str) else content
+        for part in field.split("."):
+            found = found[part]
+        return found
+    except (ValueError, RecursionError):
+        raise SampleError(f"the label of {name} is not valid JSON. Correct the member that data.label names.") from None
+    except (KeyError, TypeError, IndexError):
+        raise SampleError(f"the label of {name} has no field {field!r}. Correct data.label or the sample.") from None
+
+
+def _label_keys(form: SampleForm) -> tuple[str, ...]:
+    return LABEL_KEYS if form.label_name is None else (form.label_name,)
 
 
 def _is_number(label: Any) -> bool:
+    if isinstance(label, bytes):  # an undecoded .cls member
+        return len(label) < LONGEST_NUMBER and label.strip().removeprefix(b"-").isdigit()
     label = label.numpy() if isinstance(label, torch.Tensor) else label
     if isinstance(label, np.ndarray):
         return label.ndim == 0 and label.dtype.kind in "iu"

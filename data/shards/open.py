@@ -31,11 +31,11 @@ from tessera.data.shards.failures import (
 from tessera.data.shards.folder import ImageFolder, holds_images
 from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, ShardEntry, parse_folder
 from tessera.data.shards.source import DEFAULT, Shard, Source, SourceConfig
-from tessera.data.shards.tars import LocalTar, PackedTar, RemoteTar, Tar, folder_of
+from tessera.data.shards.tars import GZIPPED, LocalTar, PackedTar, RemoteTar, Tar, folder_of
 from tessera.runtime.progress import track
 from tessera.runtime.user_error import CONTROL, printable
 
-ENDINGS = (".tar", ".tar.gz")
+ENDINGS = (".tar", ".tar.gz", ".tgz")
 """File name endings of tars."""
 PARQUET = ".parquet"
 """File name ending of Parquet files."""
@@ -53,8 +53,8 @@ Shards = Pattern | MapStyleData | Sequence[Pattern | MapStyleData] | Source
 
 A pattern is a path, a glob, a brace range such as `train-{000000..000099}.tar`, a local folder of shards or of images,
 the `index.json` of a folder, or `pipe:COMMAND`. Paths, globs, brace ranges and `index.json` files may be URLs that
-fsspec can open, such as `https://`, `s3://` or `gs://`. File names of shards must end in `.tar`, `.tar.gz`
-or, for local files, `.parquet`."""
+fsspec can open, such as `https://`, `s3://` or `gs://`. File names of shards must end in `.tar`, `.tar.gz`,
+`.tgz` or, for local files, `.parquet`."""
 
 
 class Sources(NamedTuple):
@@ -189,8 +189,8 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
     To support another kind of storage, return an instance of another subclass of `Shard` here.
 
     Raises:
-        ShardError: the file does not exist, is empty, or has a name that does not end in `.tar`, `.tar.gz` or
-            `.parquet`; the server does not respond; or a folder of images cannot be used.
+        ShardError: the file does not exist, is empty, or has a name that does not end in `.tar`, `.tar.gz`,
+            `.tgz` or `.parquet`; the server does not respond; or a folder of images cannot be used.
     """
     if is_name(path):
         from tessera.data.shards.map_style import MapStyle  # imported here, because the module imports torch
@@ -209,7 +209,8 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
             where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
             raise ShardError(f"{path} does not exist{where}. Check the name of the file or folder.")
         raise ShardError(
-            f"{path}: the file name must end in .tar, .tar.gz or .parquet. Rename the file or remove it from the list."
+            f"{path}: the file name must end in .tar, .tar.gz, .tgz or .parquet. Rename the file, or remove "
+            "it from the list."
         )
     if remote.is_remote(path):
         return RemoteTar(path, *remote.describe(path, config), config)
@@ -222,7 +223,7 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
     # A file that replaces the shard may have the same modification time. Programs cannot set the change time, so the
     # version includes both times.
     version = f"{status.st_mtime_ns}\n{status.st_ctime_ns}"
-    kind = PackedTar if path.endswith(".gz") else LocalTar
+    kind = PackedTar if path.endswith(GZIPPED) else LocalTar
     return kind(path, status.st_size, version, config, modified=status.st_mtime_ns)
 
 
@@ -432,13 +433,13 @@ def _shards_in(folder: str) -> list[str]:
         )
     if not names:
         within = os.path.join(glob.escape(folder), "*", "*")
-        below = {os.path.dirname(path) for end in (".tar*", PARQUET) for path in glob.glob(within + end)}
+        below = {os.path.dirname(path) for end in (".tar*", ".tgz", PARQUET) for path in glob.glob(within + end)}
         if below:
             listed = ", ".join(sorted(below)[:MOST_LISTED])
             raise ShardError(f"{folder} holds no shards, but its subfolders may: {listed}. Give one of these.")
         if holds_images(folder):
             return [os.path.join(folder, "")]
-        raise ShardError(f"{folder} holds no shards (.tar, .tar.gz, .parquet) and no images. Correct the path.")
+        raise ShardError(f"{folder} holds no shards (.tar, .tar.gz, .tgz, .parquet) and no images. Correct the path.")
     return [os.path.join(folder, name) for name in names]
 
 
@@ -518,5 +519,6 @@ class _FolderIndices:
             prefix + slash + entry.url if slash else _local(entry.url): _Listed(entry, folder, written)
             for entry in folder.shardlist
         }
-        self.entries |= entries
+        if self.config.form.image is self.config.form.label is None:  # the counts are those of the usual members
+            self.entries |= entries
         return list(entries)

@@ -60,8 +60,8 @@ class ParquetFile(Shard):
         schema = metadata.schema.to_arrow_schema()
         if not metadata.num_rows:
             raise ShardError(f"{path} has no rows. Remove the file from the list.")
-        column = _image_column(schema, path, config.keys.image)
-        labels = LABEL_KEYS if config.keys.label is None else (config.keys.label,)
+        column = _image_column(schema, path, config.form.image)
+        labels = LABEL_KEYS if config.form.label is None else (config.form.label,)
         label = next((name for name in labels if name in schema.names), None)
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         sizes = [_column_bytes(group, column) for group in groups]

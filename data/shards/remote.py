@@ -233,7 +233,7 @@ def fetch(
         with _stream(url, config, check) as file:
             stored = _CountingReader(file, size, url)
             try:
-                body = gzip.GzipFile(fileobj=stored) if without_query(url).endswith(".gz") else stored  # pyright: ignore[reportArgumentType]
+                body = gzip.GzipFile(fileobj=stored) if without_query(url).endswith((".gz", ".tgz")) else stored  # pyright: ignore[reportArgumentType]
                 while chunk := body.read(READ_SIZE):
                     sink.write(chunk)
                 while stored.read(READ_SIZE):

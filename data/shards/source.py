@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
@@ -24,6 +24,7 @@ from tessera.data.shards.cache import CacheError, cache_folder
 from tessera.data.shards.failures import (
     CORRECT_INDEX,
     MAKE_INDEX_AGAIN,
+    DroppedError,
     ResourceError,
     SampleError,
     ShardError,
@@ -39,20 +40,38 @@ KEPT_SAMPLES = 2_000_000
 """Maximum number of samples whose byte positions are kept in memory, at 60 to 76 bytes each."""
 FETCHERS = 4
 """Number of simultaneous requests of one source."""
+MOST_PROBED = 100
+"""Maximum number of samples that are read to find out whether the stages of the user yield labels."""
 MOST_LOST = 10
 """Reading fails after this number of unreadable shards in a row."""
 
 T = TypeVar("T")
 
 if TYPE_CHECKING:
-    from tessera.data.decode import Undecoded  # imported here, because shards can be listed without torch
+    # imported only for types, because shards can be listed without torch
+    from tessera.data.decode import Undecoded
+    from tessera.data.shards.map_style import Item
 
 
-class SampleKeys(NamedTuple):
-    """Names of the image and the label in a sample; None for the usual names."""
+class SampleForm(NamedTuple):
+    """How the image and the label are taken from a sample."""
 
     image: str | None = None
+    """Name of the image in a sample; None for the usual names."""
     label: str | None = None
+    """Name of the label in a sample, or `NAME:FIELD` for a field of a JSON object; None for the usual names."""
+    stages: tuple[Callable[..., Any], ...] = ()
+    """Stages of the user, which change a sample before its image and label are taken from it (`data.stages`)."""
+
+    @property
+    def label_name(self) -> str | None:
+        """Name of the label without the field; None for the usual names."""
+        return self.label and self.label.partition(":")[0]
+
+    @property
+    def label_field(self) -> str:
+        """Dotted name of the field that holds the label; empty if the member itself is the label."""
+        return (self.label or "").partition(":")[2]
 
 
 class SourceConfig(Section):
@@ -74,17 +93,17 @@ class SourceConfig(Section):
     """run the commands of pipe:COMMAND shards; only a flag can set this; by default, a command in a flag is run,
     and a command in a settings file is refused"""
 
-    _keys: SampleKeys = PrivateAttr(default=SampleKeys())
+    _form: SampleForm = PrivateAttr(default=SampleForm())
 
     @property
-    def keys(self) -> SampleKeys:
-        """Names of the image and the label in a sample."""
-        return self._keys
+    def form(self) -> SampleForm:
+        """How the image and the label are taken from a sample."""
+        return self._form
 
-    def with_keys(self, keys: SampleKeys) -> Self:
-        """Return a copy of the settings with other names of the image and the label."""
+    def with_form(self, form: SampleForm) -> Self:
+        """Return a copy of the settings with another form of samples."""
         copy = self.model_copy()
-        copy._keys = keys
+        copy._form = form
         return copy
 
 
@@ -164,6 +183,18 @@ class Shard(ABC):
             ShardError: the label cannot be read.
         """
 
+    def members(self, index: Index, sample: int) -> dict[str, Any]:
+        """Return a sample in the form of webdataset: a dictionary of its members, with `__key__` and `__url__`.
+
+        Raises:
+            ImageError: code of the user cannot decode the image.
+            ShardError: the sample cannot be read.
+        """
+        found = {"__key__": index.key(sample), "__url__": self.path, "jpg": self.image(index, sample)}
+        if index.labels[sample, 0] >= 0:
+            found["cls"] = self.label(index, sample)
+        return found
+
     def target(self, index: Index, sample: int) -> bytes:
         """Return the encoded segmentation map of a sample, a PNG.
 
@@ -228,8 +259,12 @@ class Shard(ABC):
     def _cache_path(self) -> str:
         return _resolved(os.path.abspath(self.path))
 
+    def _index_part(self) -> str:
+        """Return the name of the index in `cache_name`."""
+        return "index"
+
     def _index_file(self) -> Path:
-        name = self.cache_name("index")
+        name = self.cache_name(self._index_part())
         # Subfolders keep each folder small, because `atomic_write` lists the folder at every write.
         return cache_folder() / "index-v1" / name[:2] / f"{name}.npz"
 
@@ -290,6 +325,7 @@ class Source:
         self._downloads = any(shard.downloads for shard in self.shards)
         self._lost: dict[int, str] = {}
         self._lost_in_a_row = 0
+        self._last: tuple[int, Item] | None = None  # the sample that the stages made last, for its label
         kept = max(KEPT_SAMPLES // int(self.counts.max()) // self.readers, 4)
         self._index = functools.lru_cache(kept)(self._load_index)
 
@@ -344,13 +380,45 @@ class Source:
             at: seed of the run and position of the sample in the run, from which random numbers of the user's code
                 follow. None stands for the seed 0 and the position `number`.
         """
+        if self.config.form.stages:
+            self._last = (number, self._staged(number, at or (0, number)))
+            return self._last[1].image
         shard, sample = self.place(number)
         with self._seeded(shard, at or (0, number)):
             return self._guard(shard, lambda: self.shards[shard].image(self._index(shard), sample))
 
+    def stored_image(self, number: int) -> "Undecoded":
+        """Return the image of a sample as the shards store it, without stages of the user."""
+        shard, sample = self.place(number)
+        with self._seeded(shard, (0, number)):
+            return self._guard(shard, lambda: self.shards[shard].image(self._index(shard), sample))
+
+    def members(self, number: int, at: tuple[int, int] | None = None) -> Any:
+        """Return a sample in the form of webdataset, after the stages of the user.
+
+        Raises:
+            DroppedError: a stage dropped the sample.
+        """
+        from tessera.data.stages import run_stages  # imported here, because the module imports torch
+
+        shard, sample = self.place(number)
+        with self._seeded(shard, at or (0, number)):
+            found = self._guard(shard, lambda: self.shards[shard].members(self._index(shard), sample))
+            stages = self.config.form.stages
+            return run_stages(found, stages, self.name(number)) if stages else found
+
+    def _staged(self, number: int, at: tuple[int, int]) -> "Item":
+        """Return the image and the label that the stages of the user make of a sample."""
+        from tessera.data.stages import staged_item  # imported here, because the module imports torch
+
+        shard, sample = self.place(number)
+        with self._seeded(shard, at):
+            found = self._guard(shard, lambda: self.shards[shard].members(self._index(shard), sample))
+            return staged_item(found, self.config.form, self.name(number))
+
     def _seeded(self, shard: int, at: tuple[int, int]) -> AbstractContextManager[Any]:
         """Return a context in which the global random generators are seeded, if the shard runs code of the user."""
-        if not self.shards[shard].runs_code:
+        if not (self.shards[shard].runs_code or self.config.form.stages):
             return _NO_SEEDS
         from tessera.data.user_code import seeded  # imported here, because the module imports torch
 
@@ -372,8 +440,11 @@ class Source:
             SampleError: the sample has no label, its label is not an integer, or classes.json has no name for it.
         """
         shard, sample = self.place(number)
-        with self._seeded(shard, (0, number)):
-            label = self._guard(shard, lambda: self.shards[shard].label(self._index(shard), sample))
+        if self.config.form.stages:
+            label = self._staged_label(number)
+        else:
+            with self._seeded(shard, (0, number)):
+                label = self._guard(shard, lambda: self.shards[shard].label(self._index(shard), sample))
         if self.numbers is None:
             if label > LARGEST_LABEL:
                 raise SampleError(
@@ -387,6 +458,24 @@ class Source:
                 f"Add the missing names to {CLASSES}, or correct the .cls member."
             )
         return self.numbers[label]
+
+    def _staged_label(self, number: int) -> int:
+        from tessera.data.shards.map_style import label_number
+
+        if self._last is None or self._last[0] != number:
+            self._last = (number, self._staged(number, (0, number)))
+        return label_number(self._last[1].label, self.name(number))
+
+    def _first_staged_label(self) -> None:
+        """Check that the stages of the user yield a label, with the first sample that they do not drop.
+
+        Raises:
+            SampleError: the sample has no label.
+        """
+        for number in range(min(self.images, MOST_PROBED)):
+            with suppress(DroppedError):
+                self._staged_label(number)
+                return
 
     def prepare(self, numbers: Sequence[int] | np.ndarray) -> None:
         """Download the data of samples to the cache, with several simultaneous requests.
@@ -437,6 +526,12 @@ class Source:
         Raises:
             ShardError: `index.json` does not count the labels of a shard, and the shard cannot be read.
         """
+        if self.config.form.stages:
+            try:
+                self._first_staged_label()
+            except SampleError:
+                return False
+            return True
         if ((self.labelled >= 0) & (self.labelled < self.counts)).any():
             return False
         unknown = np.flatnonzero(self.labelled < 0)
@@ -448,6 +543,9 @@ class Source:
         Raises:
             SampleError: a sample has no label. The message names the sample.
         """
+        if self.config.form.stages:
+            self._first_staged_label()
+            return
         for shard in np.flatnonzero((self.labelled >= 0) & (self.labelled < self.counts))[:1]:
             unlabelled = np.flatnonzero(self.shards[shard].index().labels[:, 0] < 0)
             self.label(int(self.number(shard, unlabelled[0])))

@@ -13,7 +13,8 @@ import logging
 import os
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ MAP = "seg.png"
 LARGEST_MEMBER = 256 * 2**20  # maximum size in bytes of an image, label or map
 LARGEST_LABEL = 2**22 - 1
 """Largest class number. Evaluations need memory for every class up to the largest one."""
+LONGEST_EXTENSION = 64  # number of bytes of an extension that are compared
 LONGEST_SHOWN = 200  # maximum number of characters of the name of a member in a message
 LONGEST_PLAIN = 92  # from this length on, a key may be in an additional header, because the name field has 100 bytes
 
@@ -257,7 +259,7 @@ class Index(NamedTuple):
         return self.keys[self.ends[sample - 1] if sample else 0 : self.ends[sample]].tobytes()
 
 
-def scan_tar(path: str | int, shard: str) -> Index:
+def scan_tar(path: str | int, shard: str, image: str | None = None, label: str | None = None) -> Index:
     """Read the headers of an uncompressed tar and return its index.
 
     If the tar ends after a complete member but without an end-of-archive mark, a warning is logged.
@@ -265,12 +267,16 @@ def scan_tar(path: str | int, shard: str) -> Index:
     Args:
         path: path of the tar, or a file descriptor, which this function closes.
         shard: name of the shard in error messages.
+        image: file name extension of images, such as `left.jpg`; None for the usual extensions.
+        label: file name extension of labels; None for `cls`.
 
     Raises:
         ShardError: the file is not a tar, is truncated, has a broken header, holds a member that is too large or that
             occurs twice, or holds no images.
     """
     samples: Members = []
+    images = IMAGES if image is None else (image.lower(),)
+    wanted = {*images, label or LABEL, MAP}
     unread, first_unread = 0, b""
     try:
         with open(path, "rb", buffering=0) as file:
@@ -282,7 +288,7 @@ def scan_tar(path: str | int, shard: str) -> Index:
                         f"{shard} is truncated or damaged. The tar has {size} bytes, but its member "
                         f"{shown(member.name)} ends at byte {member.end}. {MAKE_SHARD_AGAIN}"
                     )
-                if not _add(samples, member, shard) and _extension(member.name) in (*IMAGES, *OTHER_IMAGES):
+                if not _add(samples, member, shard, wanted) and _extension(member.name) in (*IMAGES, *OTHER_IMAGES):
                     unread, first_unread = unread + 1, first_unread or member.name
     except OSError as error:
         raise unreadable(shard, error) from error
@@ -299,12 +305,33 @@ def scan_tar(path: str | int, shard: str) -> Index:
         log.warning("%s ends at byte %d without an end mark. The file may be truncated.", shard, size)
     elif size - place > LARGEST_HEADER:
         log.warning("%s has %d bytes after the end mark of the tar. These bytes are not read.", shard, size - place)
-    if unread and samples:
+    if unread and samples and image is None:
         log.warning(
             "%s: %d images are not read, the first is %s. A name must be KEY.EXTENSION, without a dot in KEY and with "
             "one of the extensions %s.", shard, unread, shown(first_unread), ", ".join(IMAGES),
         )  # fmt: skip
-    return _index(samples, size, shard)
+    return _index(samples, size, shard, images, label or LABEL)
+
+
+def read_sample(descriptor: int, start: int, end: int, key: bytes) -> dict[int, tuple[str, bytes]]:
+    """Read all members of a sample: byte at which the content begins -> (extension in lower case, content).
+
+    Args:
+        descriptor: descriptor of a file that holds a part of a tar.
+        start: byte of the file at which a header begins.
+        end: byte of the file before which the headers of the sample begin.
+        key: name of the sample as it is stored.
+    """
+    found: dict[int, tuple[str, bytes]] = {}
+    with suppress(TarError):  # the part may end within a header
+        for member in Headers(descriptor, start):
+            if member.offset > end:
+                break
+            name = split_name(member.name)
+            if name and name[0] == key and member.type in REGULAR and 0 <= member.size <= LARGEST_MEMBER:
+                content = os.pread(descriptor, member.size, member.offset)
+                found[member.offset] = name[1].lower().decode(errors="replace"), content
+    return found
 
 
 def shown(name: bytes) -> str:
@@ -332,15 +359,15 @@ def split_name(name: bytes) -> tuple[bytes, bytes] | None:
     return name[:dot], name[dot + 1 :]
 
 
-def _add(samples: Members, member: Member, shard: str) -> bool:
-    """Add a member to the last sample or to a new sample. Return True if the member is read as a part of a sample."""
+def _add(samples: Members, member: Member, shard: str, wanted: Container[str]) -> bool:
+    """Add a member to the last sample or to a new sample. Return True if its extension is one of `wanted`."""
     found = split_name(member.name)
     if not found or member.type not in REGULAR:
         return False
-    key, extension = found[0], found[1][:16].lower().decode(errors="replace")
+    key, extension = found[0], found[1][:LONGEST_EXTENSION].lower().decode(errors="replace")
     if not samples or samples[-1][0] != key:
         samples.append((key, {}))
-    if extension not in (*IMAGES, LABEL, MAP):
+    if extension not in wanted:
         return False
     if extension in samples[-1][1]:
         raise ShardError(f"{shard} holds {shown(member.name)} twice. Make the shard again with unique names.")
@@ -353,16 +380,16 @@ def _add(samples: Members, member: Member, shard: str) -> bool:
     return True
 
 
-def _index(samples: Members, size: int, shard: str) -> Index:
+def _index(samples: Members, size: int, shard: str, extensions: Sequence[str], label: str) -> Index:
     keys, images, labels, maps = [], [], [], []
     for key, members in samples:
-        if image := next((place for extension, place in members.items() if extension in IMAGES), None):
+        if image := next((place for extension, place in members.items() if extension in extensions), None):
             keys.append(key)
             images.append(image)
-            labels.append(members.get(LABEL, (-1, -1)))
+            labels.append(members.get(label, (-1, -1)))
             maps.append(members.get(MAP, (-1, -1)))
     if not images:
-        names = " or ".join(f"KEY.{extension}" for extension in IMAGES)
+        names = " or ".join(f"KEY.{extension}" for extension in extensions)
         raise ShardError(f"{shard} holds no images. Name image files {names}, without a dot in KEY.")
     return Index(
         keys=np.frombuffer(b"".join(keys), dtype=np.uint8),

@@ -11,9 +11,10 @@ import hashlib
 import logging
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -30,15 +31,18 @@ from tessera.data.shards.failures import (
 )
 from tessera.data.shards.index import CLASSES, LARGEST_CLASSES, LARGEST_TABLE, TABLE, parse_classes, parse_table
 from tessera.data.shards.source import Shard, SourceConfig
-from tessera.data.shards.tar import LARGEST_MEMBER, Index, is_described, is_member, scan_tar
+from tessera.data.shards.tar import LABEL, LARGEST_MEMBER, Index, is_described, is_member, read_sample, scan_tar
 from tessera.runtime.user_error import printable
 
+GZIPPED = (".gz", ".tgz")
+"""File name endings of compressed tars."""
 KEPT_FILES = 128
 """Maximum number of local tars that a process keeps open."""
 LARGEST_REQUEST = 64 * 2**20  # maximum size in bytes of a request for several samples
 USUAL_REQUEST = 8 * 2**20  # target size in bytes of a request for several blocks
 MOST_HEADERS = 2**16  # number of bytes before a member of a remote shard that are searched for additional headers
 HEADER = 512  # size in bytes of the tar header before the content of each member
+LONGEST_JSON = 2**20  # maximum number of bytes that are read from a JSON member
 LONGEST_LABEL = 64  # maximum number of bytes that are read from a label
 
 log = logging.getLogger(__name__)
@@ -78,7 +82,7 @@ class Tar(Shard):
         if (table := self._table()) is not None:
             return table
         try:
-            index = scan_tar(self.open(), self.path)
+            index = scan_tar(self.open(), self.path, self.config.form.image, self.config.form.label_name)
         except OSError as error:
             raise unreadable(self.path, error) from error
         self._store_index(index)
@@ -87,12 +91,40 @@ class Tar(Shard):
     def image(self, index: Index, sample: int) -> bytes:
         return self._member(index, sample, index.images[sample])
 
+    def members(self, index: Index, sample: int) -> dict[str, Any]:
+        start, end, key = *_surroundings(index, sample), index.raw_key(sample)
+        with self._open_bytes(index, sample, start, end) as (descriptor, first):
+            found = read_sample(descriptor, start - first, end - first, key)
+        offset = int(index.images[sample, 0])
+        if offset - first not in found:
+            raise self._changed(index, sample, offset)
+        return {"__key__": key.decode(errors="backslashreplace"), "__url__": self.path, **dict(found.values())}
+
+    @contextmanager
+    def _open_bytes(self, index: Index, sample: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Open a file that holds the bytes `start` to `end` - 1 of the tar, which surround a sample.
+
+        Yield its descriptor, and the byte of the tar at which the file begins.
+        """
+        descriptor = self.open()
+        try:
+            yield descriptor, 0
+        finally:
+            os.close(descriptor)
+
     def label(self, index: Index, sample: int) -> int:
+        form = self.config.form
         if index.labels[sample, 0] < 0:
             raise SampleError(
-                f"{self.name}/{index.key(sample)} has no label, but labels are needed. Add a member KEY.cls to the "
-                "shard."
+                f"{self.name}/{index.key(sample)} has no label, but labels are needed. Add a member "
+                f"KEY.{form.label_name or LABEL} to the shard."
             )
+        if form.label_field:
+            from tessera.data.shards.map_style import field_of, label_number  # imported here, because it imports torch
+
+            content = self._member(index, sample, index.labels[sample], LONGEST_JSON)
+            name = f"{self.name}/{index.key(sample)}"
+            return label_number(field_of(content, form.label_field, name), name)
         text = self._member(index, sample, index.labels[sample], LONGEST_LABEL)
         try:
             return int(np.int64(int(text)))
@@ -111,11 +143,18 @@ class Tar(Shard):
         offset, size = map(int, place)
         content = self._content(index, sample, offset, size, min(size, most))
         if content is None:
-            raise ShardError(
-                f"{self.path} does not hold {index.key(sample)} at byte {offset}, where its index places the sample. "
-                f"The shard has changed, or the index belongs to another shard. {MAKE_INDEX_AGAIN}"
-            )
+            raise self._changed(index, sample, offset)
         return content
+
+    def _changed(self, index: Index, sample: int, offset: int) -> ShardError:
+        return ShardError(
+            f"{self.path} does not hold {index.key(sample)} at byte {offset}, where its index places the sample. "
+            f"The shard has changed, or the index belongs to another shard. {MAKE_INDEX_AGAIN}"
+        )
+
+    def _index_part(self) -> str:
+        image, label, _ = self.config.form
+        return "index" if image is label is None else f"index {image} {self.config.form.label_name}"
 
     @abstractmethod
     def _content(self, index: Index, sample: int, offset: int, size: int, wanted: int) -> bytes | None:
@@ -123,11 +162,13 @@ class Tar(Shard):
 
     @property
     def _is_packed(self) -> bool:
-        return remote.without_query(self.path).endswith(".gz")
+        return remote.without_query(self.path).endswith(GZIPPED)
 
     def _table(self) -> Index | None:
         """Return the table beside the shard, or None if no table exists or the table is older than the shard."""
         path = self.path + TABLE
+        if self._index_part() != "index":
+            return None  # the table holds the usual members
         try:
             if os.stat(path).st_mtime_ns < self.modified:
                 warn_once(f"{path} is older than its shard and is not used. {MAKE_INDEX_AGAIN}")
@@ -165,18 +206,16 @@ class Tar(Shard):
 class LocalTar(Tar):
     """A local, uncompressed tar."""
 
+    @contextmanager
+    def _open_bytes(self, index: Index, sample: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+        yield self._unchanged(index).descriptor, 0
+
     def open(self) -> int:
         return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
 
     def _content(self, index: Index, sample: int, offset: int, size: int, wanted: int) -> bytes | None:
+        file = self._unchanged(index)
         try:
-            file, expected = _opened(self), int(index.summary[2])
-            if file.size != expected:
-                raise ShardError(
-                    f"{self.path} had {expected} bytes when it was opened, but now has {file.size}. {MAKE_SHARD_AGAIN}"
-                )
-            if file.modified != self.modified:
-                raise ShardError(f"{self.path} has changed since it was opened. Restart the run.")
             header, content = _read_member(file.descriptor, offset, wanted)
         except OSError as error:
             raise unreadable(self.path, error) from error
@@ -189,6 +228,20 @@ class LocalTar(Tar):
         key = index.raw_key(sample)
         fits = is_member(header, key, size) or is_described(file.descriptor, offset, key, size)
         return content if fits else None
+
+    def _unchanged(self, index: Index) -> "_File":
+        """Return the opened tar, which must not have changed since the index was made."""
+        try:
+            file, expected = _opened(self), int(index.summary[2])
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if file.size != expected:
+            raise ShardError(
+                f"{self.path} had {expected} bytes when it was opened, but now has {file.size}. {MAKE_SHARD_AGAIN}"
+            )
+        if file.modified != self.modified:
+            raise ShardError(f"{self.path} has changed since it was opened. Restart the run.")
+        return file
 
 
 class _File:
@@ -257,6 +310,14 @@ class PackedTar(Tar):
         descriptor, first, _ = self._open_range(index, sample, max(offset - MOST_HEADERS, 0), offset)
         try:
             return is_described(descriptor, offset - first, index.raw_key(sample), size)
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def _open_bytes(self, index: Index, sample: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+        descriptor, first, _ = self._open_range(index, sample, start, end)
+        try:
+            yield descriptor, first
         finally:
             os.close(descriptor)
 
@@ -421,7 +482,8 @@ class RemoteTar(PackedTar):
     def _table(self) -> Index | None:
         if self._is_command:
             return None
-        table = None if "?" in self.path else self._downloaded_table()
+        other = "?" in self.path or self._index_part() != "index"
+        table = None if other else self._downloaded_table()
         if table is None and self.supports_ranges:
             warn_once(
                 f"Shards of {self.folder} without a table SHARD.tar{TABLE} beside them are downloaded completely to "
@@ -461,6 +523,19 @@ def _bytes_of(index: Index, first: int, last: int) -> tuple[int, int]:
     labels, maps = (places[first:last] for places in (index.labels, index.maps))
     places = np.concatenate([index.images[first:last], labels[labels[:, 0] >= 0], maps[maps[:, 0] >= 0]])  # (M, 2)
     return int(places[:, 0].min()) - HEADER, int(places.sum(1).max())
+
+
+def _surroundings(index: Index, sample: int) -> tuple[int, int]:
+    """Return the byte range between the samples before and after a sample. It holds all members of the sample."""
+
+    def known(other: int) -> np.ndarray:
+        places = [index.images[other], index.labels[other], *index.maps[other : other + 1]]
+        return np.array([place for place in places if place[0] >= 0])  # (M, 2)
+
+    before, after = sample - 1, sample + 1
+    start = int(known(before).sum(1).max()) if before >= 0 else 0
+    end = int(known(after)[:, 0].min()) - HEADER if after < len(index.images) else int(index.summary[2])
+    return -(-start // HEADER) * HEADER, end
 
 
 def name_of(path: str) -> str:

@@ -86,6 +86,27 @@ def test_augmentations(tmp_path):
         tessera.pretrain(config=str(file), output=str(tmp_path / "run"), augment=None)
 
 
+def brighter(samples):
+    for sample in samples:
+        if sample["cls"] != 3:
+            yield sample | {"picture": sample["picture"] // 2 + np.uint8(100)}
+
+
+def test_stages(tmp_path):
+    given = SMALL | {"workers": 0}
+    plain, ours, named = (
+        next(iter(tessera.training_batches(data=DATA, stages=stages, **given)))
+        for stages in (None, [brighter], ["tests.tessera.test_data_sets:brighter"])
+    )
+    assert ours.views[0].images.min() > plain.views[0].images.min()
+    assert torch.equal(ours.views[0].images, named.views[0].images)
+    assert all(int(key.partition("/")[2]) % 4 != 3 for key in ours.keys)
+    file = tmp_path / "settings.yaml"
+    file.write_text("method: dino\ndata:\n  shards: photos\n  stages: [os:abort]\n")
+    with pytest.raises(SettingsError, match=r"only you may have run: data.stages os:abort"):
+        tessera.pretrain(config=str(file), output=str(tmp_path / "run"))
+
+
 def test_streams_are_refused():
     class Stream(IterableDataset):
         def __iter__(self):

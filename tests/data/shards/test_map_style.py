@@ -13,7 +13,7 @@ from PIL import Image
 
 from tessera.data.crops import CenterCrop, RandomCrop, RandomCropConfig
 from tessera.data.shards import ShardError, SourceConfig, open_shards, open_sources
-from tessera.data.shards.source import SampleKeys
+from tessera.data.shards.source import SampleForm
 from tessera.encoders.base import Preprocessing
 from tests.data.batches import evaluation_batches, saved, training_batches
 
@@ -105,7 +105,7 @@ def test_hugging_face():
         "fine": [n // 7 for n in range(14)],
     }
     dataset = datasets.Dataset.from_dict(rows, features=features)
-    source = SourceConfig().with_keys(SampleKeys(label="fine"))
+    source = SourceConfig().with_form(SampleForm(label="fine"))
     expected = Items(lambda n: (pixels(n), n // 7), 14)
     check_equal(batches(dataset, source=source), batches(expected))
     check_equal(batches(dataset.cast_column("img", datasets.Image(decode=False)), source=source), batches(expected))

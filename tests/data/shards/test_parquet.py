@@ -13,7 +13,7 @@ from pyarrow import parquet
 from tessera.data.crops import CenterCrop, RandomCrop, RandomCropConfig
 from tessera.data.shards import ShardError, SourceConfig, expand, open_shards
 from tessera.data.shards.cache import _intact
-from tessera.data.shards.source import SampleKeys
+from tessera.data.shards.source import SampleForm
 from tests.data.batches import evaluation_batches, training_batches
 from tests.data.made import picture
 
@@ -95,8 +95,8 @@ def test_named_columns(tmp_path, tars):
     paths = [write(tmp_path / "other" / f"{n}.parquet", *rows(n), name="left", label="kind") for n in range(2)]
     with pytest.raises(ShardError, match=r"no column of encoded images named image or img.*columns id, left, kind"):
         open_shards(paths)
-    check_equal(batches(paths, source=SourceConfig().with_keys(SampleKeys("left", "kind"))), batches(tars))
-    left = SourceConfig().with_keys(SampleKeys("left"))
+    check_equal(batches(paths, source=SourceConfig().with_form(SampleForm("left", "kind"))), batches(tars))
+    left = SourceConfig().with_form(SampleForm("left"))
     with pytest.raises(ShardError, match=r"0.parquet/0 has no label, .* name another column with data.label"):
         batches(paths, source=left)
 

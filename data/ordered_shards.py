@@ -1,0 +1,85 @@
+"""Samples in the order of a run, as the source of a webdataset pipeline."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import IterableDataset
+from webdataset.utils import pytorch_worker_info
+
+from tessera.data.dataset import MOST_DROPPED, addresses, in_blocks, prepare
+from tessera.data.loader import StreamConfig, mixture_sampler
+from tessera.data.sampler import BatchSampler
+from tessera.data.shards import ShardError, WeightedShards, open_sources
+from tessera.data.shards.failures import DroppedError
+from tessera.data.shards.source import DEFAULT, SampleForm, SourceConfig
+from tessera.data.stages import Stage, load_stages
+
+
+class OrderedShards(IterableDataset[dict[str, Any]]):
+    """Yields the samples of SHARDS as webdataset's dictionaries, in the exact order of a run.
+
+    A sample has the keys `__key__`, `__url__`, `__position__` (position in the run, counted from 0), and one key for
+    each member of the sample in the tar. Put webdataset's stages behind it:
+
+        source = OrderedShards("train-{000000..000099}.tar", batch_size=256, first_step=step)
+        pipeline = wds.DataPipeline(source, wds.decode("pil"), wds.to_tuple("jpg", "cls"), wds.batched(128))
+        loader = DataLoader(pipeline, batch_size=None, num_workers=8)
+
+    Each process gets its part of the samples of a step (here, 256 samples over two processes). With n loader workers,
+    each worker takes every n-th step, so batches must have exactly as many samples as a process takes in a step. A
+    stage behind this source that drops or splits samples shifts all later batches: pass such a stage as `stages`. Pass
+    stages that draw random numbers in the same way, or seed them from `__position__`.
+
+    Args:
+        shards: SHARDS, a map-style data set, or a mixture.
+        batch_size: number of samples of a step, over all processes.
+        first_step: step at which the iteration begins, to continue a run.
+        steps: step before which the iteration ends.
+        seed: seed of the order, 0 to 2**64 - 1.
+        stages: stages of webdataset that yield one sample for each sample, or none. For a dropped sample, the next
+            sample of its virtual stream is yielded. Random numbers are seeded by position.
+        stream: settings of the order of samples.
+        source: settings for access to shards.
+
+    Raises:
+        ShardError: the shards cannot be used.
+        ValueError: the samples of a step cannot be split evenly over the processes. Raised by the iteration.
+    """
+
+    def __init__(
+        self,
+        shards: WeightedShards,
+        *,
+        batch_size: int,
+        first_step: int = 0,
+        steps: int = 2**40,
+        seed: int = 0,
+        stages: Sequence[Stage] = (),
+        stream: StreamConfig = StreamConfig(),  # noqa: B008 - the default is immutable
+        source: SourceConfig = DEFAULT,
+    ) -> None:
+        self.batch_size, self.first_step, self.steps, self.seed = batch_size, first_step, steps, seed
+        form = SampleForm(source.form.image, source.form.label, load_stages(stages))
+        sources, weights = open_sources(shards, progress=False, source=source.with_form(form))
+        self._sampler = mixture_sampler(sources, weights, seed, stream)
+        self._sources = in_blocks(sources, self._sampler)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rank, world_size, worker, workers = pytorch_worker_info()
+        steps = BatchSampler(self.batch_size, self.first_step, self.steps, rank, world_size)
+        for step in range(self.first_step + worker, self.steps, workers):
+            positions = steps.positions(step)
+            prepare(self._sources, addresses(self._sources, self._sampler, positions))
+            for position in positions.tolist():
+                yield self._sample(position)
+
+    def _sample(self, position: int) -> dict[str, Any]:
+        """Return the sample at a position, or the next sample of its virtual stream that the stages do not drop."""
+        for later in range(MOST_DROPPED):
+            (address,) = addresses(self._sources, self._sampler, [position], later)
+            try:
+                found = self._sources[address.source].members(address.number, (self.seed, position))
+            except DroppedError:
+                continue
+            return found | {"__position__": position} if isinstance(found, dict) else found
+        raise ShardError(f"the stages drop {MOST_DROPPED} samples in a row. Correct the stages.")
