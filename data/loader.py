@@ -2,8 +2,8 @@
 
 A batch depends only on the shards, the seed and the position of the batch in the run. It does not depend on the number
 of processes or workers, or on the step at which a run was resumed. The tar format and the shard patterns are those of
-webdataset. The pipeline of webdataset is not used, because its shuffle buffer fills from a stream and cannot resume at
-an exact sample.
+webdataset. The reader of webdataset is not used, because its shuffle buffer fills from a stream and cannot resume at an
+exact sample; `data.stages` runs its stages, and `data.ordered_shards` is a source for its pipelines.
 """
 
 import logging

@@ -137,10 +137,10 @@ def labelled_data(settings: LabelledSettings, accelerator: Accelerator) -> Label
         EvaluationError: the encoder cannot be loaded or used, the sets overlap, or a label or a feature is invalid.
     """
     if settings.val is None:
-        opened = [open_shards(settings.train, source=settings.source, progress=accelerator.is_main_process)]
+        opened = [open_shards(settings.train, source=settings.access, progress=accelerator.is_main_process)]
         opened[0].require_labels()
     else:
-        opened = open_labelled_splits(settings.train, settings.val, settings.source, accelerator)
+        opened = open_labelled_splits(settings.train, settings.val, settings.access, accelerator)
     encoder, file = load_encoder(settings)
     encoder.to(accelerator.device)
     parts = [extract(encoder, shards, accelerator, **settings.options()) for shards in opened]

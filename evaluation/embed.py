@@ -46,7 +46,7 @@ def run(settings: EmbedSettings) -> None:
                 "Start it with `python evaluation/embed.py`."
             )
         encoder, _ = load_encoder(settings)
-        shards = open_shards(settings.data, source=settings.source)
+        shards = open_shards(settings.data, source=settings.access)
         labelled = shards.all_labelled()
         encoder.to(accelerator.device)
         found = extract(encoder, shards, accelerator, **settings.options(), labels=labelled)

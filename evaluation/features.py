@@ -21,6 +21,7 @@ from tessera.data.collate import Transform
 from tessera.data.crops import CenterCrop
 from tessera.data.loader import Reading, evaluation_batches
 from tessera.data.shards import DEFAULT, ShardError, Shards, SourceConfig
+from tessera.data.shards.source import SampleForm
 from tessera.data.workers import free_cores
 from tessera.encoders import published
 from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
@@ -56,6 +57,15 @@ class EncoderSettings(Settings):
     precision: Literal["fp32", "bf16"] = "fp32"
     """precision of the encoder's forward pass"""
     source: SourceConfig = SourceConfig()
+    image: str | None = None
+    """name of the image in a sample, as for data.image of a run"""
+    label: str | None = None
+    """name of the label in a sample, as for data.label of a run"""
+
+    @property
+    def access(self) -> SourceConfig:
+        """Settings for access to shards, with the names of the image and the label in a sample."""
+        return self.source.with_form(SampleForm(self.image, self.label))
 
 
 class FeatureSettings(EncoderSettings):
@@ -67,8 +77,8 @@ class FeatureSettings(EncoderSettings):
 
     def options(self) -> dict[str, Any]:
         """Return the settings as arguments for `extract`."""
-        names = ("image_size", "resize", "batch_size", "workers", "precision", "source")
-        return {name: getattr(self, name) for name in names}
+        names = ("image_size", "resize", "batch_size", "workers", "precision")
+        return {name: getattr(self, name) for name in names} | {"source": self.access}
 
 
 class LabelledFeatures(NamedTuple):

@@ -363,14 +363,14 @@ def run(settings: SegmentationSettings) -> dict[str, Any]:
     """
     accelerator = make_accelerator()
     check_output(settings.output)
-    train, val = open_splits(settings.train, settings.val, settings.source, accelerator)
+    train, val = open_splits(settings.train, settings.val, settings.access, accelerator)
     encoder, file = load_encoder(settings)
     encoder.to(accelerator.device).requires_grad_(False)
     size = input_size(encoder, settings.image_size)
     values = count_values(train, val, settings.classes, accelerator)
     numbers = class_numbers(values, settings.ignore).to(accelerator.device)
     workers = free_cores(accelerator.num_processes) if settings.workers is None else settings.workers
-    reading = Reading(workers, source=settings.source, preprocessing=encoder.preprocessing, maps=values)
+    reading = Reading(workers, source=settings.access, preprocessing=encoder.preprocessing, maps=values)
     training = training_set(train, settings, size, reading, accelerator)
     test = evaluation_batches(
         val,
