@@ -6,6 +6,8 @@ All rows read the same photographs, decode them, and cut a random crop of 224 pi
 one thread. In each of several rounds, all rows are measured one after the other. The table shows medians.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# webdataset does not declare the names that it exports.
 import statistics
 import sys
 import tempfile

@@ -39,7 +39,7 @@ from tessera.data.shards.index import (
     write_folder,
     write_table,
 )
-from tessera.data.shards.open import expand, load_folder_index, shard_at
+from tessera.data.shards.open import PARQUET, expand, load_folder_index, shard_at
 from tessera.data.shards.remote import PIPE, is_remote
 from tessera.data.shards.source import DEFAULT, SourceConfig
 from tessera.data.shards.tar import LARGEST_LABEL, Index, scan_tar
@@ -151,7 +151,8 @@ def check(settings: CheckShards) -> dict[str, Any]:
     """Check shards and return the report.
 
     Raises:
-        ShardError: a pattern matches no shards or a folder of images, or `write_index` is set and a shard is remote.
+        ShardError: a pattern matches no shards, a folder of images or a Parquet file; or `write_index` is set and a
+            shard is remote.
         WorkerError: a worker process was killed.
     """
     paths = expand(settings.shards, settings.source)
@@ -160,6 +161,8 @@ def check(settings: CheckShards) -> dict[str, Any]:
             f"{of_images[0]} holds images, not shards. Run `tessera make_shards {shlex.quote(of_images[0])} SHARDS`, "
             "then check SHARDS instead."
         )
+    if of_parquet := [path for path in paths if path.endswith(PARQUET)]:
+        raise ShardError(f"{of_parquet[0]} is a Parquet file, but only tars can be checked.")
     if settings.write_index and (urls := [path for path in paths if is_remote(path)]):
         raise ShardError(
             f"{urls[0]} is remote, so no index can be written beside the shard. "

@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 from webdataset.utils import pytorch_worker_info
 
-from tessera.data.dataset import MOST_DROPPED, addresses, in_blocks, prepare
+from tessera.data.dataset import MOST_DROPPED, Address, addresses, in_blocks, prepare
 from tessera.data.loader import StreamConfig, mixture_sampler
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError, WeightedShards, open_sources
@@ -68,18 +68,17 @@ class OrderedShards(IterableDataset[dict[str, Any]]):
         rank, world_size, worker, workers = pytorch_worker_info()
         steps = BatchSampler(self.batch_size, self.first_step, self.steps, rank, world_size)
         for step in range(self.first_step + worker, self.steps, workers):
-            positions = steps.positions(step)
-            prepare(self._sources, addresses(self._sources, self._sampler, positions))
-            for position in positions.tolist():
-                yield self._sample(position)
+            wanted = addresses(self._sources, self._sampler, steps.positions(step))
+            prepare(self._sources, wanted)
+            yield from map(self._sample, wanted)
 
-    def _sample(self, position: int) -> dict[str, Any]:
-        """Return the sample at a position, or the next sample of its virtual stream that the stages do not drop."""
-        for later in range(MOST_DROPPED):
-            (address,) = addresses(self._sources, self._sampler, [position], later)
+    def _sample(self, address: Address) -> dict[str, Any]:
+        """Return the sample at an address, or the next sample of its virtual stream that the stages do not drop."""
+        position = address.position
+        for later in range(1, MOST_DROPPED + 1):
             try:
                 found = self._sources[address.source].members(address.number, (self.seed, position))
+                return found | {"__position__": position} if isinstance(found, dict) else found
             except DroppedError:
-                continue
-            return found | {"__position__": position} if isinstance(found, dict) else found
+                (address,) = addresses(self._sources, self._sampler, [position], later)
         raise ShardError(f"the stages drop {MOST_DROPPED} samples in a row. Correct the stages.")

@@ -61,7 +61,7 @@ class Run:
 
 
 def pretrain(method: str = "dino", data: Any = None, **settings: Any) -> Run:
-    """Pretrain an encoder in this process, on one device. For several devices, use `accelerate launch pretrain/run.py`.
+    """Pretrain an encoder in this process, on one device. To use several, start the program with `accelerate launch`.
 
     At the first Ctrl-C, the run saves a checkpoint and ends. `pretrain(resume=True, output=FOLDER)` continues the run.
 

@@ -11,6 +11,7 @@ import tessera
 from tessera.data.shards import ShardError
 from tessera.runtime.settings import SettingsError
 from tessera.runtime.user_error import UserError
+from tests.launched import ROOT, records
 from tests.tessera.test_interface import SMALL
 
 
@@ -55,15 +56,44 @@ def test_a_run_continues_with_the_data_set_that_is_passed_again(tmp_path):
 
 @pytest.mark.medium
 def test_evaluations(tmp_path):
-    class Pairs(Blobs):
-        def __getitem__(self, number):  # pyright: ignore[reportIncompatibleMethodOverride]
-            return tuple(super().__getitem__(number).values())
+    class Pairs:
+        def __init__(self, first=0):
+            self.blobs = Blobs(first)
+
+        def __len__(self):
+            return len(self.blobs)
+
+        def __getitem__(self, number):
+            return tuple(self.blobs[number].values())
 
     found = tessera.knn("pixels", Pairs(), Pairs(64), image_size=16, output=str(tmp_path / "knn.json"), workers=0)
     assert found["train_images"] == found["val_images"] == 64
     assert found["top1"] > 0.9
     with pytest.raises(UserError, match="is in both --train and --val"):
         tessera.knn("pixels", both := Pairs(), both, image_size=16, workers=0)
+
+
+PROGRAM = """
+import sys
+import tessera
+from tests.tessera.test_data_sets import DATA, RUN
+
+if __name__ == "__main__":
+    tessera.pretrain(data=DATA, output=sys.argv[1], **RUN)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(tmp_path, launch):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    losses = []
+    for processes in (1, 2):
+        output = tmp_path / str(processes)
+        launch([str(output)], processes=processes, script=program, PYTHONPATH=str(ROOT)).wait()
+        losses.append([line["loss"] for line in records(output) if "loss" in line])
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def dark(crop):

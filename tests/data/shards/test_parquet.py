@@ -10,6 +10,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from tessera.data.check_shards import main as check_shards
 from tessera.data.crops import CenterCrop, RandomCrop, RandomCropConfig
 from tessera.data.shards import ShardError, SourceConfig, expand, open_shards
 from tessera.data.shards.cache import _intact
@@ -149,3 +150,8 @@ def test_refusals(files, tmp_path):
     with pytest.raises(ShardError, match="has no rows"):
         open_shards(empty)
     assert np.array_equal(open_shards(files[1]).counts, [12])
+
+
+def test_check_shards_names_the_file(files, capsys):
+    assert check_shards(files[:1]) == 2
+    assert "is a Parquet file, but only tars can be checked" in capsys.readouterr().err
