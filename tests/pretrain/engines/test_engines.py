@@ -52,8 +52,12 @@ OWN = {
     "finetune": "--optim.layer_decay 0.5",
 }
 """Settings of a method beside the small ones."""
-SEEDS = {"dinov3 of rope_vit_micro": "--seed 1"}
-"""Where rounding decides with seed 0, because a gradient is near 0."""
+NEAR_ZERO = {
+    "dinov3 of rope_vit_micro": "--seed 1",
+    "dinov3 of navit_micro": "--optim.eps 1e-3",
+    "dinov3 of sam_vit_micro": "--optim.eps 1e-3",
+}
+"""Settings of runs in which a gradient is near 0, so that AdamW makes whole steps of its rounding."""
 SIZES = '--dinov3.gram_start 1 --dinov3.gram_refresh_steps 1 --dinov3.sizes {"16/12/24":0.5,"12/8/24":0.5}'
 RUNS: dict[str, Run] = {method: run(method, OWN.get(method, "")) for method in METHODS} | {
     "distill, two students": run("distill", "--distill.students navit_micro --optim.lr 3e-4", steps=4),
@@ -84,7 +88,7 @@ SHARDED: dict[str, Run] = {  # what only engines that gather weights could get w
     ),
 } | {
     f"{method} of {variant}": run(
-        method, f"--encoder {variant} --optim.lr 3e-4 {SEEDS.get(f'{method} of {variant}', '')}", steps=4
+        method, f"--encoder {variant} --optim.lr 3e-4 {NEAR_ZERO.get(f'{method} of {variant}', '')}", steps=4
     )
     for method in METHODS
     for variant in OTHERS
@@ -238,8 +242,10 @@ def test_two_processes_equal_one(engine: str, name: str, started: Callable[[str]
     lines = list(zip(records(folder), records(alone.folder(exact(name))), strict=True))
     found = [(a[key], b[key]) for a, b in lines for key in ("loss", "grad_norm") if key in a]
     assert any(ours != pytest.approx(theirs, rel=CLOSE) for ours, theirs in found)  # it did round
-    if not name.startswith("finetune"):  # its first loss is ln 10 in any precision, as its head starts at 0
-        assert lines[0][0]["loss"] != pytest.approx(lines[0][1]["loss"], rel=1e-6)
+    # Some first losses are nearly the same in any precision: that of a head which starts at 0 is the logarithm of its
+    # classes. Their gradients differ.
+    first, exactly = ({key: line[key] for key in ("loss", "grad_norm")} for line in lines[0])
+    assert first != pytest.approx(exactly, rel=1e-6)
 
 
 @pytest.mark.slow
