@@ -87,9 +87,8 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
     )
     own = Path(output) / "config.yaml" if output and early.get("resume") else None
     file = read_yaml(config) if config else read_yaml(own) if own and own.exists() else {}
-    pretrained = str(encoder).endswith(PRETRAINED)
-    if pretrained:
-        encoder = str(encoder).removesuffix(PRETRAINED)
+    if pretrained := str(encoder).endswith(PRETRAINED):
+        encoder = _pretrained(str(encoder), early.get("init_from"))
     file = merge(RunConfig, file)  # `merge` expands short forms such as `data: SHARDS`
     if is_saved(file) and isinstance(file["optim"], Mapping):
         file["optim"] = {"encoder_lr_factor": 1.0} | dict(file["optim"])  # runs of older versions did not store it
@@ -108,8 +107,6 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
     preset = merge(RunConfig, read_yaml(digits)) if use_preset else {}
     saved = (file.get("encoder") or {}).get("variant")
     preset_variant = preset.get("encoder", {}).get("variant")
-    if pretrained and (early.get("init_from") or not is_variant(encoder)):
-        raise SettingsError(f"--encoder {encoder}{PRETRAINED} means --encoder NAME --init_from NAME for a timm:NAME.")
     source = encoder if pretrained else early.get("init_from") or file.get("init_from")
     resumed = own is not None and own.exists()
     start = started_encoder(source) if isinstance(source, str) and not resumed else {}  # `validate` refuses other types
@@ -132,6 +129,24 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
     layers = one_length([preset, data, file, chosen, own_values])
     refuse_code(file, own_values)
     return without_commands(validate(model, merge(model, *layers)), file, own_values)
+
+
+def _pretrained(encoder: str, init_from: Any) -> str:
+    """Return the timm:NAME of `timm:NAME,pretrained`.
+
+    Raises:
+        SettingsError: the encoder is no model of timm, or other weights are given too.
+    """
+    name = encoder.removesuffix(PRETRAINED)
+    shown = printable(name[:200])
+    if not is_variant(name):
+        raise SettingsError(
+            f"--encoder {shown}{PRETRAINED}: only models of timm have the ending {PRETRAINED}. Give --encoder {shown} "
+            "and --init_from WEIGHTS."
+        )
+    if init_from:
+        raise SettingsError(f"--encoder {shown}{PRETRAINED} loads weights of timm already. Remove --init_from.")
+    return name
 
 
 def refuse_code(file: Mapping[str, Any], own_values: Mapping[str, Any]) -> None:

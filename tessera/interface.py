@@ -139,14 +139,8 @@ def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[s
     Raises:
         UserError: a setting is wrong, the encoder cannot be used, or the shards cannot be read.
     """
-    with naming() as name:
-        given = {
-            "checkpoint": str(checkpoint),
-            "train": with_names(train, name),
-            "val": with_names(val, name),
-            **settings,
-        }
-        return knn_command.run(validate(knn_command.KNNSettings, given))
+    with _named(checkpoint, train, val) as given:
+        return knn_command.run(validate(knn_command.KNNSettings, given | settings))
 
 
 def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
@@ -155,14 +149,8 @@ def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) 
     Like the command, the function also writes the result to a file. Arguments and errors are the same as
     for `knn`.
     """
-    with naming() as name:
-        given = {
-            "checkpoint": str(checkpoint),
-            "train": with_names(train, name),
-            "val": with_names(val, name),
-            **settings,
-        }
-        return probe_command.run(validate(probe_command.ProbeSettings, given))
+    with _named(checkpoint, train, val) as given:
+        return probe_command.run(validate(probe_command.ProbeSettings, given | settings))
 
 
 def transform(encoder: Encoder, image_size: int | None = None) -> Callable[[Image.Image], Tensor]:
@@ -225,6 +213,13 @@ def _values(method: str, data: Any, settings: dict[str, Any], name: Callable[[An
     if isinstance(evaluation := settings.get("evaluation"), Mapping):
         settings["evaluation"] = {**evaluation, **_with_names(evaluation, ("train", "val"), name)}
     return {"method": method, **settings}
+
+
+@contextmanager
+def _named(checkpoint: str | Path, train: Any, val: Any) -> Iterator[dict[str, Any]]:
+    """Yield these settings of an evaluation. Data sets keep their names meanwhile."""
+    with naming() as name:
+        yield {"checkpoint": str(checkpoint), "train": with_names(train, name), "val": with_names(val, name)}
 
 
 def _with_names(section: Mapping[str, Any], keys: Sequence[str], name: Callable[[Any], str]) -> dict[str, Any]:

@@ -242,10 +242,11 @@ def test_two_processes_equal_one(engine: str, name: str, started: Callable[[str]
     lines = list(zip(records(folder), records(alone.folder(exact(name))), strict=True))
     found = [(a[key], b[key]) for a, b in lines for key in ("loss", "grad_norm") if key in a]
     assert any(ours != pytest.approx(theirs, rel=CLOSE) for ours, theirs in found)  # it did round
-    # Some first losses are nearly the same in any precision: that of a head which starts at 0 is the logarithm of its
-    # classes. Their gradients differ.
-    first, exactly = ({key: line[key] for key in ("loss", "grad_norm")} for line in lines[0])
-    assert first != pytest.approx(exactly, rel=1e-6)
+    first, exactly = lines[0]
+    assert first["grad_norm"] != pytest.approx(exactly["grad_norm"], rel=1e-6)
+    # The first loss of finetune is ln 10 in any precision, as its head starts at 0. That of dinov3 is near a constant.
+    if not name.startswith(("finetune", "dinov3")):
+        assert first["loss"] != pytest.approx(exactly["loss"], rel=1e-6)
 
 
 @pytest.mark.slow
