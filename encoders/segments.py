@@ -49,6 +49,15 @@ class Segments:
         counts = (self.lengths, self.query_lengths)
         object.__setattr__(self, "uniform", all(bool((n == n[0]).all()) for n in counts))
 
+    def prepared(self) -> "Segments":
+        """Compute what compiled blocks read, and return this object.
+
+        A block that is compiled cannot pin memory for a copy to a GPU. If it computed a value at first use, its
+        recomputation, which finds the value, would be another graph.
+        """
+        _ = self.runs, self.image_ids
+        return self
+
     @property
     def query_lengths(self) -> Tensor:
         """Number of queries of each image: (B,) int64 on the CPU."""

@@ -353,7 +353,7 @@ class ViT(Encoder):
                 x = x.reshape(-1, self.dim).index_select(0, visible)
             x = x if prefix is None else insert_prefix(x, prefix, lengths)
             sequences = images.sequences if isinstance(images, PackedImages) else None
-            segments = Segments(lengths + self.num_prefix_tokens, x.device, sequences=sequences)
+            segments = Segments(lengths + self.num_prefix_tokens, x.device, sequences=sequences).prepared()
             rotations = self._rotations(grids, lengths, visible)
         return in_bf16(x) if self.bf16_residuals else x, segments, rotations
 

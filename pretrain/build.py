@@ -177,6 +177,8 @@ def compile_blocks(method: Method) -> None:
     # All stages and crop sizes need compiled variants of their own, which count towards one limit. Beyond this limit,
     # torch runs a block without compilation.
     torch._dynamo.config.recompile_limit = 64
+    # DDP would split the graph of each block, to send gradients early. A block is small, so that nothing is gained.
+    torch._dynamo.config.optimize_ddp = False
     for part in method.modules():
         if isinstance(part, encoders.Encoder):
             for block in part.blocks:

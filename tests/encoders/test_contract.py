@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tessera import encoders
-from tessera.encoders.base import Features
+from tessera.encoders.base import Features, encode
 from tessera.encoders.images import Mask, pack
 from tessera.encoders.summary import summarize
 from tests.encoders import helpers
@@ -410,6 +410,38 @@ def test_compiled_blocks_change_nothing(variant, recompute):
     encoder.zero_grad()
     found = helpers.outputs(encoder, images_of(2))[1]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3 * expected.abs().mean().item())
+    torch.compiler.reset()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("variant", "recompute"),
+    [(name, recompute) for name in PACKING for recompute in (False, True)]
+    + [("vit_micro", "selective"), ("rope_vit_micro", "selective")],
+)
+def test_compiled_blocks_of_crops_of_two_sizes_pin_no_memory(variant, recompute, monkeypatch):
+    """With drop path. torch cannot compile `pin_memory`, which copies to a GPU need."""
+
+    def copy_as_to_a_gpu(numbers, device):
+        return numbers.pin_memory() if torch.compiler.is_dynamo_compiling() else numbers.to(device)
+
+    torch.compiler.reset()
+    encoder = make(variant, image_size=32, drop_path=0.5, checkpoint_activations=recompute).train()
+    views = [images_of(4, 32, 32), images_of(8)]
+
+    def gradients():
+        encoder.zero_grad()
+        torch.manual_seed(1)
+        pooled, _ = encode(encoder, views)
+        (pooled * torch.arange(pooled.shape[1])).sum().backward()
+        return torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])
+
+    expected = gradients()
+    for module in ("segments", "drop_path", "rope"):
+        monkeypatch.setattr(f"tessera.encoders.{module}.copy_to_device", copy_as_to_a_gpu)
+    for block in blocks_of(encoder):
+        block.compile(backend="aot_eager")
+    torch.testing.assert_close(gradients(), expected, rtol=1e-4, atol=1e-3 * expected.abs().mean().item())
     torch.compiler.reset()
 
 
