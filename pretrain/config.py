@@ -126,6 +126,8 @@ class EvaluationConfig(Section):
     """largest number of L-BFGS iterations of the linear probe; 0: no linear probe"""
     batch_size: int = Field(default=256, ge=1)
     """number of images per forward pass of the evaluation, in each process"""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """precision of the forward passes of the evaluation; auto: bf16 on a GPU if the run is in bf16, else fp32"""
     pictures: int = Field(default=8, ge=0)
     """number of images in each picture: crops, predictions, attention maps and PCA maps; 0: no pictures"""
 

@@ -77,10 +77,17 @@ class OnlineEvaluation:
         """
         training = model.training
         model.eval()
+        precision = self.config.precision
+        if precision == "auto":
+            in_bf16 = self.accelerator.mixed_precision == "bf16" and self.accelerator.device.type == "cuda"
+            precision = "bf16" if in_bf16 else "fp32"
         options = {"image_size": self.image_size, "batch_size": self.config.batch_size, "source": self.source}
         with torch.random.fork_rng(devices=[]):
             found = [
-                extract(encoder, one, self.accelerator, **options, feature=feature, progress=False) for one in shards
+                extract(
+                    encoder, one, self.accelerator, **options, precision=precision, feature=feature, progress=False
+                )
+                for one in shards
             ]
         model.train(training)
         return found

@@ -97,3 +97,16 @@ def test_automatic_precision_without_a_gpu(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
     config = settings_model(variant)()
     assert resolving.chosen_precision(config) == expected
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_gpus_that_emulate_bf16_train_in_fp32(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    device = type("Device", (), {"major": capability[0], "minor": capability[1]})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: device)
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda *_: True)  # by emulation
+    assert resolving.faster_in_bf16(settings_model("vit_small")()) == expected

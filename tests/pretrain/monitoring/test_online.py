@@ -100,6 +100,20 @@ def test_raw_pixels_equal_scikit_learn_on_shrunk_centred_images(shards, monkeypa
     assert online_knn.queries == 31
 
 
+@pytest.mark.parametrize(
+    ("asked", "run", "expected"),
+    [("auto", "bf16", torch.float32), ("auto", None, torch.float32)]  # bf16 by itself only on a GPU
+    + [("bf16", None, torch.bfloat16), ("fp32", "bf16", torch.float32)],
+)
+def test_the_precision_of_the_forward_passes_is_a_setting(shards, monkeypatch, asked, run, expected) -> None:
+    online_knn, encoder = make(shards[0], precision=asked, linear_iterations=0)
+    monkeypatch.setattr(online_knn.accelerator.state, "_mixed_precision", run or "no")
+    seen: set[torch.dtype] = set()
+    encoder.blocks[0].mlp.register_forward_hook(lambda *hooked: seen.add(hooked[2].dtype))  # pyright: ignore
+    online_knn.evaluate(encoder)
+    assert seen == {expected}
+
+
 def test_leaves_mode_random_numbers_and_gradients_as_they_were(shards) -> None:
     online_knn, encoder = make(shards[0])
     first = online_knn.evaluate(encoder.eval())
