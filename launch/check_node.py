@@ -1,6 +1,6 @@
-"""Check a node before a job starts there: the GPUs, the run folder and the shards.
+"""Check a node before a job starts there: the GPUs, the run folder, the shards and the network between the nodes.
 
-    python -m tessera.launch.check_node [--sees FILE] [--writes FOLDER] -- FLAGS OF THE JOB
+    python -m tessera.launch.check_node [--sees FILE] [--writes FOLDER] [--meets HOST:PORT] -- FLAGS OF THE JOB
 
 The scripts in launch/ run this check on every node. Each problem is printed with the node's name. The exit code is 2 if
 there is a problem, else 0.
@@ -12,10 +12,12 @@ import json
 import os
 import re
 import shutil
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from tessera.launch.jobs import LaunchError, read_settings
 
 SHARD_SETTINGS = ("data", "train", "val", "evaluation.train", "evaluation.val")
 """Names of the settings that hold shards, in pretraining and in evaluations."""
+MEET_SECONDS = 90
+"""Longest time for which a node waits for the other nodes of the job."""
 MIN_FREE_BYTES = 1e9
 """Smallest free disk space in bytes with which a run may start, even if its checkpoints are smaller."""
 
@@ -34,14 +38,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Check this node before a job starts.", allow_abbrev=False)
     parser.add_argument("--sees", type=Path, metavar="FILE", help="file from the first node; this node must see it")
     parser.add_argument("--writes", type=Path, metavar="FOLDER", help="run folder of the job, which must be writable")
+    parser.add_argument("--meets", metavar="HOST:PORT", help="where the nodes of the job meet, on the first node")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the job, which name its shards")
     arguments = sys.argv[1:] if argv is None else argv
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:split])
+    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
     problems = [
-        *check_gpus(int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)),
+        *check_gpus(gpus),
         *check_folder(options.sees, options.writes),
         *check_shards(arguments[split + 1 :]),
+        *check_network(options.meets, gpus),
     ]
     for problem in problems:
         print(f"{node()}: {problem}", file=sys.stderr)
@@ -75,6 +82,51 @@ def check_gpus(count: int) -> Iterator[str]:
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             yield f"GPU {number} does not compute: {reason}. Avoid the node with sbatch --exclude={node()}"
+
+
+def check_network(meets: str | None, gpus: int) -> Iterator[str]:
+    """Yield a problem if this node cannot compute a sum with the other nodes of the job.
+
+    Training uses gloo for numbers on the CPU, and NCCL for those on GPUs. Both choose a network interface by
+    themselves. A node whose name stands for its loopback address offers gloo an address that no other node reaches.
+
+    Args:
+        meets: HOST:PORT on the first node, a free port. None skips this check.
+        gpus: GPUs of this node. If there are none, NCCL is not checked.
+    """
+    nodes, rank = int(os.environ.get("SLURM_JOB_NUM_NODES") or 1), int(os.environ.get("SLURM_NODEID") or 0)
+    if meets is None or nodes == 1:
+        return
+    import torch  # imported here, because other checks need no torch
+    import torch.distributed as dist
+
+    host, port = meets.rsplit(":", 1)
+    wait, backend = timedelta(seconds=MEET_SECONDS), "TCP"
+    try:
+        store = dist.TCPStore(host, int(port), nodes, rank == 0, wait)
+        for backend, device in (("gloo", "cpu"), ("nccl", "cuda:0"))[: 1 + bool(gpus)]:
+            own = dist.PrefixStore(backend, store)
+            dist.init_process_group(backend, store=own, rank=rank, world_size=nodes, timeout=wait)
+            total = torch.ones(1, device=device)
+            dist.all_reduce(total)
+            if float(total) != nodes:
+                raise RuntimeError(f"the sum of ones of {nodes} nodes is {float(total)}")
+            dist.destroy_process_group()
+    except RuntimeError as error:
+        interfaces = ", ".join(name for _, name in socket.if_nameindex())
+        yield (
+            f"no sum with the other node(s) over {backend}, met at {meets}: {str(error).splitlines()[0]}. This node's "
+            f"name stands for {own_address()}. Call export GLOO_SOCKET_IFNAME=NAME NCCL_SOCKET_IFNAME=NAME before "
+            f"sbatch, with the interface that reaches the other nodes. This node has: {interfaces}"
+        )
+
+
+def own_address() -> str:
+    """Return the address of this node's host name."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        return f"no address ({error.strerror})"
 
 
 def check_folder(sees: Path | None, writes: Path | None) -> Iterator[str]:

@@ -84,9 +84,7 @@ class OnlineEvaluation:
         options = {"image_size": self.image_size, "batch_size": self.config.batch_size, "source": self.source}
         with torch.random.fork_rng(devices=[]):
             found = [
-                extract(
-                    encoder, one, self.accelerator, **options, precision=precision, feature=feature, progress=False
-                )
+                extract(encoder, one, self.accelerator, **options, precision=precision, feature=feature, progress=False)
                 for one in shards
             ]
         model.train(training)

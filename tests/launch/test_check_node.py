@@ -1,5 +1,6 @@
 """launch/check_node.py: problems of a node that are found before a job starts."""
 
+import os
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ import torch
 import yaml
 
 from tessera.launch import check_node
+from tests.ranks import on_processes
 
 
 @pytest.fixture(autouse=True)
@@ -155,3 +157,34 @@ def test_a_missing_torch_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_working_gpus_pass() -> None:
     assert list(check_node.check_gpus(torch.cuda.device_count())) == []
+
+
+def _meet(rank: int, port: int, others: int, folder: str) -> None:
+    os.environ |= {"SLURM_JOB_NUM_NODES": str(others + 1), "SLURM_NODEID": str(rank)}
+    check_node.MEET_SECONDS = 4
+    problems = list(check_node.check_network(f"127.0.0.1:{port}", 0))
+    Path(folder, f"{rank}.txt").write_text("\n".join(problems))
+
+
+@pytest.mark.medium
+def test_nodes_that_reach_each_other_pass(tmp_path: Path, free_port: int) -> None:
+    on_processes(_meet, free_port, free_port, 1, str(tmp_path))
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["", ""]
+
+
+@pytest.mark.medium
+def test_a_node_that_does_not_answer_is_reported(tmp_path: Path, free_port: int) -> None:
+    on_processes(_meet, free_port, free_port, 2, str(tmp_path))
+    for rank in range(2):
+        (problem,) = (tmp_path / f"{rank}.txt").read_text().splitlines()
+        assert "no sum with the other node(s) over " in problem
+        assert f"met at 127.0.0.1:{free_port}: " in problem
+        assert "This node has: " in problem
+        assert "lo" in problem
+
+
+def test_one_node_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    assert not list(check_node.check_network("127.0.0.1:1", 0))
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    assert not list(check_node.check_network(None, 0))

@@ -219,6 +219,23 @@ def test_a_bad_node_stops_the_job(pretrain: Script) -> None:
     assert not pretrain.requeued()
 
 
+def test_nodes_meet_at_a_port_that_the_trainers_do_not_use(pretrain: Script) -> None:
+    assert pretrain.run("--output", "run").returncode == 0
+    meets = {value(call["argv"], "--meets") for call in pretrain.called("tessera.launch.check_node")}
+    (trained,) = {value(call["argv"], "--main_process_port") for call in pretrain.trained()}
+    (host, port) = meets.pop().split(":")
+    assert not meets
+    assert host == value(pretrain.trained()[0]["argv"], "--main_process_ip")
+    assert port != trained
+
+
+@pytest.mark.parametrize(("cpus", "warned"), [("15", True), ("16", False)])
+def test_too_few_cpus_for_the_gpus_are_named(pretrain: Script, cpus: str, warned: bool) -> None:
+    done = pretrain.run("--output", "run", SLURM_GPUS_ON_NODE="4", SLURM_CPUS_PER_TASK=cpus)
+    assert done.returncode == 0
+    assert ("--cpus-per-task 32" in done.stderr) == warned
+
+
 @pytest.mark.parametrize("name", ["pretrain", "evaluation"])
 def test_a_python_without_the_project_is_reported(script: Callable[[str], Script], name: str) -> None:
     one = script(f"{name}.sbatch")
