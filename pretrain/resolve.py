@@ -143,9 +143,9 @@ def chosen_precision(config: RunConfig) -> str:
 def faster_in_bf16(config: RunConfig) -> bool:
     """Return True if the device computes the encoder's matrix products faster in bf16 than in fp32.
 
-    A GPU is faster in bf16 if it has bf16 instructions; older ones (V100, T4) emulate them. A CPU is faster in bf16 if it has bf16 instructions (AVX512-BF16 or
-    AMX) and the encoder has at least 128 output channels. In narrower encoders, the conversions between bf16 and fp32
-    take as much time as bf16 saves.
+    A GPU is faster in bf16 if it has bf16 instructions; older ones, such as V100 and T4, only emulate them. A CPU is
+    faster in bf16 if it has bf16 instructions (AVX512-BF16 or AMX) and the encoder has at least 128 output channels. In
+    narrower encoders, the conversions between bf16 and fp32 take as much time as bf16 saves.
     """
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)

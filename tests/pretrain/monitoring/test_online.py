@@ -102,8 +102,12 @@ def test_raw_pixels_equal_scikit_learn_on_shrunk_centred_images(shards, monkeypa
 
 @pytest.mark.parametrize(
     ("asked", "run", "expected"),
-    [("auto", "bf16", torch.float32), ("auto", None, torch.float32)]  # bf16 by itself only on a GPU
-    + [("bf16", None, torch.bfloat16), ("fp32", "bf16", torch.float32)],
+    [
+        ("auto", "bf16", torch.float32),  # chosen without being asked on a GPU only
+        ("auto", None, torch.float32),
+        ("bf16", None, torch.bfloat16),
+        ("fp32", "bf16", torch.float32),
+    ],
 )
 def test_the_precision_of_the_forward_passes_is_a_setting(shards, monkeypatch, asked, run, expected) -> None:
     online_knn, encoder = make(shards[0], precision=asked, linear_iterations=0)
