@@ -33,6 +33,7 @@ from tessera.pretrain import loop
 from tessera.pretrain.engines.ddp import DDP
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.optim.adamw import clip_gradients
+from tessera.pretrain.resolve import gpu_defaults
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.settings import Settings, SettingsError, parse
 
@@ -78,10 +79,10 @@ def count_step(settings: RooflineBenchmark) -> Counter:
     """
     if settings.method not in METHODS or METHODS[settings.method].supervised:
         raise ValueError(f"Unknown pretraining method {settings.method!r}. Choose a method of `tessera pretrain`.")
+    chosen = gpu_defaults(settings.encoder, "bf16") | (settings.encoder_settings or {})
     config = make_config(
-        settings.method, settings.encoder, settings.batch_size, own=settings.settings,
-        encoder=settings.encoder_settings, precision="bf16",
-    )  # fmt: skip
+        settings.method, settings.encoder, settings.batch_size, own=settings.settings, encoder=chosen, precision="bf16"
+    )
     options = config.encoder_settings
     with torch.device("meta"):
         encoder = encoders.build(options.pop("variant"), **options)

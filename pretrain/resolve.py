@@ -71,12 +71,15 @@ def resolve(
         except ValueError as error:
             raise SettingsError(f"{config.method}: {error}") from error
     defaults = method.encoder_defaults(method_config, config.encoder.variant, size)
+    precision = chosen_precision(config)
+    if torch.cuda.is_available():
+        defaults |= gpu_defaults(config.encoder.variant, precision)
     if config.init_from:
         defaults.pop("layer_scale", None)  # a new layer scale near 0 would undo the pretraining
     encoder = _resolved_encoder(config, defaults, data.channels)
     given = {name: getattr(config, name) for name in config.model_fields_set}
     own = {"steps": steps, "epochs": None, "batch_size": batch_size, "optim": optim, "data": data, "encoder": encoder}
-    own["precision"] = chosen_precision(config)
+    own["precision"] = precision
     own[config.method] = method_config
     if method.supervised and config.evaluate_every is None:
         own["evaluate_every"] = size.epoch
@@ -112,6 +115,12 @@ def gives_heads(init_from: str, methods: Sequence[str]) -> bool:
     """Return True if `init_from` is a run of one of `methods`, so that its heads can be loaded too. Collective."""
     checkpoint = find_on_main(Path(init_from))  # None for a weight file, a name, or a folder without a checkpoint
     return checkpoint is not None and read_trainer(checkpoint)["settings"]["method"] in methods
+
+
+def gpu_defaults(variant: str, precision: str) -> dict[str, Any]:
+    """Return defaults of the encoder on a GPU. A run in bf16 keeps the tokens between blocks in bf16, as DINOv3
+    (2508.10104) does."""
+    return encoders.supported(variant, {"bf16_residuals": True}) if precision == "bf16" else {}
 
 
 def chosen_precision(config: RunConfig) -> str:

@@ -76,7 +76,7 @@ def test_counts_of_a_step(method: str, capsys: pytest.CaptureFixture[str]) -> No
     assert parts["EMA and centre" if method == "dino" else "backward"].flop >= 0
     if method == "dino":  # `tessera summary` counts 1.26e9 multiply-adds of an image by another route
         assert parts["teacher.encoder 224"].flop / (4 * 2) / 2 == pytest.approx(1.26e9, rel=0.02)
-    assert total.kernels <= (1625 if method == "dino" else 1162)
+    assert total.kernels <= (1625 if method == "dino" else 1188)
     roofline.show(counter, settings)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["kernels"] == total.kernels
@@ -89,7 +89,7 @@ def test_tokens_between_blocks_in_bf16_move_fewer_bytes() -> None:
     """Bytes per channel of a token and block of the teacher: sums, norms, linear layers, GELU and attention."""
     moved = {}
     for given in (False, True):
-        counter = counted("vit_tiny", bf16_residuals=True) if given else counted("vit_tiny")
+        counter = counted("vit_tiny", bf16_residuals=given)
         moved[given] = counter.parts()["teacher.encoder 224"].bytes / (2 * 512 * 197 * 192 * 12)
         assert counter.total().host_reads == 1
     assert moved[True] <= 83

@@ -4,6 +4,8 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+from typing import Any
+
 import pytest
 import torch
 
@@ -110,3 +112,24 @@ def test_gpus_that_emulate_bf16_train_in_fp32(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: device)
     monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda *_: True)  # by emulation
     assert resolving.faster_in_bf16(settings_model("vit_small")()) == expected
+
+
+@pytest.mark.parametrize(
+    ("variant", "given", "expected"),
+    [
+        ("vit_micro", {"precision": "bf16"}, True),
+        ("rope_vit_micro", {"precision": "bf16"}, True),
+        ("vit_micro", {"precision": "fp32"}, False),
+        ("vit_micro", {"precision": "bf16", "encoder": {"bf16_residuals": False}}, False),
+        ("swin_micro", {"precision": "bf16"}, False),  # has no such setting
+    ],
+)
+def test_tokens_stay_in_bf16_on_a_gpu(monkeypatch, variant: str, given: dict[str, Any], expected: bool) -> None:
+    model = settings_model(variant)
+    given = {"steps": 10, "batch_size": 4} | given
+    own = {"encoder": {"variant": variant} | given.pop("encoder", {})}
+    on_cpu = resolving.resolve(model(**given, **own), 1000)
+    assert on_cpu.encoder_settings.get("bf16_residuals", False) is False
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = resolving.resolve(model(**given, **own), 1000)
+    assert found.encoder_settings.get("bf16_residuals", False) == expected
