@@ -26,7 +26,7 @@ from tessera.pretrain.export import find_on_main
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method, RunSize
 from tessera.runtime import processes
-from tessera.runtime.collectives import broadcast_object, gather_objects
+from tessera.runtime.collectives import broadcast_object, gather_objects, patient_group
 from tessera.runtime.machine import keep_freed_memory
 from tessera.runtime.settings import SettingsError, validate
 
@@ -273,7 +273,8 @@ def _measured(accelerator: Accelerator, measure: Callable[[], T], name: str) -> 
             found = measure()
         except (ValueError, OSError) as error:  # broadcast the error, because the other processes wait for the result
             found = ShardError(f"data: the {name} cannot be measured: {error}")
-    result = broadcast_object(found)
+    with patient_group() as group:  # the other processes wait here while the main process reads, which may take hours
+        result = broadcast_object(found, group)
     if isinstance(result, ShardError):
         raise result
     return result  # pyright: ignore[reportReturnType] - None only if `measure` returns None

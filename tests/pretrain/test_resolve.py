@@ -1,19 +1,23 @@
 """Settings of a run that follow from the machine, and the shards on which all processes must agree."""
 
 import shutil
+import time
+from datetime import timedelta
 from pathlib import Path
-
-import numpy as np
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tessera.data.demo import demo_shards
 from tessera.data.shards import ShardError, Source, expand
 from tessera.data.shards.tars import LocalTar, RemoteTar
 from tessera.pretrain import resolve as resolving
 from tessera.pretrain.config import settings_model
+from tests.ranks import on_processes
 
 
 def listed(*names, unreadable=()):
@@ -133,3 +137,23 @@ def test_tokens_stay_in_bf16_on_a_gpu(monkeypatch, variant: str, given: dict[str
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = resolving.resolve(model(**given, **own), 1000)
     assert found.encoder_settings.get("bf16_residuals", False) == expected
+
+
+def _classes_are_counted_for_longer_than_collectives_wait(rank: int) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+
+    def slow(sources: object) -> int:
+        del sources
+        time.sleep(3.5)
+        return 7
+
+    resolving.count_classes = slow
+    config = settings_model("vit_micro")(method="finetune")
+    accelerator = SimpleNamespace(is_main_process=rank == 0)
+    assert resolving.measure_classes(config, [], accelerator) == 7  # pyright: ignore[reportArgumentType]
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_the_other_processes_wait_while_the_main_process_reads_labels(free_port: int) -> None:
+    on_processes(_classes_are_counted_for_longer_than_collectives_wait, free_port)
