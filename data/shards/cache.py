@@ -10,11 +10,12 @@ in use, the writer removes the least recently used entries until 85 % is in use.
 also removes entries. A process that has a removed entry open can still read the entry. A process that needs the entry
 later downloads or decompresses the data again.
 
-An entry that holds a byte range ends in a checksum, which detects damage by a power cut or a faulty disk.
+An entry that holds a byte range or an index ends in a checksum, which detects damage by a power cut or a faulty disk.
 """
 
 import errno
 import fcntl
+import functools
 import logging
 import os
 import random
@@ -22,7 +23,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,7 +38,9 @@ SCANNED = 0.005  # mean number of bytes written between two scans of the folder,
 PART = ".part"
 FROZEN = 20.0  # seconds without progress after which a waiting process checks whether the lock holder is suspended
 POLL = 0.05  # maximum number of seconds between two attempts to get a lock
-CHECKSUM = 4  # size in bytes of the CRC-32 at the end of the cached copy of a byte range
+RECENT = 10**10  # nanoseconds in which a further use of an entry is not recorded, because every record is a write
+CHECKSUM = 4  # size in bytes of the CRC-32 at the end of an entry
+READ_SIZE = 2**20  # number of bytes that are read at once to compute a checksum
 MOST_INTACT = 2**16  # maximum number of cached files that a process remembers as intact
 
 _intact: set[tuple[str, int]] = set()
@@ -68,6 +71,21 @@ class CacheError(ResourceError):
     """Raised if an entry cannot be written to the cache."""
 
 
+def node_cache(gigabytes: float) -> "Cache":
+    """Return the cache of the node, limited to `gigabytes` GB.
+
+    Raises:
+        CacheError: there is no folder for the cache.
+    """
+    return _node_cache(os.environ.get("TESSERA_CACHE"), os.environ.get("XDG_CACHE_HOME"), gigabytes)
+
+
+@functools.lru_cache(maxsize=16)
+def _node_cache(_: str | None, __: str | None, gigabytes: float) -> "Cache":
+    """Return the cache of the node. The environment variables are arguments, so that a change gives another cache."""
+    return Cache(cache_folder() / "pieces-v1", int(gigabytes * 1e9))
+
+
 class Cache:
     """Cache of files in a folder, with a limit on their total size. Threads and forked processes may share a `Cache`.
 
@@ -89,12 +107,14 @@ class Cache:
             descriptor = os.open(f"{self._folder}/{name[:2]}/{name}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
-        if size is not None and os.fstat(descriptor).st_size != size:  # another program has changed the file
+        status = os.fstat(descriptor)
+        if size is not None and status.st_size != size:  # another program has changed the file
             os.close(descriptor)
             self.remove(name)
             return None
-        with suppress(OSError):
-            os.utime(descriptor)
+        if abs(time.time_ns() - status.st_mtime_ns) > RECENT:
+            with suppress(OSError):
+                os.utime(descriptor)
         return descriptor
 
     def open(self, name: str, fill: Callable[["Sink"], None], size: int | None = None) -> int:
@@ -140,6 +160,34 @@ class Cache:
             return found
         except OSError as error:
             raise _unwritable(self.folder, error) from error
+
+    def open_checked(self, name: str, make: Callable[[], Iterable[bytes]], size: int | None = None) -> int:
+        """Return a file descriptor of an entry that ends in a checksum. A damaged entry is made again.
+
+        Args:
+            name: name of the entry.
+            make: function that returns the parts of the content, without the checksum.
+            size: size of the content in bytes; None if unknown.
+
+        Raises:
+            CacheError: as for `open`, or the disk returns other bytes than were written.
+        """
+
+        def fill(sink: Sink) -> None:
+            crc = 0
+            for part in make():
+                sink.write(part)
+                crc = zlib.crc32(part, crc)
+            sink.write(crc.to_bytes(CHECKSUM, "big"))
+
+        for _ in range(2):
+            descriptor = self.open(name, fill, None if size is None else size + CHECKSUM)
+            if _is_intact(descriptor, name):
+                return descriptor
+            os.close(descriptor)
+            log.warning("an entry of the cache %s is damaged, and is made again: %s", self.folder, name)
+            self.remove(name)
+        raise CacheError(f"the cache {self.folder} returns other bytes than were written. Check its disk.")
 
     def remove(self, name: str) -> None:
         """Remove an entry if it exists."""
@@ -324,21 +372,16 @@ def _unwritable(folder: Path, error: OSError) -> CacheError:
     )
 
 
-def checksum(data: bytes | memoryview) -> bytes:
-    """Return the CRC-32 of `data` as 4 bytes, big-endian."""
-    return zlib.crc32(data).to_bytes(CHECKSUM, "big")
-
-
-def is_intact(descriptor: int, name: str, size: int) -> bool:
-    """Return True if the first `size` bytes of a cached file have the checksum that follows them.
-
-    Each process checks a file once.
-    """
-    file = (name, os.fstat(descriptor).st_ino)
+def _is_intact(descriptor: int, name: str) -> bool:
+    """Return True if a cached file ends in the CRC-32 of the bytes before it. Each process checks a file once."""
+    status = os.fstat(descriptor)
+    file = (name, status.st_ino)
     if file in _intact:
         return True
-    data = os.pread(descriptor, size + CHECKSUM, 0)
-    if checksum(memoryview(data)[:size]) != data[size:]:
+    size, crc, place = status.st_size - CHECKSUM, 0, 0
+    while place < size and (data := os.pread(descriptor, min(READ_SIZE, size - place), place)):
+        crc, place = zlib.crc32(data, crc), place + len(data)
+    if place != size or crc.to_bytes(CHECKSUM, "big") != os.pread(descriptor, CHECKSUM, size):
         return False
     if len(_intact) >= MOST_INTACT:
         _intact.clear()

@@ -26,7 +26,6 @@ from tessera.data.shards.failures import (
     ResourceError,
     ShardError,
     unreadable,
-    warn_once,
 )
 from tessera.data.shards.folder import ImageFolder, holds_images
 from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, ShardEntry, parse_folder
@@ -74,8 +73,6 @@ class _Listed(NamedTuple):
 
     entry: ShardEntry
     folder: FolderIndex
-    written: int
-    """Modification time of the `index.json` in nanoseconds since 1970; 0 for a remote `index.json`."""
 
 
 class _Opened(NamedTuple):
@@ -271,9 +268,7 @@ def _open(path: str, indices: "_FolderIndices", verifies: bool) -> _Opened:
                 f"{path} has {shard.size} bytes, but {FOLDER_INDEX} lists {listed.entry.filesize}. The shard may have "
                 f"been truncated. Copy or make the shard again. {CORRECT_INDEX}"
             )
-        if listed.written >= shard.modified:
-            return _counted(replace(shard, sha256=listed.entry.sha256), listed)
-        warn_once(f"{os.path.dirname(path)}/{FOLDER_INDEX} is not used for shards that are newer than the index")
+        return _counted(replace(shard, sha256=listed.entry.sha256), listed)
     samples, labelled, size = map(int, shard.summary())
     return _Opened(shard, samples, labelled, shard.size or size)
 
@@ -476,7 +471,7 @@ class _FolderIndices:
         found = self._content(path)
         if found is None:
             raise ShardError(f"{path} was not found. Give shards, or the index.json of a folder of shards.")
-        return self._add(path, *found)
+        return self._add(path, found)
 
     def read_beside(self, shard: str) -> None:
         """Read the `index.json` in the folder of a shard, if the file exists.
@@ -500,23 +495,20 @@ class _FolderIndices:
             return
         try:
             if found is not None:
-                self._add(path, *found)
+                self._add(path, found)
         except ShardError as error:
             log.warning("the index is not used: %s", error)
 
-    def _content(self, path: str) -> tuple[bytes, int] | None:
-        """Return the content of an `index.json`, and its modification time in nanoseconds (0 for a remote file)."""
+    def _content(self, path: str) -> bytes | None:
+        """Return the content of an `index.json`."""
         self._visited.add(path)
-        # Read the time before the content. If the file is replaced in between, the index then counts as too old.
-        written = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
-        content = remote.read_small(path, self.config, index.LARGEST_FOLDER_INDEX)
-        return None if content is None else (content, written)
+        return remote.read_small(path, self.config, index.LARGEST_FOLDER_INDEX)
 
-    def _add(self, path: str, content: bytes, written: int) -> list[str]:
+    def _add(self, path: str, content: bytes) -> list[str]:
         folder = parse_folder(content, path)
         prefix, slash, _ = remote.without_query(path)[: -len(FOLDER_INDEX)].rpartition("/")
         entries = {
-            prefix + slash + entry.url if slash else _local(entry.url): _Listed(entry, folder, written)
+            prefix + slash + entry.url if slash else _local(entry.url): _Listed(entry, folder)
             for entry in folder.shardlist
         }
         if self.config.form.image is self.config.form.label is None:  # the counts are those of the usual members

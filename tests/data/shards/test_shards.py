@@ -8,7 +8,7 @@ import pytest
 from tessera.data import dataset
 from tessera.data.sampler import ShuffledSampler
 from tessera.data.shards import ShardError, Source, expand, open_shards, open_sources, tars
-from tessera.data.shards.source import SourceConfig
+from tessera.data.shards.source import KEPT_INDICES, SourceConfig
 from tests.data.shards.batches import train
 
 
@@ -152,8 +152,9 @@ def test_few_files_stay_open(write_shards, tmp_path):
     for number in range(shards.images):
         for source in sources:
             source.image(number)
-    links = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
-    assert sum(link.startswith(str(tmp_path)) for link in links) == tars.KEPT_FILES
+    links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert sum(link.endswith(".tar") for link in links) == tars.KEPT_FILES
+    assert sum(link.startswith(str(tmp_path / "cache")) for link in links) == 2 * KEPT_INDICES
 
 
 def test_sources_of_a_mixture(write_shards):
