@@ -9,6 +9,7 @@ import bisect
 import functools
 import hashlib
 import os
+import resource
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,8 +37,8 @@ from tessera.data.shards.stored_index import map_index, packed, read_summary
 from tessera.data.shards.tar import LARGEST_LABEL, MAP, Index
 from tessera.runtime.settings import Section
 
-KEPT_INDICES = 128
-"""Maximum number of indices of shards that a process keeps mapped. Each one needs a file descriptor."""
+KEPT_INDICES = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 64), 4096)
+"""Maximum number of indices of shards that a source keeps mapped. Each one needs a file descriptor."""
 KEPT_SAMPLES = 2_000_000
 """Number of samples whose indices a process keeps, on average. It bounds the memory if the cache cannot be used."""
 FETCHERS = 4
