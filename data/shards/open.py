@@ -157,10 +157,7 @@ def with_names(shards: Any, name: Callable[[Any], str]) -> Any:
 
 def _open_patterns(shards: Shards, progress: bool, source: SourceConfig) -> Source:
     """Open a source whose data sets have names, as `open_shards` describes."""
-    indices = _FolderIndices(source)
-    paths = _expand(shards, indices)
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(indices.read_beside, {folder_of(path): path for path in paths}.values()))
+    paths, indices = _listed(shards, source)
     opened, errors = _open_all(paths, indices, progress)
     _report(errors, len(paths), source)
     found = [opened[place] for place in sorted(opened)]
@@ -178,6 +175,61 @@ def _open_patterns(shards: Shards, progress: bool, source: SourceConfig) -> Sour
         mean=mean,
         std=std,
     )
+
+
+def _listed(shards: Shards, source: SourceConfig) -> tuple[list[str], "_FolderIndices"]:
+    """Expand shard patterns, and read the `index.json` beside each shard."""
+    indices = _FolderIndices(source)
+    paths = _expand(shards, indices)
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(indices.read_beside, {folder_of(path): path for path in paths}.values()))
+    return paths, indices
+
+
+def describe_remote(shards: Sequence[WeightedShards], source: SourceConfig) -> SourceConfig:
+    """Return the settings with the size and version of each remote shard that no `index.json` lists. Collective.
+
+    Rank 0 asks the servers, one request per shard. Otherwise every process would ask for every shard when it opens the
+    shards with these settings.
+
+    Raises:
+        RankError: a pattern cannot be expanded.
+    """
+    from tessera.runtime import collectives  # imported here, because shards can be listed without torch
+
+    patterns = [pattern for one in shards for pattern in _remote_patterns(one)]
+    if not patterns or collectives.world_size() == 1:
+        return source
+
+    def ask() -> dict[str, tuple[int, str] | ShardError]:
+        if collectives.rank():
+            return {}
+        paths, indices = _listed(list(dict.fromkeys(patterns)), source)
+        unknown = [path for path in paths if remote.is_remote(path) and path not in indices.entries]
+        with ThreadPoolExecutor(THREADS) as pool:
+            return dict(zip(unknown, pool.map(lambda path: _description(path, source), unknown), strict=True))
+
+    with collectives.patient_group() as group:
+        found = collectives.run_on_all_ranks(ask, group)
+        return source.with_described(collectives.broadcast_object(found, group))
+
+
+def _remote_patterns(shards: WeightedShards) -> list[str]:
+    """Return the patterns that are URLs."""
+    if isinstance(shards, str):
+        return [shards] if remote.is_remote(shards) and not shards.startswith(remote.PIPE) else []
+    if isinstance(shards, Mapping | list | tuple) and not isinstance(shards, Sources):
+        return [pattern for one in shards for pattern in _remote_patterns(one)]
+    return []
+
+
+def _description(url: str, source: SourceConfig) -> tuple[int, str] | ShardError:
+    try:
+        return remote.describe(url, source)
+    except ResourceError:
+        raise
+    except ShardError as error:
+        return error
 
 
 def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
@@ -210,7 +262,10 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
             "it from the list."
         )
     if remote.is_remote(path):
-        return RemoteTar(path, *remote.describe(path, config), config)
+        found = config.described.get(path) or remote.describe(path, config)
+        if isinstance(found, ShardError):
+            raise found
+        return RemoteTar(path, *found, config)
     try:
         status = os.stat(path)
     except OSError as error:

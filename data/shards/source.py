@@ -11,7 +11,7 @@ import hashlib
 import os
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -98,6 +98,7 @@ class SourceConfig(Section):
     and a command in a settings file is refused"""
 
     _form: SampleForm = PrivateAttr(default=SampleForm())
+    _described: Mapping[str, tuple[int, str] | ShardError] = PrivateAttr(default_factory=dict)
 
     @property
     def form(self) -> SampleForm:
@@ -108,6 +109,17 @@ class SourceConfig(Section):
         """Return a copy of the settings with another form of samples."""
         copy = self.model_copy()
         copy._form = form
+        return copy
+
+    @property
+    def described(self) -> Mapping[str, tuple[int, str] | ShardError]:
+        """Size and version of remote shards, or the error for a shard, as rank 0 has found them: maps URLs to them."""
+        return self._described
+
+    def with_described(self, described: Mapping[str, tuple[int, str] | ShardError]) -> Self:
+        """Return a copy of the settings with the sizes and versions of remote shards."""
+        copy = self.model_copy()
+        copy._described = described
         return copy
 
 
