@@ -1,6 +1,7 @@
 """Tar shards and folders of images: expand the user's shard patterns, open the shards, and read their samples."""
 
 from tessera.data.shards.cache import cache_folder as cache_folder
+from tessera.data.shards.cache import is_on_network as is_on_network
 from tessera.data.shards.failures import MOST_LISTED as MOST_LISTED
 from tessera.data.shards.failures import ShardError as ShardError
 from tessera.data.shards.failures import UnreadableError as UnreadableError
