@@ -6,9 +6,9 @@ processes that need the entry wait for this lock. If the writer dies, the operat
 next process writes the entry from the beginning.
 
 A writer scans the folder about twice for every 1 % of the size limit that is written. If more than 90 % of the limit is
-in use, the writer removes the least recently used entries until 85 % is in use. If the disk is nearly full, the writer
-also removes entries. A process that has a removed entry open can still read the entry. A process that needs the entry
-later downloads or decompresses the data again.
+in use, the writer removes the least recently used entries until 85 % is in use. Indices of shards stay 30 days longer
+than other entries. If the disk is nearly full, the writer also removes entries. A process that has a removed entry open
+can still read the entry. A process that needs the entry later makes it again.
 
 An entry that holds a byte range or an index ends in a checksum, which detects damage by a power cut or a faulty disk.
 """
@@ -41,6 +41,9 @@ NETWORK_DISKS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "cep
 MEMORY_DISKS = ("tmpfs", "ramfs")
 """Types of file systems whose files take memory of the machine."""
 PART = ".part"
+INDEX = ".index"
+"""Ending of the names of indices. An index is small, but may take a download of its shard to make."""
+INDEX_LEAD = 30 * 86400 * 10**9  # nanoseconds by which an index counts as used later than it was
 FROZEN = 20.0  # seconds without progress after which a waiting process checks whether the lock holder is suspended
 POLL = 0.05  # maximum number of seconds between two attempts to get a lock
 RECENT = 10**10  # nanoseconds in which a further use of an entry is not recorded, because every record is a write
@@ -284,16 +287,17 @@ class Cache:
                     continue
                 total += status.st_size
                 if not entry.name.endswith(PART):
-                    entries.append((status.st_mtime_ns, status.st_size, entry.path))
+                    used = status.st_mtime_ns + INDEX_LEAD * entry.name.endswith(INDEX)
+                    entries.append((used, status.st_size, entry.path))
         target = total if total + size <= FULL * self.limit else KEPT * self.limit - size
         if missing > 0:
             target = min(target, total - missing - self.limit // 10)
-        for _, used, path in sorted(entries):
+        for _, occupied, path in sorted(entries):
             if total <= target:
                 break
             with suppress(FileNotFoundError):
                 os.unlink(path)
-            total -= used
+            total -= occupied
 
 
 class Sink:

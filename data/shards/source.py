@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, Type
 import numpy as np
 from pydantic import Field, PrivateAttr
 
-from tessera.data.shards.cache import Cache, CacheError, node_cache
+from tessera.data.shards.cache import INDEX, Cache, CacheError, node_cache
 from tessera.data.shards.failures import (
     CORRECT_INDEX,
     MAKE_INDEX_AGAIN,
@@ -306,24 +306,27 @@ class Shard(ABC):
     @functools.cached_property
     def _index_name(self) -> str:
         """Name of the cache entry of the index. It is computed once, because an index is opened for most samples."""
-        return self.cache_name(self._index_part())
+        return self.cache_name(self._index_part()) + INDEX
 
     def _mapped(self, make: Callable[[], Index]) -> Index:
         """Return the index, mapped from the cache. If it is not in the cache, store the result of `make` there."""
-        made: list[Index] = []
+        made: list[Index | None] = []
 
         def parts() -> Iterator[bytes]:
-            made.append(make())
-            return packed(made[-1])
+            made.append(None)
+            made[-1] = index = make()
+            return packed(index)
 
         try:
             descriptor = self.cache.open_checked(self._index_name, parts)
         except CacheError as error:
+            if None in made:  # `make` itself needs the cache
+                raise
             warn_once(
                 f"the indices of shards cannot be stored: {error} "
                 "Until then, every process reads the tar headers or lists the folders itself."
             )
-            return made[-1] if made else make()
+            return next(filter(None, made), None) or make()
         try:
             return map_index(descriptor)
         except OSError as error:

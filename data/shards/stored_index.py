@@ -32,7 +32,7 @@ def map_index(descriptor: int) -> Index:
         OSError: the file cannot be mapped.
         ValueError: the file is too short.
     """
-    memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    memory = mmap.mmap(descriptor, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
     header = np.frombuffer(memory, dtype=np.int64, count=_HEADER // 8)
     place, (samples, _, _, letters, names, maps) = _HEADER, header.tolist()
 
