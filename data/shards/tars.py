@@ -190,10 +190,14 @@ class Tar(Shard):
         return self._parsed(content, path)
 
     def _fits(self, index: Index) -> bool:
-        """Return True if the size of the shard and the place of its last sample are those in an index."""
+        """Return True if the size of the tar and the place of its last sample are those in an index.
+
+        The size of a compressed tar is not compared, because the index holds the size after decompression.
+        """
         last = len(index.ends) - 1
         offset, size = map(int, index.images[last])
-        return index.summary[2] == self.size and self._content(index, last, offset, size, 0) is not None
+        size_fits = self._is_packed or index.summary[2] == self.size
+        return size_fits and self._content(index, last, offset, size, 0) is not None
 
     def _parsed(self, content: bytes, path: str) -> Index:
         """Parse the content of a table, and check that the table belongs to this shard."""
