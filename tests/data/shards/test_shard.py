@@ -133,7 +133,7 @@ def test_a_copy_without_times_keeps_its_index(write_shards, tmp_path, monkeypatc
     paths = write_shards([3, 5], ending)
     add_index(paths, [3, 5], sha256=None if ending == ".tar.gz" else "ab" * 32)
     for path in paths:
-        with (gzip.open if ending == ".tar.gz" else open)(path) as file:
+        with (gzip.open if ending == ".tar.gz" else open)(path, "rb") as file:
             (tmp_path / "unpacked").write_bytes(file.read())
         write_table(path, scan_tar(str(tmp_path / "unpacked"), path))
         os.utime(path, ns=(2**62, 2**62))
