@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from accelerate import Accelerator
 
-from tessera.data.shards import Source, open_shards
+from tessera.data.shards import Source, describe_remote, open_shards
 from tessera.encoders.base import Encoder
 from tessera.evaluation.features import (
     PIXELS,
@@ -137,7 +137,8 @@ def labelled_data(settings: LabelledSettings, accelerator: Accelerator) -> Label
         EvaluationError: the encoder cannot be loaded or used, the sets overlap, or a label or a feature is invalid.
     """
     if settings.val is None:
-        opened = [open_shards(settings.train, source=settings.access, progress=accelerator.is_main_process)]
+        access = describe_remote([settings.train], settings.access)
+        opened = [open_shards(settings.train, source=access, progress=accelerator.is_main_process)]
         opened[0].require_labels()
     else:
         opened = open_labelled_splits(settings.train, settings.val, settings.access, accelerator)

@@ -7,7 +7,7 @@ import numpy as np
 from accelerate import Accelerator
 from torch import Tensor
 
-from tessera.data.shards import ShardError, Shards, Source, SourceConfig, open_shards
+from tessera.data.shards import ShardError, Shards, Source, SourceConfig, describe_remote, open_shards
 from tessera.evaluation.features import EvaluationError
 from tessera.runtime.collectives import gather_objects, run_on_all_ranks
 
@@ -16,12 +16,13 @@ MOST_COMPARED = 64
 
 
 def open_splits(train: Shards, val: Shards, source: SourceConfig, accelerator: Accelerator) -> tuple[Source, Source]:
-    """Open the shards of the training set and of the validation set, and check that no image is in both.
+    """Open the shards of the training set and of the validation set, and check that no image is in both. Collective.
 
     Raises:
         ShardError: a shard cannot be used.
         EvaluationError: a shard or an image is in both sets.
     """
+    source = describe_remote([train, val], source)
     opened, other = (open_shards(one, source=source, progress=accelerator.is_main_process) for one in (train, val))
     if not source.allow_overlap:
         check_disjoint(opened, other)

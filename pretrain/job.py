@@ -13,7 +13,7 @@ from tessera.data.decode import jpeg_decoder
 from tessera.data.given import is_name
 from tessera.data.loader import Reading, training_batches
 from tessera.data.sampler import BatchSampler
-from tessera.data.shards import ShardError, Sources, WeightedShards, open_sources
+from tessera.data.shards import ShardError, Sources, WeightedShards, describe_remote, open_sources
 from tessera.data.workers import free_cores
 from tessera.pretrain.build import build_method
 from tessera.pretrain.checkpoints import resume
@@ -73,9 +73,10 @@ def prepare(given: RunConfig, accelerator: Accelerator) -> Prepared:
     Raises:
         UserError: the shards cannot be read, or the settings do not fit together.
     """
+    access = describe_remote([given.data.shards], given.access)
     with first_of_node_first():  # the first process of each node fills the caches for the others
         shards, given = training_shards(given)
-        sources = open_sources(shards, source=given.access)
+        sources = open_sources(shards, source=access)
     fingerprint = agree(sources.lists, given.stream.buffers(sources.lists))
     statistics = measure_pixels(given, sources, accelerator)
     images = sum(source.images for source in sources.lists)

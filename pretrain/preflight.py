@@ -18,7 +18,7 @@ from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.collate import Transform, collate
 from tessera.data.crops import MixedCrops
-from tessera.data.shards import Sources
+from tessera.data.shards import ShardError, Sources, cache_folder, is_on_network
 from tessera.encoders.attention import only_torchs_kernel
 from tessera.encoders.base import IMAGENET, Encoder
 from tessera.encoders.unused import ON_META
@@ -125,6 +125,16 @@ def _kept_bytes(method: Method, precision: str, images: int) -> int:
     return sum(size for address, size in kept.items() if address not in weights)
 
 
+def _cache(config: RunConfig) -> str:
+    """Return the folder and the size limit of the cache, with a warning if the folder is on a network disk."""
+    try:
+        folder = cache_folder()
+    except ShardError as error:
+        return str(error)
+    text = f"{folder}, at most {config.source.cache_gb:g} GB on each node"
+    return f"{text}. It is on a network disk: set TESSERA_CACHE to a local folder" if is_on_network(folder) else text
+
+
 def print_plan(config: RunConfig, method: Method, run: Plan) -> None:
     """Print the resolved settings of the run, and a table of its length, data and memory use."""
     each = config.batch_size // run.processes // config.accumulate
@@ -145,6 +155,7 @@ def print_plan(config: RunConfig, method: Method, run: Plan) -> None:
         "images per forward pass of a process": f"{each}",
         "memory per process: weights, gradients, optimizer": f"{state_bytes(method) / 1e9:.2f} GB",
         "memory per process: activations (estimate)": f"{activations / 1e9:.2f} GB",
+        "cache": _cache(config),
         "checkpoint": f"{(state_bytes(method) - 4 * trained) / 1e9:.2f} GB",
         "checkpoints": f"{checkpoints}, of which the newest {config.checkpoint.keep} are kept",
     }

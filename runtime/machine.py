@@ -57,6 +57,18 @@ def machine_id() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
+def file_system(path: str | Path) -> str:
+    """Return the type of the file system that holds `path`, such as `ext4` or `nfs4`; empty if it is not known."""
+    path, found = os.path.realpath(path), (0, "")
+    with contextlib.suppress(OSError):  # only Linux has this file
+        for line in Path("/proc/mounts").read_text(errors="replace").splitlines():
+            _, mount, kind, *_ = line.split(" ")
+            mount = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), mount)  # such as \040 for a space
+            if len(mount) >= found[0] and os.path.join(path, "").startswith(os.path.join(mount, "")):
+                found = len(mount), kind
+    return found[1]
+
+
 def process_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the program name: the state, the id of the parent process, ...
 

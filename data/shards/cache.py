@@ -6,38 +6,49 @@ processes that need the entry wait for this lock. If the writer dies, the operat
 next process writes the entry from the beginning.
 
 A writer scans the folder about twice for every 1 % of the size limit that is written. If more than 90 % of the limit is
-in use, the writer removes the least recently used entries until 85 % is in use. If the disk is nearly full, the writer
-also removes entries. A process that has a removed entry open can still read the entry. A process that needs the entry
-later downloads or decompresses the data again.
+in use, the writer removes the least recently used entries until 85 % is in use. Indices of shards stay 30 days longer
+than other entries. If the disk is nearly full, the writer also removes entries. A process that has a removed entry open
+can still read the entry. A process that needs the entry later makes it again.
 
-An entry that holds a byte range ends in a checksum, which detects damage by a power cut or a faulty disk.
+An entry that holds a byte range or an index ends in a checksum, which detects damage by a power cut or a faulty disk.
 """
 
 import errno
 import fcntl
+import functools
 import logging
 import os
 import random
 import shutil
+import stat
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from tessera.data.shards.failures import EXHAUSTED, ResourceError
-from tessera.runtime.machine import process_fields
+from tessera.runtime.machine import file_system, process_fields
 from tessera.runtime.preemption import check_wait
 
 SPARE_BYTES = 2**28
 """Disk space in bytes that the cache leaves free."""
 FULL, KEPT = 0.9, 0.85  # used fractions of the size limit at which eviction begins and ends
 SCANNED = 0.005  # mean number of bytes written between two scans of the folder, as a fraction of the size limit
+NETWORK_DISKS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "afs", "panfs", "wekafs")
+"""Types of file systems on network disks."""
+MEMORY_DISKS = ("tmpfs", "ramfs")
+"""Types of file systems whose files take memory of the machine."""
 PART = ".part"
+INDEX = ".index"
+"""Ending of the names of indices. An index is small, but may take a download of its shard to make."""
+INDEX_LEAD = 30 * 86400 * 10**9  # nanoseconds by which an index counts as used later than it was
 FROZEN = 20.0  # seconds without progress after which a waiting process checks whether the lock holder is suspended
 POLL = 0.05  # maximum number of seconds between two attempts to get a lock
-CHECKSUM = 4  # size in bytes of the CRC-32 at the end of the cached copy of a byte range
+RECENT = 10**10  # nanoseconds in which a further use of an entry is not recorded, because every record is a write
+CHECKSUM = 4  # size in bytes of the CRC-32 at the end of an entry
+READ_SIZE = 2**20  # number of bytes that are read at once to compute a checksum
 MOST_INTACT = 2**16  # maximum number of cached files that a process remembers as intact
 
 _intact: set[tuple[str, int]] = set()
@@ -48,8 +59,16 @@ _versions: dict[str, str] = {}
 log = logging.getLogger(__name__)
 
 
+def is_on_network(folder: Path) -> bool:
+    """Return True if a folder is known to be on a network disk."""
+    return file_system(folder) in NETWORK_DISKS
+
+
 def cache_folder() -> Path:
-    """Return $TESSERA_CACHE if the variable is set, otherwise the subfolder `tessera` of the user's cache folder.
+    """Return the folder of the cache.
+
+    The folder is $TESSERA_CACHE if the variable is set, otherwise the subfolder `tessera` of the user's cache folder.
+    If ~/.cache is on a network disk and $TMPDIR is on a local disk, the folder is `$TMPDIR/tessera-UID` instead.
 
     Raises:
         CacheError: the variable is not set, and the user has no home folder.
@@ -59,13 +78,47 @@ def cache_folder() -> Path:
     if folder := os.environ.get("XDG_CACHE_HOME"):
         return Path(folder) / "tessera"
     try:
-        return Path.home() / ".cache" / "tessera"
+        folder = Path.home() / ".cache" / "tessera"
     except RuntimeError as error:  # HOME is not set, and the user database has no entry
         raise CacheError("there is no home folder for the cache. Set TESSERA_CACHE to a local folder.") from error
+    return (_temporary_folder() or folder) if is_on_network(folder) else folder
+
+
+def _temporary_folder() -> Path | None:
+    """Make a folder of this user in $TMPDIR, and return it. Return None if $TMPDIR is not set or not on a local disk.
+
+    Also return None if the folder belongs to another user or others may write to it.
+    """
+    parent = Path(os.environ.get("TMPDIR", ""))
+    if not parent.is_absolute() or file_system(parent) in ("", *NETWORK_DISKS, *MEMORY_DISKS):
+        return None
+    folder = parent / f"tessera-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError:
+        return None
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return folder if is_own else None
 
 
 class CacheError(ResourceError):
     """Raised if an entry cannot be written to the cache."""
+
+
+def node_cache(gigabytes: float) -> "Cache":
+    """Return the cache of the node, limited to `gigabytes` GB.
+
+    Raises:
+        CacheError: there is no folder for the cache.
+    """
+    return _node_cache(os.environ.get("TESSERA_CACHE"), os.environ.get("XDG_CACHE_HOME"), gigabytes)
+
+
+@functools.lru_cache(maxsize=16)
+def _node_cache(_: str | None, __: str | None, gigabytes: float) -> "Cache":
+    """Return the cache of the node. The environment variables are arguments, so that a change gives another cache."""
+    return Cache(cache_folder() / "pieces-v1", int(gigabytes * 1e9))
 
 
 class Cache:
@@ -89,12 +142,14 @@ class Cache:
             descriptor = os.open(f"{self._folder}/{name[:2]}/{name}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
-        if size is not None and os.fstat(descriptor).st_size != size:  # another program has changed the file
+        status = os.fstat(descriptor)
+        if size is not None and status.st_size != size:  # another program has changed the file
             os.close(descriptor)
             self.remove(name)
             return None
-        with suppress(OSError):
-            os.utime(descriptor)
+        if abs(time.time_ns() - status.st_mtime_ns) > RECENT:
+            with suppress(OSError):
+                os.utime(descriptor)
         return descriptor
 
     def open(self, name: str, fill: Callable[["Sink"], None], size: int | None = None) -> int:
@@ -140,6 +195,34 @@ class Cache:
             return found
         except OSError as error:
             raise _unwritable(self.folder, error) from error
+
+    def open_checked(self, name: str, make: Callable[[], Iterable[bytes]], size: int | None = None) -> int:
+        """Return a file descriptor of an entry that ends in a checksum. A damaged entry is made again.
+
+        Args:
+            name: name of the entry.
+            make: function that returns the parts of the content, without the checksum.
+            size: size of the content in bytes; None if unknown.
+
+        Raises:
+            CacheError: as for `open`, or the disk returns other bytes than were written.
+        """
+
+        def fill(sink: Sink) -> None:
+            crc = 0
+            for part in make():
+                sink.write(part)
+                crc = zlib.crc32(part, crc)
+            sink.write(crc.to_bytes(CHECKSUM, "big"))
+
+        for _ in range(2):
+            descriptor = self.open(name, fill, None if size is None else size + CHECKSUM)
+            if _is_intact(descriptor, name):
+                return descriptor
+            os.close(descriptor)
+            log.warning("an entry of the cache %s is damaged, and is made again: %s", self.folder, name)
+            self.remove(name)
+        raise CacheError(f"the cache {self.folder} returns other bytes than were written. Check its disk.")
 
     def remove(self, name: str) -> None:
         """Remove an entry if it exists."""
@@ -204,16 +287,17 @@ class Cache:
                     continue
                 total += status.st_size
                 if not entry.name.endswith(PART):
-                    entries.append((status.st_mtime_ns, status.st_size, entry.path))
+                    used = status.st_mtime_ns + INDEX_LEAD * entry.name.endswith(INDEX)
+                    entries.append((used, status.st_size, entry.path))
         target = total if total + size <= FULL * self.limit else KEPT * self.limit - size
         if missing > 0:
             target = min(target, total - missing - self.limit // 10)
-        for _, used, path in sorted(entries):
+        for _, occupied, path in sorted(entries):
             if total <= target:
                 break
             with suppress(FileNotFoundError):
                 os.unlink(path)
-            total -= used
+            total -= occupied
 
 
 class Sink:
@@ -324,21 +408,16 @@ def _unwritable(folder: Path, error: OSError) -> CacheError:
     )
 
 
-def checksum(data: bytes | memoryview) -> bytes:
-    """Return the CRC-32 of `data` as 4 bytes, big-endian."""
-    return zlib.crc32(data).to_bytes(CHECKSUM, "big")
-
-
-def is_intact(descriptor: int, name: str, size: int) -> bool:
-    """Return True if the first `size` bytes of a cached file have the checksum that follows them.
-
-    Each process checks a file once.
-    """
-    file = (name, os.fstat(descriptor).st_ino)
+def _is_intact(descriptor: int, name: str) -> bool:
+    """Return True if a cached file ends in the CRC-32 of the bytes before it. Each process checks a file once."""
+    status = os.fstat(descriptor)
+    file = (name, status.st_ino)
     if file in _intact:
         return True
-    data = os.pread(descriptor, size + CHECKSUM, 0)
-    if checksum(memoryview(data)[:size]) != data[size:]:
+    size, crc, place = status.st_size - CHECKSUM, 0, 0
+    while place < size and (data := os.pread(descriptor, min(READ_SIZE, size - place), place)):
+        crc, place = zlib.crc32(data, crc), place + len(data)
+    if place != size or crc.to_bytes(CHECKSUM, "big") != os.pread(descriptor, CHECKSUM, size):
         return False
     if len(_intact) >= MOST_INTACT:
         _intact.clear()

@@ -43,8 +43,7 @@ class ImageFolder(Shard):
         classes = None if listing.classes is None else tuple(listing.classes)
         size = int(listing.sizes[listing.usable].sum())
         folder = cls(path, size, listing.fingerprint(), config=config, classes=classes)
-        if folder._cached_index(("summary",)) is None:
-            folder._store_index(_index(listing))
+        folder._mapped(lambda: _index(listing))
         return folder
 
     @property
@@ -58,14 +57,8 @@ class ImageFolder(Shard):
     def class_names(self) -> tuple[str, ...] | None:
         return self.classes
 
-    def index(self) -> Index:
-        """Return the names, sizes, modification times and labels of the images.
-
-        If the index is not in the cache, list the folder again.
-        """
-        cached = self._cached_index()
-        if cached is not None:
-            return Index(**cached)
+    def make_index(self) -> Index:
+        """List the folder again, and return the names, sizes, modification times and labels of the images."""
         listing = _list(self.path)
         if listing.fingerprint() != self.version:
             raise ShardError(f"{self.path} has changed since it was opened. Restart the run.")

@@ -114,8 +114,11 @@ class MapStyle(Shard):
             return None
         return tuple(names) if len({*names}) == len(names) else None
 
-    def index(self) -> Index:
+    def make_index(self) -> Index:
         return NumberedIndex.of(self.samples, self.labelled)
+
+    def index(self) -> Index:
+        return self.make_index()
 
     def summary(self) -> np.ndarray:
         return self.index().summary

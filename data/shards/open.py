@@ -26,7 +26,6 @@ from tessera.data.shards.failures import (
     ResourceError,
     ShardError,
     unreadable,
-    warn_once,
 )
 from tessera.data.shards.folder import ImageFolder, holds_images
 from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, ShardEntry, parse_folder
@@ -74,8 +73,6 @@ class _Listed(NamedTuple):
 
     entry: ShardEntry
     folder: FolderIndex
-    written: int
-    """Modification time of the `index.json` in nanoseconds since 1970; 0 for a remote `index.json`."""
 
 
 class _Opened(NamedTuple):
@@ -160,10 +157,7 @@ def with_names(shards: Any, name: Callable[[Any], str]) -> Any:
 
 def _open_patterns(shards: Shards, progress: bool, source: SourceConfig) -> Source:
     """Open a source whose data sets have names, as `open_shards` describes."""
-    indices = _FolderIndices(source)
-    paths = _expand(shards, indices)
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(indices.read_beside, {folder_of(path): path for path in paths}.values()))
+    paths, indices = _listed(shards, source)
     opened, errors = _open_all(paths, indices, progress)
     _report(errors, len(paths), source)
     found = [opened[place] for place in sorted(opened)]
@@ -181,6 +175,61 @@ def _open_patterns(shards: Shards, progress: bool, source: SourceConfig) -> Sour
         mean=mean,
         std=std,
     )
+
+
+def _listed(shards: Shards, source: SourceConfig) -> tuple[list[str], "_FolderIndices"]:
+    """Expand shard patterns, and read the `index.json` beside each shard."""
+    indices = _FolderIndices(source)
+    paths = _expand(shards, indices)
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(indices.read_beside, {folder_of(path): path for path in paths}.values()))
+    return paths, indices
+
+
+def describe_remote(shards: Sequence[WeightedShards], source: SourceConfig) -> SourceConfig:
+    """Return the settings with the size and version of each remote shard that no `index.json` lists. Collective.
+
+    Rank 0 asks the servers, one request per shard. Otherwise every process would ask for every shard when it opens the
+    shards with these settings.
+
+    Raises:
+        RankError: a pattern cannot be expanded.
+    """
+    from tessera.runtime import collectives  # imported here, because shards can be listed without torch
+
+    patterns = [pattern for one in shards for pattern in _remote_patterns(one)]
+    if not patterns or collectives.world_size() == 1:
+        return source
+
+    def ask() -> dict[str, tuple[int, str] | ShardError]:
+        if collectives.rank():
+            return {}
+        paths, indices = _listed(list(dict.fromkeys(patterns)), source)
+        unknown = [path for path in paths if remote.is_remote(path) and path not in indices.entries]
+        with ThreadPoolExecutor(THREADS) as pool:
+            return dict(zip(unknown, pool.map(lambda path: _description(path, source), unknown), strict=True))
+
+    with collectives.patient_group() as group:
+        found = collectives.run_on_all_ranks(ask, group)
+        return source.with_described(collectives.broadcast_object(found, group))
+
+
+def _remote_patterns(shards: WeightedShards) -> list[str]:
+    """Return the patterns that are URLs."""
+    if isinstance(shards, str):
+        return [shards] if remote.is_remote(shards) and not shards.startswith(remote.PIPE) else []
+    if isinstance(shards, Mapping | list | tuple) and not isinstance(shards, Sources):
+        return [pattern for one in shards for pattern in _remote_patterns(one)]
+    return []
+
+
+def _description(url: str, source: SourceConfig) -> tuple[int, str] | ShardError:
+    try:
+        return remote.describe(url, source)
+    except ResourceError:
+        raise
+    except ShardError as error:
+        return error
 
 
 def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
@@ -213,7 +262,10 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
             "it from the list."
         )
     if remote.is_remote(path):
-        return RemoteTar(path, *remote.describe(path, config), config)
+        found = config.described.get(path) or remote.describe(path, config)
+        if isinstance(found, ShardError):
+            raise found
+        return RemoteTar(path, *found, config)
     try:
         status = os.stat(path)
     except OSError as error:
@@ -271,9 +323,7 @@ def _open(path: str, indices: "_FolderIndices", verifies: bool) -> _Opened:
                 f"{path} has {shard.size} bytes, but {FOLDER_INDEX} lists {listed.entry.filesize}. The shard may have "
                 f"been truncated. Copy or make the shard again. {CORRECT_INDEX}"
             )
-        if listed.written >= shard.modified:
-            return _counted(replace(shard, sha256=listed.entry.sha256), listed)
-        warn_once(f"{os.path.dirname(path)}/{FOLDER_INDEX} is not used for shards that are newer than the index")
+        return _counted(replace(shard, sha256=listed.entry.sha256), listed)
     samples, labelled, size = map(int, shard.summary())
     return _Opened(shard, samples, labelled, shard.size or size)
 
@@ -476,7 +526,7 @@ class _FolderIndices:
         found = self._content(path)
         if found is None:
             raise ShardError(f"{path} was not found. Give shards, or the index.json of a folder of shards.")
-        return self._add(path, *found)
+        return self._add(path, found)
 
     def read_beside(self, shard: str) -> None:
         """Read the `index.json` in the folder of a shard, if the file exists.
@@ -500,23 +550,20 @@ class _FolderIndices:
             return
         try:
             if found is not None:
-                self._add(path, *found)
+                self._add(path, found)
         except ShardError as error:
             log.warning("the index is not used: %s", error)
 
-    def _content(self, path: str) -> tuple[bytes, int] | None:
-        """Return the content of an `index.json`, and its modification time in nanoseconds (0 for a remote file)."""
+    def _content(self, path: str) -> bytes | None:
+        """Return the content of an `index.json`."""
         self._visited.add(path)
-        # Read the time before the content. If the file is replaced in between, the index then counts as too old.
-        written = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
-        content = remote.read_small(path, self.config, index.LARGEST_FOLDER_INDEX)
-        return None if content is None else (content, written)
+        return remote.read_small(path, self.config, index.LARGEST_FOLDER_INDEX)
 
-    def _add(self, path: str, content: bytes, written: int) -> list[str]:
+    def _add(self, path: str, content: bytes) -> list[str]:
         folder = parse_folder(content, path)
         prefix, slash, _ = remote.without_query(path)[: -len(FOLDER_INDEX)].rpartition("/")
         entries = {
-            prefix + slash + entry.url if slash else _local(entry.url): _Listed(entry, folder, written)
+            prefix + slash + entry.url if slash else _local(entry.url): _Listed(entry, folder)
             for entry in folder.shardlist
         }
         if self.config.form.image is self.config.form.label is None:  # the counts are those of the usual members

@@ -14,12 +14,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tessera.data.shards.cache import CHECKSUM, Cache, Sink, checksum, is_intact
-from tessera.data.shards.failures import ResourceError, SampleError, ShardError, is_exhausted, unreadable
+from tessera.data.shards.failures import SampleError, ShardError, is_exhausted, unreadable
 from tessera.data.shards.map_style import IMAGE_KEYS, LABEL_KEYS, NumberedIndex
 from tessera.data.shards.source import DEFAULT, Shard, SourceConfig
 from tessera.data.shards.tar import LARGEST_MEMBER, Index
-from tessera.data.shards.tars import shard_cache
 from tessera.runtime.user_error import printable
 
 LARGEST_GROUP = 2**31
@@ -85,7 +83,7 @@ class ParquetFile(Shard):
     def class_names(self) -> tuple[str, ...] | None:
         return self.classes
 
-    def index(self) -> Index:
+    def make_index(self) -> Index:
         samples = self.ends[-1]
         labels = np.full(samples, -1, dtype=np.int64)
         if self.label_column is not None:
@@ -96,8 +94,11 @@ class ParquetFile(Shard):
         summary = np.array([samples, (labels >= 0).sum(), self.size], dtype=np.int64)
         return index._replace(labels=np.stack([labels, np.minimum(labels, 0)], axis=1), summary=summary)
 
-    def summary(self) -> np.ndarray:
-        return self.index().summary
+    def index(self) -> Index:
+        return NumberedIndex(*super().index())
+
+    def _index_part(self) -> str:
+        return f"index {self.label_column}"
 
     def label(self, index: Index, sample: int) -> int:
         if (label := int(index.labels[sample, 0])) < 0:
@@ -122,11 +123,6 @@ class ParquetFile(Shard):
         missing = [group for group in groups.tolist() if not self._is_cached(group)]
         return [lambda group=group: os.close(self._open_group(group)) for group in missing]
 
-    @property
-    def cache(self) -> Cache:
-        """Cache of the images of row groups."""
-        return shard_cache(self.config)
-
     def _group_name(self, group: int) -> str:
         return self.cache_name(f"row group {group} of {self.column}")
 
@@ -142,18 +138,10 @@ class ParquetFile(Shard):
         The file begins with the positions of the n images, n + 1 numbers of 8 bytes. A checksum ends the file.
         """
 
-        def fill(sink: Sink) -> None:
-            data = self._read(lambda file: _images(file.read_row_group(group, [self.column], use_threads=False)))
-            sink.write(data + checksum(data))
+        def images() -> list[bytes]:
+            return [self._read(lambda file: _images(file.read_row_group(group, [self.column], use_threads=False)))]
 
-        name = self._group_name(group)
-        for _ in range(2):
-            descriptor = self.cache.open(name, fill)
-            if is_intact(descriptor, name, max(os.fstat(descriptor).st_size - CHECKSUM, 0)):
-                return descriptor
-            os.close(descriptor)
-            self.cache.remove(name)  # the cached copy is damaged, so it is made again
-        raise ResourceError(f"the cache {self.cache.folder} returns other bytes than were written. Check its disk.")
+        return self.cache.open_checked(self._group_name(group), images)
 
     def _read(self, read: Callable[[Any], Any]) -> Any:
         """Return the result of `read`, which gets the opened file.

@@ -9,18 +9,18 @@ import bisect
 import functools
 import hashlib
 import os
+import resource
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 from pydantic import Field, PrivateAttr
 
-from tessera.data.shards.cache import CacheError, cache_folder
+from tessera.data.shards.cache import INDEX, Cache, CacheError, node_cache
 from tessera.data.shards.failures import (
     CORRECT_INDEX,
     MAKE_INDEX_AGAIN,
@@ -29,15 +29,18 @@ from tessera.data.shards.failures import (
     SampleError,
     ShardError,
     UnreadableError,
+    unreadable,
     warn_once,
 )
 from tessera.data.shards.index import CLASSES
+from tessera.data.shards.stored_index import map_index, packed, read_summary
 from tessera.data.shards.tar import LARGEST_LABEL, MAP, Index
-from tessera.runtime.files import atomic_write
 from tessera.runtime.settings import Section
 
+KEPT_INDICES = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 64), 4096)
+"""Maximum number of indices of shards that a source keeps mapped. Each one needs a file descriptor."""
 KEPT_SAMPLES = 2_000_000
-"""Maximum number of samples whose byte positions are kept in memory, at 60 to 76 bytes each."""
+"""Number of samples whose indices a process keeps, on average. It bounds the memory if the cache cannot be used."""
 FETCHERS = 4
 """Number of simultaneous requests of one source."""
 MOST_PROBED = 100
@@ -88,12 +91,14 @@ class SourceConfig(Section):
     allow_overlap: bool = False
     """accept validation images that are also training images; their scores say nothing about new images"""
     cache_gb: float = Field(default=64, gt=0)
-    """maximum size in GB, on each node, of the cache of downloaded and decompressed shards below $TESSERA_CACHE"""
+    """maximum size in GB, on each node, of the cache below $TESSERA_CACHE: downloaded and decompressed shards, and the
+    indices of all shards"""
     commands: bool | None = None
     """run the commands of pipe:COMMAND shards; only a flag can set this; by default, a command in a flag is run,
     and a command in a settings file is refused"""
 
     _form: SampleForm = PrivateAttr(default=SampleForm())
+    _described: Mapping[str, tuple[int, str] | ShardError] = PrivateAttr(default_factory=dict)
 
     @property
     def form(self) -> SampleForm:
@@ -104,6 +109,17 @@ class SourceConfig(Section):
         """Return a copy of the settings with another form of samples."""
         copy = self.model_copy()
         copy._form = form
+        return copy
+
+    @property
+    def described(self) -> Mapping[str, tuple[int, str] | ShardError]:
+        """Size and version of remote shards, or the error for a shard, as rank 0 has found them: maps URLs to them."""
+        return self._described
+
+    def with_described(self, described: Mapping[str, tuple[int, str] | ShardError]) -> Self:
+        """Return a copy of the settings with the sizes and versions of remote shards."""
+        copy = self.model_copy()
+        copy._described = described
         return copy
 
 
@@ -158,12 +174,20 @@ class Shard(ABC):
         """Return the class names of the folder in the order of the class numbers; None if there are no class names."""
 
     @abstractmethod
-    def index(self) -> Index:
-        """Return the index: names, sizes and byte positions of the samples.
+    def make_index(self) -> Index:
+        """List the samples: return their names, sizes and byte positions.
 
         Raises:
             ShardError: the shard cannot be used.
         """
+
+    def index(self) -> Index:
+        """Return the index, mapped from the cache of the node. If it is not in the cache, one process makes it.
+
+        Raises:
+            ShardError: the shard cannot be used.
+        """
+        return self._mapped(self.make_index)
 
     @abstractmethod
     def image(self, index: Index, sample: int) -> "Undecoded":
@@ -248,8 +272,24 @@ class Shard(ABC):
         Raises:
             ShardError: the shard cannot be used.
         """
-        cached = self._cached_index(("summary",))
-        return self.index().summary if cached is None else cached["summary"]
+        with suppress(CacheError):
+            if (descriptor := self.cache.find(self._index_name)) is not None:
+                try:
+                    found = read_summary(descriptor)
+                finally:
+                    os.close(descriptor)
+                if found is not None:
+                    return found
+        return self.index().summary
+
+    @property
+    def cache(self) -> Cache:
+        """Cache of the node: indices of shards, and downloaded and decompressed data.
+
+        Raises:
+            CacheError: there is no folder for the cache.
+        """
+        return node_cache(self.config.cache_gb)
 
     def cache_name(self, part: str) -> str:
         """Return the name of the cache entry for a part of this shard, for example for a byte range."""
@@ -263,30 +303,36 @@ class Shard(ABC):
         """Return the name of the index in `cache_name`."""
         return "index"
 
-    def _index_file(self) -> Path:
-        name = self.cache_name(self._index_part())
-        # Subfolders keep each folder small, because `atomic_write` lists the folder at every write.
-        return cache_folder() / "index-v1" / name[:2] / f"{name}.npz"
+    @functools.cached_property
+    def _index_name(self) -> str:
+        """Name of the cache entry of the index. It is computed once, because an index is opened for most samples."""
+        return self.cache_name(self._index_part()) + INDEX
 
-    def _cached_index(self, names: Sequence[str] = Index._fields) -> dict[str, np.ndarray] | None:
-        try:
-            with np.load(self._index_file()) as arrays:
-                return {name: arrays[name] for name in names}
-        except Exception:  # NumPy raises many kinds of errors for missing or damaged files
-            return None
+    def _mapped(self, make: Callable[[], Index]) -> Index:
+        """Return the index, mapped from the cache. If it is not in the cache, store the result of `make` there."""
+        made: list[Index | None] = []
 
-    def _store_index(self, index: Index) -> None:
+        def parts() -> Iterator[bytes]:
+            made.append(None)
+            made[-1] = index = make()
+            return packed(index)
+
         try:
-            target = self._index_file()
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(target) as path, path.open("wb") as file:
-                np.savez(file, **index._asdict())
-        except (OSError, CacheError) as error:
-            reason = f"{cache_folder()}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            descriptor = self.cache.open_checked(self._index_name, parts)
+        except CacheError as error:
+            if None in made:  # `make` itself needs the cache
+                raise
             warn_once(
-                f"the indices of shards cannot be stored: {reason}. "
-                "Every start of a run reads the tar headers or lists the folders again."
+                f"the indices of shards cannot be stored: {error} "
+                "Until then, every process reads the tar headers or lists the folders itself."
             )
+            return next(filter(None, made), None) or make()
+        try:
+            return map_index(descriptor)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        finally:
+            os.close(descriptor)
 
 
 @dataclass(eq=False)
@@ -318,7 +364,7 @@ class Source:
     numbers: tuple[int, ...] | None = None
     """Class number that `label` returns for each class number in the shards; None to return them unchanged."""
     readers: int = 1
-    """Number of sources that are read in this process. They share the limit `KEPT_SAMPLES` equally."""
+    """Number of sources that are read in this process. They share the limits of kept indices equally."""
 
     def __post_init__(self) -> None:
         self._ends = np.cumsum(self.counts).tolist()
@@ -326,8 +372,8 @@ class Source:
         self._lost: dict[int, str] = {}
         self._lost_in_a_row = 0
         self._last: tuple[int, Item] | None = None  # the sample that the stages made last, for its label
-        kept = max(KEPT_SAMPLES // int(self.counts.max()) // self.readers, 4)
-        self._index = functools.lru_cache(kept)(self._load_index)
+        kept = min(KEPT_INDICES, KEPT_SAMPLES * len(self.counts) // self.images) // self.readers
+        self._index = functools.lru_cache(max(kept, 4))(self._load_index)
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         # Pickle the fields only, because the cache of indices in `_index` cannot be pickled.

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tessera.data.shards import remote
-from tessera.data.shards.cache import CHECKSUM, Cache, Sink, cache_folder, checksum, first_version, is_intact
+from tessera.data.shards.cache import Sink, first_version
 from tessera.data.shards.failures import (
     CORRECT_INDEX,
     MAKE_INDEX_AGAIN,
@@ -75,18 +75,14 @@ class Tar(Shard):
             ShardError: the shard is damaged, is too large or cannot be downloaded, or the cache cannot be written.
         """
 
-    def index(self) -> Index:
-        cached = self._cached_index()
-        if cached is not None:
-            return Index(**cached)
-        if (table := self._table()) is not None:
+    def make_index(self) -> Index:
+        """Return the table beside the shard, or read the tar headers if there is none."""
+        if self._has_usual_members and (table := self._table()) is not None:
             return table
         try:
-            index = scan_tar(self.open(), self.path, self.config.form.image, self.config.form.label_name)
+            return scan_tar(self.open(), self.path, self.config.form.image, self.config.form.label_name)
         except OSError as error:
             raise unreadable(self.path, error) from error
-        self._store_index(index)
-        return index
 
     def image(self, index: Index, sample: int) -> bytes:
         return self._member(index, sample, index.images[sample])
@@ -152,9 +148,22 @@ class Tar(Shard):
             f"The shard has changed, or the index belongs to another shard. {MAKE_INDEX_AGAIN}"
         )
 
+    @property
+    def _has_usual_members(self) -> bool:
+        """True if the image and the label of a sample are the members that tables list."""
+        return self.config.form.image is self.config.form.label is None
+
     def _index_part(self) -> str:
-        image, label, _ = self.config.form
-        return "index" if image is label is None else f"index {image} {self.config.form.label_name}"
+        form = self.config.form
+        return self._table_version() if self._has_usual_members else f"index {form.image} {form.label_name}"
+
+    def _table_version(self) -> str:
+        """Return a name of the index that changes if the table beside the shard changes."""
+        try:
+            status = os.stat(self.path + TABLE)
+        except OSError:
+            return "index"
+        return f"index {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
     @abstractmethod
     def _content(self, index: Index, sample: int, offset: int, size: int, wanted: int) -> bytes | None:
@@ -165,18 +174,30 @@ class Tar(Shard):
         return remote.without_query(self.path).endswith(GZIPPED)
 
     def _table(self) -> Index | None:
-        """Return the table beside the shard, or None if no table exists or the table is older than the shard."""
+        """Return the table beside the shard, or None if there is none.
+
+        A table that is older than the shard is used if it fits the shard, because a copy may have changed the times.
+        """
         path = self.path + TABLE
-        if self._index_part() != "index":
-            return None  # the table holds the usual members
         try:
-            if os.stat(path).st_mtime_ns < self.modified:
-                warn_once(f"{path} is older than its shard and is not used. {MAKE_INDEX_AGAIN}")
-                return None
             with open(path, "rb") as file:
-                return self._parsed(file.read(LARGEST_TABLE + 1), path)
+                content, modified = file.read(LARGEST_TABLE + 1), os.fstat(file.fileno()).st_mtime_ns
         except OSError:
             return None
+        if modified < self.modified and not self._fits(parse_table(content, path)):
+            warn_once(f"{path} is older than its shard, does not fit it, and is not used. {MAKE_INDEX_AGAIN}")
+            return None
+        return self._parsed(content, path)
+
+    def _fits(self, index: Index) -> bool:
+        """Return True if the size of the tar and the place of its last sample are those in an index.
+
+        The size of a compressed tar is not compared, because the index holds the size after decompression.
+        """
+        last = len(index.ends) - 1
+        offset, size = map(int, index.images[last])
+        size_fits = self._is_packed or index.summary[2] == self.size
+        return size_fits and self._content(index, last, offset, size, 0) is not None
 
     def _parsed(self, content: bytes, path: str) -> Index:
         """Parse the content of a table, and check that the table belongs to this shard."""
@@ -273,11 +294,6 @@ class PackedTar(Tar):
 
     downloads: ClassVar[bool] = True
 
-    @property
-    def cache(self) -> Cache:
-        """Cache of downloaded and decompressed tars."""
-        return shard_cache(self.config)
-
     def open(self) -> int:
         def fill(sink: Sink) -> None:
             check = None if self.sha256 else self._check_version  # `fetch` checks a known SHA-256 instead
@@ -330,25 +346,6 @@ class PackedTar(Tar):
         return self.open(), 0, self.cache_name("whole")
 
 
-def shard_cache(config: SourceConfig) -> Cache:
-    """Return the cache of downloaded and decompressed data of shards."""
-    return _cache(os.environ.get("TESSERA_CACHE"), os.environ.get("XDG_CACHE_HOME"), config.cache_gb)
-
-
-@functools.lru_cache(maxsize=16)
-def _cache(_: str | None, __: str | None, gigabytes: float) -> Cache:
-    """Return the cache of shard data, limited to `gigabytes` GB.
-
-    The other arguments are environment variables. They are keys of `lru_cache`, so a change of a variable gives a new
-    cache.
-    """
-    return Cache(cache_folder() / "pieces-v1", int(gigabytes * 1e9))
-
-
-class _NoTableError(Exception):
-    """Raised if no table exists beside a remote shard."""
-
-
 @dataclass(frozen=True)
 class RemoteTar(PackedTar):
     """A tar at a URL, or the output of a command. The cache holds byte ranges, or the complete tar."""
@@ -397,20 +394,11 @@ class RemoteTar(PackedTar):
             ShardError: the shard has changed or cannot be downloaded, or the cache cannot be written.
         """
 
-        def fill(sink: Sink) -> None:
-            data = remote.read_range(self.path, start, end, self.size, self.config, self._check_version)
-            sink.write(data + checksum(data))
+        def read() -> list[bytes]:
+            return [remote.read_range(self.path, start, end, self.size, self.config, self._check_version)]
 
-        name = self.cache_name(f"{start}-{end}")
         try:
-            descriptor = self.cache.open(name, fill, end - start + CHECKSUM)
-            if is_intact(descriptor, name, end - start):
-                return descriptor
-            os.close(descriptor)
-            log.warning("%s: the copy of bytes %d to %d in the cache is damaged. These bytes are downloaded again.",
-                        self.path, start, end)  # fmt: skip
-            self.cache.remove(name)
-            return self.cache.open(name, fill, end - start + CHECKSUM)
+            return self.cache.open_checked(self.cache_name(f"{start}-{end}"), read, end - start)
         except remote.NoRangesError:
             raise ShardError(
                 f"The server of {self.path} stopped supporting byte ranges during the run. Restart the run."
@@ -479,43 +467,23 @@ class RemoteTar(PackedTar):
     def _cache_path(self) -> str:
         return self.path
 
+    def _table_version(self) -> str:
+        return "index"  # to ask the server for the version of the table would be a request
+
     def _table(self) -> Index | None:
         if self._is_command:
             return None
-        other = "?" in self.path or self._index_part() != "index"
-        table = None if other else self._downloaded_table()
-        if table is None and self.supports_ranges:
+        path, content = self.path + TABLE, None
+        if "?" not in self.path:
+            content = remote.read_small(path, self.config, LARGEST_TABLE)
+        if content is not None:
+            return self._parsed(content, path)
+        if self.supports_ranges:
             warn_once(
                 f"Shards of {self.folder} without a table SHARD.tar{TABLE} beside them are downloaded completely to "
                 "find their samples. `tessera check_shards SHARDS --write_index true` writes tables for local copies."
             )
-        return table
-
-    def _downloaded_table(self) -> Index | None:
-        """Download the table beside the shard. Return None if no table exists."""
-        path = self.path + TABLE
-
-        def fill(sink: Sink) -> None:
-            content = remote.read_small(path, self.config, LARGEST_TABLE)
-            if content is None:
-                raise _NoTableError
-            sink.write(content)
-
-        name = self.cache_name("table")
-        for cached in (self.cache.find(name), None):
-            try:
-                descriptor = self.cache.open(name, fill) if cached is None else cached
-            except _NoTableError:
-                return None
-            with os.fdopen(descriptor, "rb") as file:
-                content = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
-            try:
-                return self._parsed(content, path)
-            except ShardError:
-                self.cache.remove(name)  # the cached copy may be damaged, so discard the copy
-                if cached is None:
-                    raise
-        raise AssertionError("unreachable: the second attempt returns or raises")
+        return None
 
 
 def _bytes_of(index: Index, first: int, last: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from tessera import encoders
 from tessera.data.batch import Batch
 from tessera.data.crops import MultiCrop, MultiCropConfig
 from tessera.data.shards import open_sources
+from tessera.pretrain import preflight
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.methods import METHODS
@@ -124,10 +125,14 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         "epochs 1.3",
         "processes x loader workers 2 x 3",
         "images per forward pass of a process 2",
+        f"cache {tmp_path / 'cache'}, at most 64 GB on each node",
         "checkpoints 3, of which the newest 1 are kept",
         "prototypes: 64",
     ):
         assert part in said, part
+    monkeypatch.setattr(preflight, "is_on_network", lambda folder: folder == tmp_path / "cache")
+    print_plan(config, method, Plan(open_sources(str(tmp_path / "*.tar")), 50, 2, 3))
+    assert "It is on a network disk: set TESSERA_CACHE to a local folder" in capsys.readouterr().out
 
 
 def broken() -> None:

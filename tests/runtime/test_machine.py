@@ -35,6 +35,26 @@ print(kept, *memory)
 """
 
 
+def test_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.file_system("/proc/self") == "proc"
+    (tmp_path / "link").symlink_to("/home/ann lee/x")
+    mounts = (
+        "/dev/a / ext4 rw 0 0\nauto /home autofs rw 0 0\nserver:/a /home/ann\\040lee nfs4 rw 0 0\nb /home/ann xfs 0 0\n"
+    )
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: mounts)
+    asked = (
+        "/data",
+        "/home/bob",
+        "/home/ann lee",
+        "/home/ann lee/.cache",
+        "/home/ann/x",
+        "/home/annette",
+        tmp_path / "link",
+    )
+    found = [machine.file_system(path) for path in asked]
+    assert found == ["ext4", "autofs", "nfs4", "nfs4", "xfs", "autofs", "nfs4"]
+
+
 def grown(mode: str, tensors: int) -> tuple[int, int]:
     """Return by how many MiB the process grows with `tensors`, and with as many more."""
     chosen = ("MALLOC_", "GLIBC_TUNABLES")

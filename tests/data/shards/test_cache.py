@@ -79,6 +79,27 @@ def test_what_was_not_used_for_longest_goes(tmp_path):
     assert left == [0, 4, 5, 9]  # 8,500 bytes: below nine tenths
 
 
+def test_indices_go_after_other_entries_of_the_same_month(tmp_path):
+    cache, day = Cache(tmp_path, 10_000), 86400 * 10**9
+    ages = {"00.index": 40, "01.index": 20, "02": 9, "03": 1}
+    for entry, age in ages.items():
+        os.close(cache.open(entry, lambda sink: sink.write(bytes(2000))))
+        os.utime(tmp_path / entry[:2] / entry, ns=(0, time.time_ns() - age * day))
+    os.close(cache.open("04", lambda sink: sink.write(bytes(4000))))
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"01.index", "03", "04"}
+
+
+def test_a_use_is_recorded_once_in_ten_seconds(tmp_path):
+    """A record writes to the disk, and to a server if the folder is on a network disk."""
+    cache, path = Cache(tmp_path, 10_000), tmp_path / name(1)[:2] / name(1)
+    take(cache, 1)
+    for ago, recorded in ((5, False), (15, True)):
+        os.utime(path, ns=(0, time.time_ns() - ago * 10**9))
+        before = path.stat().st_mtime_ns
+        os.close(cache.find(name(1)))
+        assert (path.stat().st_mtime_ns > before) == recorded
+
+
 def test_an_open_entry_survives_its_removal(tmp_path):
     cache = Cache(tmp_path, 10_000)
     descriptor = cache.open(name(1), lambda sink: sink.write(content(1)))

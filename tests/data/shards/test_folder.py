@@ -96,6 +96,8 @@ def test_without_a_cache_the_folder_is_listed_again(photos, cache):
     shutil.rmtree(cache)
     assert [bytes(array) for array in opened.shards[0].index()] == [bytes(array) for array in index]
     (photos / "ant" / "new.jpg").write_bytes(picture(99))
+    assert len(opened.shards[0].index().ends) == len(index.ends)  # still in the cache
+    shutil.rmtree(cache)
     with pytest.raises(ShardError, match=r"photos/ has changed since it was opened\. Restart the run"):
         opened.shards[0].index()
 

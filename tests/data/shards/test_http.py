@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +16,14 @@ import fsspec
 import pytest
 import torch
 
-from tessera.data.shards import ShardError, expand, open_shards, remote, tars
+from tessera.data.shards import ShardError, describe_remote, expand, open_shards, remote, tars
 from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
 from tessera.data.shards.source import SourceConfig
 from tessera.data.shards.tar import scan_tar
+from tessera.runtime.collectives import RankError
 from tests.data.shards.batches import evaluate, train
 from tests.data.shards.servers import Server
+from tests.ranks import on_processes
 
 fork = multiprocessing.get_context("fork")
 
@@ -364,3 +367,25 @@ def test_options_of_the_user_keep_the_time_limits(monkeypatch):
     assert remote._options("s3", 7.0)["config_kwargs"] == {
         "connect_timeout": 7.0, "read_timeout": 3, "retries": {"max_attempts": 0},
     }  # fmt: skip
+
+
+def _open_on_each_process(rank, url, cache):
+    os.environ["TESSERA_CACHE"] = f"{cache}-{rank}"  # each process is a node of its own
+    config = describe_remote([{f"{url}/data-{{000000..000003}}.tar": 1}], SourceConfig(retries=0))
+    opened = open_shards(f"{url}/data-{{000000..000003}}.tar", source=config)
+    assert opened.counts.tolist() == [3, 5, 2, 4]
+    assert all(shard.version for shard in opened.shards)
+    missing = describe_remote([f"{url}/data-00000{{0,9}}.tar"], SourceConfig(retries=0))
+    with pytest.raises(ShardError, match=r"1 of 2 shards cannot be used:\n.*data-000009.tar: not found"):
+        open_shards(f"{url}/data-00000{{0,9}}.tar", source=missing)
+    with pytest.raises(RankError, match=r"process 0: .*/x\.parquet: Parquet files are read from a local disk only"):
+        describe_remote([f"{url}/x.parquet"], SourceConfig(retries=0))
+
+
+@pytest.mark.medium
+def test_one_process_asks_for_the_sizes_of_shards(write_shards, server, tmp_path, free_port):
+    """Without index.json, the others get the answers of the first process."""
+    write_shards([3, 5, 2, 4])
+    on_processes(_open_on_each_process, free_port, server.url, str(tmp_path / "cache"), count=3, group=True)
+    asked = Counter(path for method, path, _ in server.requests if method == "HEAD" and path.endswith(".tar"))
+    assert asked == {f"/data-00000{number}.tar": 1 + (number == 0) for number in (0, 1, 2, 3)} | {"/data-000009.tar": 1}

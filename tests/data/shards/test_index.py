@@ -14,7 +14,8 @@ import pytest
 from tessera.data.shards import open_shards
 from tessera.data.shards.failures import ShardError
 from tessera.data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table, write_folder, write_table
-from tessera.data.shards.tar import scan_tar
+from tessera.data.shards.stored_index import map_index, packed, read_summary
+from tessera.data.shards.tar import Index, scan_tar
 from tests.data.shards.batches import add_index
 
 
@@ -43,6 +44,23 @@ def test_a_table_comes_back(table):
     write_table(path, index)
     assert Path(f"{path}.index").read_bytes() == content
     assert not [p for p in Path(path).parent.iterdir() if p.name.startswith(".")]
+
+
+@pytest.mark.parametrize("maps", [0, 7])
+def test_a_mapped_index_is_the_same(tmp_path, maps):
+    rng = np.random.default_rng(0)
+    names, places = [rng.bytes(n) for n in range(7)], lambda rows: rng.integers(-1, 2**62, (rows, 2))
+    index = Index(
+        np.frombuffer(b"".join(names), dtype=np.uint8), np.cumsum([len(one) for one in names]), places(7), places(7),
+        np.array([7, 3, 2**40]), places(maps),
+    )  # fmt: skip
+    (tmp_path / "x").write_bytes(b"".join(packed(index)) + b"rest")
+    with (tmp_path / "x").open("rb") as file:
+        found, summary = map_index(file.fileno()), read_summary(file.fileno())
+    (tmp_path / "x").unlink()
+    assert equal(found, index)
+    assert [found.raw_key(sample) for sample in range(7)] == names
+    assert summary.tolist() == [7, 3, 2**40]
 
 
 def test_an_index_comes_back(tmp_path):

@@ -1,11 +1,13 @@
 """Shards in an S3-compatible store: moto's server, reached by AWS_ENDPOINT_URL, as a user reaches any other store."""
 
+import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from tessera.data.shards import ShardError, expand, open_shards, remote
+from tessera.data.shards import ShardError, expand, open_shards, remote, tars
 from tessera.data.shards.source import SourceConfig
 from tests.data.shards.batches import add_index, train
 
@@ -13,10 +15,20 @@ s3fs = pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")
 
 
+REQUESTS = []
+"""Method, path and range of each request that the store has received."""
+
+
+def request_of(environ):
+    return environ["REQUEST_METHOD"], environ["PATH_INFO"], environ.get("HTTP_RANGE")
+
+
 @pytest.fixture(scope="module")
 def endpoint():
     server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
+    answer = server._server.app
+    server._server.app = lambda environ, start: (REQUESTS.append(request_of(environ)), answer(environ, start))[1]
     host, port = server.get_host_and_port()
     yield f"http://{host}:{port}"
     server.stop()
@@ -63,6 +75,30 @@ def test_batches_are_those_of_local_shards(write_shards, bucket, tmp_path, index
     assert opened.labelled.tolist() == ([-1] * 3 if index else counts)
     assert opened.all_labelled()
     assert opened.label(13) == 13
+
+
+def test_a_range_is_one_request(write_shards, bucket, tmp_path, png, monkeypatch):
+    """The answer with the bytes also states their version and the size of the shard."""
+    monkeypatch.setattr(tars, "USUAL_REQUEST", 1)
+    (path,) = write_shards([6])
+    add_index([path], [6], tables=True)
+    bucket.put([path, f"{path}.index", str(tmp_path / "index.json")], "shards/")
+    opened = open_shards("s3://shards/index.json")
+    opened.shards[0].index()
+    REQUESTS.clear()
+    assert [opened.image(number) for number in range(3)] == [png(number) for number in range(3)]
+    assert [(method, name) for method, name, _ in REQUESTS] == [("GET", "/shards/data-000000.tar")] * 3
+    assert all(asked for *_, asked in REQUESTS)
+    raw = Path(path).read_bytes()
+    bucket.pipe("shards/data-000000.tar", raw.replace(b"IDATx", b"IDATy"))
+    with pytest.raises(ShardError, match=r"data-000000.tar has changed on the server \(version .*, before"):
+        opened.image(3)
+    bucket.pipe("shards/data-000000.tar", raw + bytes(512))
+    with pytest.raises(ShardError, match=rf"has {len(raw) + 512} bytes, but {len(raw)} were expected"):
+        dataclasses.replace(opened).image(4)
+    bucket.rm("shards/data-000000.tar")
+    with pytest.raises(ShardError, match=r"data-000000.tar: not found"):
+        dataclasses.replace(opened).image(5)
 
 
 @pytest.mark.parametrize("path", ["shards/a.tar", "nowhere/a.tar", "shards/*.tar", "shards/index.json"])

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tessera.data.shards import ShardError, open_shards, remote, tars
+from tessera.data.shards import ShardError, open_shards, remote, source, tars
+from tessera.data.shards import cache as caches
 from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, write_folder, write_table
 from tessera.data.shards.open import shard_at
 from tessera.data.shards.source import SourceConfig
@@ -25,13 +26,18 @@ def test_the_index_is_kept_until_the_shard_changes(write_tar, png, cache, monkey
     path = write_tar("t.tar", [("a.png", png(0))])
     shard = shard_at(path)
     shard.index()
-    (kept,) = (cache / "index-v1").glob("*/*.npz")
+    (kept,) = (path for path in cache.rglob("*") if path.is_file())
     with monkeypatch.context() as patch:
         patch.setattr(tars, "scan_tar", lambda *_: pytest.fail("the index was in the cache"))
         assert keys(shard.index()) == ["a"]
         assert shard.summary()[0] == 1
-    kept.write_bytes(kept.read_bytes()[:-100])
-    assert keys(shard.index()) == ["a"]
+    whole = kept.read_bytes()
+    for damaged in (whole[:-100], whole[:60] + b"?" + whole[61:], bytes(len(whole)), b""):
+        kept.unlink()
+        kept.write_bytes(damaged)
+        caches._intact.clear()  # another process
+        assert keys(shard.index()) == ["a"]
+        assert kept.read_bytes() == whole
     write_tar("t.tar", [("b.png", png(0))])
     os.utime(path, ns=(1, 1))  # of the same size, but of another time
     assert keys(shard_at(path).index()) == ["b"]
@@ -90,9 +96,11 @@ def test_tables_beside_shards_are_used_while_valid(write_tar, png, monkeypatch, 
     assert keys(shard_at(path).index()) == ["x", "y", "z"]
     with pytest.raises(ShardError, match=r"t.tar does not hold x at byte 512"):
         open_shards(path).image(0)
+    write_table(path, scan_tar(path, path)._replace(keys=np.frombuffer(b"uvw", dtype=np.uint8)))
+    assert keys(shard_at(path).index()) == ["u", "v", "w"]  # not the copy of the former table in the cache
     os.utime(path, ns=(2**62, 2**62))
     assert keys(shard_at(path).index()) == ["0", "1", "2"]
-    assert f"{path}.index is older than its shard" in caplog.text
+    assert f"{path}.index is older than its shard, does not fit it" in caplog.text
     other = write_tar("other.tar", [("a.png", png(0)), ("b.png", bytes(20000))])
     os.utime(other, ns=(1, 1))
     write_table(other, scan_tar(path, path))
@@ -111,14 +119,72 @@ def test_the_index_of_a_local_folder(write_shards, tmp_path, monkeypatch, caplog
             opened = open_shards(named)
             assert opened.counts.tolist() == opened.labelled.tolist() == [3, 5]
     assert opened.label(7) == 7
-    os.utime(paths[0], ns=(2**62, 2**62))  # written again after the index
     write_folder(tmp_path, FolderIndex(shardlist=[listed[0].model_copy(update={"nsamples": 4}), listed[1]]))
-    assert open_shards(paths).counts.tolist() == [3, 5]
-    assert caplog.text.count("index.json is not used for shards that are newer") == 1
-    os.utime(paths[0], ns=(1, 1))
-    lying = open_shards(paths)
-    with pytest.raises(ShardError, match=r"data-000000.tar has 3 samples, but 4 were expected"):
-        lying.image(0)
+    for written in (1, 2**62):
+        os.utime(paths[0], ns=(written, written))
+        lying = open_shards(paths)
+        with pytest.raises(ShardError, match=r"data-000000.tar has 3 samples, but 4 were expected"):
+            lying.image(0)
+
+
+@pytest.mark.parametrize("ending", [".tar", ".tar.gz"])
+def test_a_copy_without_times_keeps_its_index(write_shards, tmp_path, monkeypatch, caplog, png, ending):
+    """Files of a copy get the times at which they were written, in any order."""
+    paths = write_shards([3, 5], ending)
+    add_index(paths, [3, 5], sha256=None if ending == ".tar.gz" else "ab" * 32)
+    for path in paths:
+        with (gzip.open if ending == ".tar.gz" else open)(path, "rb") as file:
+            (tmp_path / "unpacked").write_bytes(file.read())
+        write_table(path, scan_tar(str(tmp_path / "unpacked"), path))
+        os.utime(path, ns=(2**62, 2**62))
+    monkeypatch.setattr(tars, "scan_tar", lambda *_: pytest.fail("the folder's index and the tables know it"))
+    opened = open_shards(paths)
+    assert [shard.sha256 for shard in opened.shards] == [None if ending == ".tar.gz" else "ab" * 32] * 2
+    assert [opened.image(number) for number in range(8)] == [png(number) for number in range(8)]
+    assert not caplog.text
+
+
+def test_a_changed_shard_of_the_same_size_is_named(write_tar, png, tmp_path, caplog):
+    """The old index.json counts as many samples, and the old table fits no more."""
+    path = write_tar("t.tar", [(f"{n}.png", png(n)) for n in range(3)])
+    add_index([path], [3], tables=True, labelled=False)
+    os.utime(f"{path}.index", ns=(1, 1))
+    size = os.path.getsize(path)
+    write_tar("t.tar", [("0.png", png(0)), ("1.png", png(1) + bytes(600)), ("2.png", png(2))])
+    assert os.path.getsize(path) == size
+    assert [open_shards(path).image(number) for number in range(3)] == [png(0), png(1) + bytes(600), png(2)]
+    assert "is older than its shard, does not fit it, and is not used" in caplog.text
+    os.utime(f"{path}.index")
+    with pytest.raises(ShardError, match=r"t.tar does not hold 2 at byte .* Make the index again"):
+        open_shards(path).image(2)
+    write_tar("t.tar", [("0.png", png(0)), ("2.png", png(2))])
+    os.remove(f"{path}.index")
+    with pytest.raises(ShardError, match=r"t.tar has 2 samples, but 3 were expected from index.json"):
+        open_shards(path).image(0)
+
+
+def test_tables_are_read_once_by_all_processes(write_shards, monkeypatch):
+    """Among more shards than a process keeps, tables are mapped again, and not read again."""
+    paths = write_shards([2] * 12)
+    add_index(paths, [2] * 12, tables=True)
+    read, parse = [], tars.parse_table
+    monkeypatch.setattr(tars, "parse_table", lambda content, path: (read.append(path), parse(content, path))[1])
+    monkeypatch.setattr(source, "KEPT_INDICES", 4)
+    monkeypatch.setattr(source, "KEPT_SAMPLES", 8)
+    for _ in range(2):
+        opened = open_shards(paths)
+        assert [opened.name(number)[-6:] for _ in range(3) for number in range(24)] == [
+            f"s{number:05d}" for _ in range(3) for number in range(24)
+        ]
+    assert sorted(read) == [f"{path}.index" for path in paths]
+
+
+def test_indices_count_in_the_limit_of_the_cache(write_tar, png, cache):
+    config = SourceConfig(cache_gb=1e-5)
+    paths = [write_tar(f"{n}.tar", [(f"{'k' * 90}{k:03d}.png", png(0)) for k in range(10)]) for n in range(20)]
+    for _ in range(2):
+        assert open_shards(paths, source=config).images == 200
+        assert 5_000 < sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) <= 10_000
 
 
 def test_a_truncated_shard_differs_from_the_index(write_shards, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from tessera.data import dataset
 from tessera.data.sampler import ShuffledSampler
-from tessera.data.shards import ShardError, Source, expand, open_shards, open_sources, tars
+from tessera.data.shards import ShardError, Source, expand, open_shards, open_sources, source, tars
 from tessera.data.shards.source import SourceConfig
 from tests.data.shards.batches import train
 
@@ -146,14 +146,16 @@ def test_shards_that_change_while_they_are_read(write_shards):
         shards.image(4)
 
 
-def test_few_files_stay_open(write_shards, tmp_path):
+def test_few_files_stay_open(write_shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "KEPT_INDICES", 16)
     shards = open_shards(write_shards([1] * (tars.KEPT_FILES + 20)))
     sources = [shards, dataclasses.replace(shards)]
     for number in range(shards.images):
-        for source in sources:
-            source.image(number)
-    links = (os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
-    assert sum(link.startswith(str(tmp_path)) for link in links) == tars.KEPT_FILES
+        for one in sources:
+            one.image(number)
+    links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert sum(link.endswith(".tar") for link in links) == tars.KEPT_FILES
+    assert sum(link.startswith(str(tmp_path / "cache")) for link in links) == 2 * 16
 
 
 def test_sources_of_a_mixture(write_shards):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import webdataset
 
-from tessera.data.shards import open_shards, tar
+from tessera.data.shards import cache, open_shards, tar
 from tessera.data.shards.cache import cache_folder
 from tessera.data.shards.failures import ShardError
 from tessera.data.shards.open import shard_at
@@ -136,6 +136,40 @@ def test_cache_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / ".cache" / "tessera"
+
+
+@pytest.mark.parametrize(
+    ("home", "temporary", "mode", "moved"),
+    [
+        ("nfs4", "xfs", 0o700, True),
+        ("lustre", "ext4", 0o755, True),
+        ("ext4", "ext4", 0o700, False),
+        ("nfs4", "nfs4", 0o700, False),
+        ("nfs4", "tmpfs", 0o700, False),
+        ("nfs4", None, 0o700, False),
+        ("nfs4", "xfs", 0o770, False),  # others could write to the cache
+    ],
+)
+def test_the_cache_is_not_on_a_network_home(monkeypatch, tmp_path, home, temporary, mode, moved):
+    kinds = {str(tmp_path / "home"): home, str(tmp_path / "tmp"): temporary}
+    monkeypatch.setattr(
+        cache, "file_system", lambda path: next(kinds[one] for one in kinds if str(path).startswith(one))
+    )
+    for name in ("TESSERA_CACHE", "XDG_CACHE_HOME", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    if temporary:
+        monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    folder = tmp_path / "tmp" / f"tessera-{os.getuid()}"
+    folder.mkdir(parents=True)
+    folder.chmod(mode)
+    assert cache_folder() == (folder if moved else tmp_path / "home" / ".cache" / "tessera")
+    folder.rmdir()
+    assert cache_folder() == (folder if moved or mode == 0o770 else tmp_path / "home" / ".cache" / "tessera")
+    if folder.exists():
+        folder.rmdir()
+        folder.symlink_to(tmp_path)  # a link of another user could lead anywhere
+        assert cache_folder() == tmp_path / "home" / ".cache" / "tessera"
 
 
 def test_images_that_are_not_read_are_said(write_tar, caplog):
