@@ -229,9 +229,10 @@ def _jittered_with_hue_at(place: int, crops: Tensor, mixing: Tensor, shading: Te
             crops = shift_hue(crops, sixths)
         if blend < 3:
             with exact(crops.device):
-                shade = shading[:, blend] @ crops.mean((2, 3))[:, :, None]  # (n, 1, 1)
                 mixed = torch.bmm(mixing[:, blend], crops.flatten(2))  # (n, C, H * W)
-            crops = mixed.add_(shade).clamp_(0, 1).view_as(crops)
+                if crops.device.type != "cpu" or bool(shading[:, blend].any()):  # values on a device are not read
+                    mixed.add_(shading[:, blend] @ crops.mean((2, 3))[:, :, None])  # (n, 1, 1)
+            crops = mixed.clamp_(0, 1).view_as(crops)
     return crops
 
 
