@@ -135,7 +135,7 @@ class Operation:
         raise NotImplementedError
 
     def prepare(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        """Compute the arguments of `apply`, (N, ...) each, on the CPU, from the parameters of N crops, (N,) or (N, k)."""
+        """Compute the arguments of `apply` on the CPU: parameters of N crops, (N,) or (N, k) -> tensors (N, ...)."""
         return (numbers,)
 
     apply: ClassVar[Callable[..., Crops]]
@@ -524,9 +524,10 @@ def shift_hue(crops: Crops, sixths: Tensor) -> Crops:
     value = torch.maximum(red, green).clamp_(min=blue)
     low = torch.minimum(red, green).clamp_(max=blue)
     chroma = value - low
-    # The distance from red on the colour circle, in sixths (0 to 3), is (value - red + green - low + blue - low) / chroma
-    # for each order of the channels. The hue is on the side of green if green is greater than blue, and on the side of
-    # blue otherwise. Without a choice between values, this takes a CPU a third of the time.
+    # The distance from red on the colour circle, in sixths (0 to 3), is
+    # (value - red + green - low + blue - low) / chroma for each order of the channels. The hue is on the side of green
+    # if green is greater than blue, and on the side of blue otherwise. Without a choice between values, this takes a
+    # CPU a third of the time.
     hue = low.neg_().add_(blue).add_(green).sub_(red).add_(chroma)
     hue.div_(chroma.clamp(min=torch.finfo(chroma.dtype).tiny)).copysign_(green - blue).add_(per_crop(sixths, hue))
     hue.sub_((hue / 6).floor_(), alpha=6)  # `remainder_`, but faster; 0 to 6
