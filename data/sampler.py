@@ -367,10 +367,10 @@ def quotas(weights: Sequence[float]) -> np.ndarray:
 class BatchSampler(Sampler[np.ndarray]):
     """Yields the positions (P,) of each forward pass of one process. A step has `accumulation` forward passes.
 
-    Step s takes the positions s * batch_size to (s + 1) * batch_size - 1. If all virtual streams have equally many of
-    these positions, the positions are sorted by stream. The sequence is then split into equal parts, one for each
-    forward pass of each process. All processes together therefore see the same samples in a step as a single process
-    would, and each process reads from as few streams as possible.
+    Step s takes the positions s * batch_size to (s + 1) * batch_size - 1, sorted by virtual stream. The sequence is split
+    into equal parts, one for each forward pass of each process. All processes together therefore see the same samples
+    in a step as a single process would, and each process reads from few streams: always the same ones if the batch size
+    is a multiple of the number of streams.
 
     Raises:
         ValueError: the images of a step cannot be split evenly over processes and forward passes.
@@ -413,8 +413,7 @@ class BatchSampler(Sampler[np.ndarray]):
 
     def positions(self, step: int, micro: int = 0) -> np.ndarray:
         """Return the positions of the samples that this process takes in one forward pass: (P,) int64."""
-        numbers = np.arange(self.pass_size) + (self.rank * self.accumulation + micro) * self.pass_size
-        if self.batch_size % self.streams == 0:
-            stream, turn = np.divmod(numbers, self.batch_size // self.streams)
-            numbers = turn * self.streams + stream
-        return step * self.batch_size + numbers
+        positions = step * self.batch_size + np.arange(self.batch_size)
+        positions = positions[np.argsort(positions % self.streams, kind="stable")]
+        start = (self.rank * self.accumulation + micro) * self.pass_size
+        return positions[start : start + self.pass_size]
