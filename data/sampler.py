@@ -367,10 +367,10 @@ def quotas(weights: Sequence[float]) -> np.ndarray:
 class BatchSampler(Sampler[np.ndarray]):
     """Yields the positions (P,) of each forward pass of one process. A step has `accumulation` forward passes.
 
-    Step s takes the positions s * batch_size to (s + 1) * batch_size - 1, sorted by virtual stream. The sequence is split
-    into equal parts, one for each forward pass of each process. All processes together therefore see the same samples
-    in a step as a single process would, and each process reads from few streams: always the same ones if the batch size
-    is a multiple of the number of streams.
+    Step s takes the positions s * batch_size to (s + 1) * batch_size - 1, sorted by virtual stream. The sequence is
+    split into equal parts, one for each forward pass of each process. All processes together therefore see the same
+    samples in a step as a single process would, and each process reads from few streams. They are always the same
+    streams if the batch size is a multiple of the number of streams.
 
     Raises:
         ValueError: the images of a step cannot be split evenly over processes and forward passes.
