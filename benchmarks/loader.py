@@ -30,6 +30,7 @@ from tables import machine, publish, table
 from torch import Tensor
 from torchvision import transforms
 
+from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.collate import CropBuilder, Transform
 from tessera.data.crops import CenterCrop, MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig
@@ -40,6 +41,7 @@ from tessera.data.masking import MaskedCrop
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError, expand
 from tessera.encoders.base import IMAGENET
+from tessera.runtime.machine import keep_freed_memory, return_freed_memory
 from tessera.runtime.settings import Settings, parse
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
@@ -138,6 +140,7 @@ def stages() -> list[Row]:
         Row(DECODE, each(decode), "Pillow: decode"),
         Row("header and drawing, DINO", each(lambda file: DINO.draw(Picture(file).size, rng))),
         Row("10 crops of a decoded image", cropping),
+        Row("colours of 10 crops, on the CPU", coloring),
     ]
 
 
@@ -246,6 +249,23 @@ def each(work: Callable[[bytes], object]) -> Callable[[list[bytes], float], Meas
 
 def cropping(files: list[bytes], seconds: float) -> Measured:
     """Measure cropping: DINO's crops of decoded images are written to a batch whose memory is reused."""
+    build = cropper(files)
+    memory = build(None).build()[0].memory
+    return timed(lambda: len([build(memory)]) * len(files), seconds)
+
+
+def coloring(files: list[bytes], seconds: float) -> Measured:
+    """Measure DINO's colour changes of a batch of crops, with the settings of memory of a training run."""
+    batch, _ = cropper(files)(None).build()
+    keep_freed_memory()
+    try:
+        return timed(lambda: len([to_model_input(batch)]) * len(files), seconds)
+    finally:
+        return_freed_memory()
+
+
+def cropper(files: list[bytes]) -> Callable[[Tensor | None], CropBuilder]:
+    """Return a function that cuts DINO's crops of the decoded images into a batch, in the given memory."""
     images, rng = [decode(file) for file in files], np.random.default_rng(0)
     drawn = [DINO.draw((image.shape[1], image.shape[2]), rng) for image in images]
 
@@ -255,8 +275,7 @@ def cropping(files: list[bytes], seconds: float) -> Measured:
             builder.add(image, views)
         return builder
 
-    memory = crops(None).build()[0].memory
-    return timed(lambda: len([crops(memory)]) * len(files), seconds)
+    return crops
 
 
 def whole(shards: str, transform: Transform, workers: int) -> Callable[[list[bytes], float], Measured]:

@@ -16,13 +16,14 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from itertools import groupby
 from math import ceil
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
@@ -40,6 +41,11 @@ LUMINANCE = (0.299, 0.587, 0.114)
 """Weights of red, green and blue in the gray image."""
 RGB_ONLY = ("saturation", "hue", "grayscale")
 """Names of the colour settings whose operations need RGB images."""
+
+CACHED = 2**20
+"""Number of values that a CPU changes at a time, so that they stay in its cache from one operation to the next."""
+BAND = 64
+"""Number of lines that a CPU blurs with one matrix product. It skips the zeros of the matrix outside of these lines."""
 
 Crops = Tensor | tuple[Tensor, ...]
 """Values of N crops: one tensor (N, C, H, W), or separate channels, which are one tensor (N, H, W) per channel.
@@ -129,7 +135,7 @@ class Operation:
         raise NotImplementedError
 
     def prepare(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        """Compute the arguments of `apply` on the CPU, from the parameters of N crops, (N,) or (N, k)."""
+        """Compute the arguments of `apply` on the CPU: parameters of N crops, (N,) or (N, k) -> tensors (N, ...)."""
         return (numbers,)
 
     apply: ClassVar[Callable[..., Crops]]
@@ -174,69 +180,83 @@ class Jitter(Operation):
         return bool(((numbers[:, 2] != 1) | (numbers[:, 3] != 0)).any())
 
     def prepare(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        """Return the weights of three blends, the place of the hue shift, and the hue shift: (3, 3, N), (N,), (N,).
+        """Return the weights of three blends, the place of the hue shift, and the hue shift: (N, 3, 3), (N,), (N,).
 
         Brightness, contrast and saturation compute x * f + (1 - f) * r, where r is black for brightness, the mean of
         the gray image for contrast, and the gray image for saturation. The three changes have the same form, so one
         blend can apply a different change to each crop.
 
-        Axis 0 of the weights selects the image, its gray image, or the mean of its gray image. Axis 1 selects one of
-        the three blends, in the order in which they are applied to the crop. Axis 2 selects the crop. The place of the
-        hue shift is the number of blends before the shift; -1 for no shift. The hue shift is in sixths of the colour
-        circle.
+        Axis 1 of the weights selects one of the three blends, in the order in which they are applied to the crop. Axis
+        2 selects the image, its gray image, or the mean of its gray image. The place of the hue shift is the number of
+        blends before the shift; -1 for no shift. The hue shift is in sixths of the colour circle.
         """
         hue, order = numbers[:, HUE], numbers[:, 4:].long()  # (N,), (N, 4)
         is_hue = order == HUE
         blends = order[~is_hue].view(-1, 3)  # (N, 3): brightness, contrast and saturation in their order
         factors = numbers.gather(1, blends)
         rest = 1 - factors
-        stacked = torch.stack([factors, rest * (blends == 2), rest * (blends == 1)])  # (3, N, 3)
-        return stacked.transpose(1, 2), torch.where(hue != 0, is_hue.int().argmax(1), -1), 6 * hue
+        stacked = torch.stack([factors, rest * (blends == 2), rest * (blends == 1)], dim=2)  # (N, 3, 3)
+        return stacked, torch.where(hue != 0, is_hue.int().argmax(1), -1), 6 * hue
 
     @staticmethod
     def apply(crops: Crops, blends: Tensor, hue_place: Tensor, sixths: Tensor) -> Crops:
         if isinstance(crops, Tensor):
-            return _jittered(crops, blends, hue_place, sixths)[0]
+            mixing, shading = _mixing(blends, crops.shape[1])
+            jittered = (blends[:, :, 0] != 1).any(1) | (hue_place >= 0)
+            for place in range(-1, 4):  # crops whose hue changes at the same place are changed together
+                chosen, change = jittered & (hue_place == place), partial(_jittered_with_hue_at, place)
+                crops = changed(crops, chosen, change, mixing, shading, sixths)
+            return crops
         # Contrast needs the mean of all pixels, so compiled code computes the changes twice: first for the mean alone.
-        _, gray = _jittered(crops, blends, hue_place, sixths, mean=torch.zeros_like(crops[0][:, :1, :1]))
-        return _jittered(crops, blends, hue_place, sixths, mean=gray.mean((1, 2), keepdim=True))[0]
+        _, gray = _jittered(crops, blends, hue_place, sixths, torch.zeros_like(crops[0][:, :1, :1]))
+        return _jittered(crops, blends, hue_place, sixths, gray.mean((1, 2), keepdim=True))[0]
+
+
+def _mixing(blends: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    """Return blends as matrices and shades: (N, 3, 3) -> (N, 3, C, C), (N, 3, 1, C).
+
+    A blended pixel is the product of the matrix and the pixel, plus the product of the shade and the mean pixel.
+    """
+    scale, to_gray, to_mean = blends[..., None, None].unbind(2)  # (N, 3, 1, 1) each
+    luminance = torch.tensor(gray_weights(channels))
+    return scale * torch.eye(channels) + to_gray * luminance, to_mean * luminance
+
+
+def _jittered_with_hue_at(place: int, crops: Tensor, mixing: Tensor, shading: Tensor, sixths: Tensor) -> Tensor:
+    """Return crops (n, C, H, W) after three blends and a hue shift, which follows `place` blends; -1 for no shift."""
+    for blend in range(4):
+        if blend == place and crops.shape[1] == 3:  # only RGB has a hue
+            crops = shift_hue(crops, sixths)
+        if blend < 3:
+            with exact(crops.device):
+                mixed = torch.bmm(mixing[:, blend], crops.flatten(2))  # (n, C, H * W)
+                if crops.device.type != "cpu" or bool(shading[:, blend].any()):  # values on a device are not read
+                    mixed.add_(shading[:, blend] @ crops.mean((2, 3))[:, :, None])  # (n, 1, 1)
+            crops = mixed.clamp_(0, 1).view_as(crops)
+    return crops
 
 
 def _jittered(
-    crops: Crops, blends: Tensor, hue_place: Tensor, sixths: Tensor, mean: Tensor | None = None
+    channels: tuple[Tensor, ...], blends: Tensor, hue_place: Tensor, sixths: Tensor, mean: Tensor
 ) -> tuple[Crops, Tensor]:
     """Return jittered crops, and the gray images from whose means the contrast change is computed.
 
     Args:
-        crops: values from 0 to 1.
+        channels: separate channels of the crops, with values from 0 to 1.
         blends: first result of `Jitter.prepare`. `hue_place` and `sixths` are the other two results.
-        mean: means of the gray images, (N, 1, 1), if the channels are separate. If `crops` is one tensor, `mean` is
-            None, and the returned gray images are empty.
+        mean: means of the gray images, (N, 1, 1).
     """
-    apart = not isinstance(crops, Tensor)
-    factors = blends if apart else copy_to_device(blends, crops.device)
-    reference = torch.empty(0)
+    reference, crops = torch.empty(0), channels
     for place in range(4):
-        if not apart or len(crops) == 3:  # only RGB has a hue
+        if len(crops) == 3:  # only RGB has a hue
             crops = changed(crops, hue_place == place, shift_hue, sixths)
-        if place < 3 and (apart or bool((blends[0, place] != 1).any())):
+        if place < 3:
             gray = gray_image(crops)
-            if apart:
-                with_contrast = per_crop(factors[2, place] != 0, gray)
-                reference = gray if place == 0 else torch.where(with_contrast, gray, reference)
-            crops = _blended(crops, gray, factors[:, place], mean)
+            scale, to_gray, to_mean = (per_crop(factor, gray) for factor in blends[:, place].unbind(1))
+            reference = gray if place == 0 else torch.where(to_mean != 0, gray, reference)
+            shade = torch.addcmul(mean * to_mean, gray, to_gray)
+            crops = each(crops, lambda x, shade=shade, scale=scale: torch.addcmul(shade, x, scale).clamp_(0, 1))
     return crops, reference
-
-
-def _blended(crops: Crops, gray: Tensor, factors: Tensor, mean: Tensor | None) -> Crops:
-    """Blend each crop with its gray image and with the mean of its gray image.
-
-    `factors` (3, N) holds three weights per crop: of the crop, of its gray image, and of the mean.
-    """
-    scale, to_gray, to_mean = (per_crop(factor, gray) for factor in factors)
-    mean = gray.mean((-2, -1), keepdim=True) if mean is None else mean
-    shade = torch.addcmul(mean * to_mean, gray, to_gray)
-    return each(crops, lambda x: torch.addcmul(shade, x, scale).clamp_(0, 1))
 
 
 @dataclass(frozen=True)
@@ -280,8 +300,9 @@ class Blur(Operation):
     @staticmethod
     def apply(crops: Tensor, blurred: Tensor, weights: Tensor) -> Tensor:
         # `gaussian_blur` needs the axes in the order (N, H, C, W), in which it can merge axes without a copy.
-        changed(crops.transpose(1, 2), blurred, gaussian_blur, weights)
-        return crops
+        lines = changed(crops.transpose(1, 2), blurred, gaussian_blur, weights)
+        assert isinstance(lines, Tensor)
+        return lines.transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -360,15 +381,27 @@ def augment_colors(
             f"Saturation, hue and grayscale need RGB images, but these images have {images.shape[1]} channels. "
             "Turn these colour changes off."
         )
-    steps: list[tuple[bool, Callable[..., Any], tuple[Any, ...]]] = [
-        (True, _from_bytes, ()),
-        *((operation.fuses, operation.apply, operation.prepare(numbers)) for operation, numbers in drawn),
-        (True, _normalized, (preprocessing,)),
-    ]
+    steps = [(operation.fuses, operation.apply, operation.prepare(numbers)) for operation, numbers in drawn]
+    if compile:
+        return _compiled_steps(images, steps, preprocessing)
+    size = max(1, CACHED // images[:1].numel()) if images.device.type == "cpu" else len(images)
+    parts = [slice(start, start + size) for start in range(0, len(images), size)]
+    out = torch.empty(images.shape, device=images.device) if len(parts) > 1 else None
+    for part in parts:
+        x = _from_bytes(images[part])
+        for _, apply, arguments in steps:
+            x = apply(x, *(argument[part] for argument in arguments))
+        x = normalize(x, preprocessing, out=x if out is None else out[part])
+    return x.contiguous() if out is None else out
+
+
+def _compiled_steps(images: Tensor, steps: Sequence[tuple], preprocessing: Preprocessing) -> Tensor:
+    """Apply the functions of `augment_colors`, with neighbouring functions compiled together."""
     x = images
-    for together, group in groupby(steps, key=lambda step: compile and step[0]):
+    steps = [(True, _from_bytes, ()), *steps, (True, _normalized, (preprocessing,))]
+    for fuses, group in groupby(steps, key=lambda step: step[0]):
         _, functions, arguments = zip(*group, strict=True)
-        if together:
+        if fuses:
             moved = [[copy_to_device(a, x.device) if isinstance(a, Tensor) else a for a in one] for one in arguments]
             x = compiled(fused)(x, functions, moved)
         else:
@@ -409,6 +442,9 @@ def changed(crops: Crops, chosen: Tensor, change: Callable[..., Crops], *numbers
     indices = chosen.nonzero().squeeze(1)  # (n,)
     if not len(indices):
         return crops
+    if len(indices) == len(crops):
+        new = change(crops, *(copy_to_device(number, crops.device) for number in numbers))
+        return new if isinstance(new, Tensor) and new.shape == crops.shape else crops.copy_(new)
     places = copy_to_device(indices, crops.device)
     own = (copy_to_device(number[indices], crops.device) for number in numbers)
     new = change(crops.index_select(0, places), *own)
@@ -454,9 +490,12 @@ def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype, compil
 
 def _from_bytes(images: Crops) -> Crops:
     """Return uint8 images of any memory order as contiguous float32 values from 0 to 1."""
-    if isinstance(images, Tensor):  # convert, divide and reorder in one pass over memory
-        return torch.div(images, 255, out=torch.empty(images.shape, device=images.device))
-    return tuple(channel.float() / 255 for channel in images)
+    if not isinstance(images, Tensor):
+        return tuple(channel.float() / 255 for channel in images)
+    x = torch.empty(images.shape, device=images.device)
+    if x.device.type == "cpu":
+        return x.copy_(images).div_(255)
+    return torch.div(images, 255, out=x)  # convert, divide and reorder in one pass over memory
 
 
 def gray_image(crops: Crops) -> Tensor:
@@ -465,13 +504,15 @@ def gray_image(crops: Crops) -> Tensor:
     The shape is (N, 1, H, W), or (N, H, W) for separate channels.
     """
     if not isinstance(crops, Tensor):
-        weights = LUMINANCE if len(crops) == 3 else (1 / len(crops),) * len(crops)
-        return reduce(torch.add, (w * x for w, x in zip(weights, crops, strict=True)))
-    if crops.shape[1] != 3:
-        return crops.mean(1, keepdim=True)
-    weights = copy_to_device(torch.tensor(LUMINANCE), crops.device)
+        return reduce(torch.add, (w * x for w, x in zip(gray_weights(len(crops)), crops, strict=True)))
+    weights = copy_to_device(torch.tensor(gray_weights(crops.shape[1])), crops.device)
     with exact(crops.device):
-        return torch.bmm(weights.expand(len(crops), 1, 3), crops.flatten(2)).view_as(crops[:, :1])
+        return torch.bmm(weights.expand(len(crops), 1, -1), crops.flatten(2)).view_as(crops[:, :1])
+
+
+def gray_weights(channels: int) -> tuple[float, ...]:
+    """Return the weights of the channels in the gray image."""
+    return LUMINANCE if channels == 3 else (1 / channels,) * channels
 
 
 def shift_hue(crops: Crops, sixths: Tensor) -> Crops:
@@ -480,12 +521,16 @@ def shift_hue(crops: Crops, sixths: Tensor) -> Crops:
     In HSV, only the hue changes. Saturation and value stay constant.
     """
     red, green, blue = crops.split(1, dim=1) if isinstance(crops, Tensor) else crops
-    value = torch.maximum(torch.maximum(red, green), blue)
-    chroma = value - torch.minimum(torch.minimum(red, green), blue)
-    # Here, `hue` is the hue in sixths of the circle (-1 to 5), multiplied by the chroma.
-    hue = torch.where(value == green, (blue - red).add_(chroma, alpha=2), (red - green).add_(chroma, alpha=4))
-    hue = torch.where(value == red, green - blue, hue).div_(chroma.clamp(min=torch.finfo(chroma.dtype).tiny))
-    hue = hue.add_(per_crop(sixths, hue)).remainder_(6)
+    value = torch.maximum(red, green).clamp_(min=blue)
+    low = torch.minimum(red, green).clamp_(max=blue)
+    chroma = value - low
+    # The distance from red on the colour circle, in sixths (0 to 3), is
+    # (value - red + green - low + blue - low) / chroma for each order of the channels. The hue is on the side of green
+    # if green is greater than blue, and on the side of blue otherwise. Without a choice between values, this takes a
+    # CPU a third of the time.
+    hue = low.neg_().add_(blue).add_(green).sub_(red).add_(chroma)
+    hue.div_(chroma.clamp(min=torch.finfo(chroma.dtype).tiny)).copysign_(green - blue).add_(per_crop(sixths, hue))
+    hue.sub_((hue / 6).floor_(), alpha=6)  # `remainder_`, but faster; 0 to 6
     # Around the colour circle, each channel stays at its maximum for two sixths of the circle, stays at its minimum for
     # two sixths, and is linear in between. The value of a channel is therefore a linear function of the hue's distance
     # from the channel's pure colour (0 or 6 for red, 2 for green, 4 for blue), if this distance is first clamped to the
@@ -495,8 +540,8 @@ def shift_hue(crops: Crops, sixths: Tensor) -> Crops:
         far[:, :1].neg_().add_(3)
     else:
         far = (3 - (hue - 3).abs(), (hue - 2).abs(), (hue - 4).abs())
-    top = value + chroma
-    return each(far, lambda x: torch.addcmul(top, chroma, x.clamp_(1, 2), value=-1))
+    top = value.add_(chroma)
+    return each(far, lambda x: torch.addcmul(top, chroma, x.clamp_(1, 2), value=-1, out=x))
 
 
 def per_crop(numbers: Tensor, x: Tensor) -> Tensor:
@@ -530,21 +575,37 @@ def gaussian_blur(lines: Tensor, weights: Tensor) -> Tensor:
     The edge pixels are repeated outside the crop.
     """
     height, _, width = lines.shape[1:]
+    radius, cpu = weights.shape[1] // 2, lines.device.type == "cpu"
+
+    def bands(length: int) -> list[tuple[slice, slice]]:
+        """Split the output lines into bands. Return each band, and the input lines that it needs."""
+        band = BAND if cpu else length
+        starts = range(0, length, band)
+        return [(slice(i, i + band), slice(max(0, i - radius), i + band + radius)) for i in starts]
+
     with exact(lines.device):
         rows = _blur_matrix(weights, height)  # (n, H, H)
         columns = rows if width == height else _blur_matrix(weights, width)  # (n, W, W)
-        blurred = (rows @ lines.flatten(2)).view(len(lines), -1, width) @ columns.mT  # (n, H * C, W)
-    return blurred.unflatten(1, (height, -1))
+        x = lines.flatten(2)
+        x = _joined([rows[:, to, of] @ x[:, of] for to, of in bands(height)], 1).view(len(lines), -1, width)
+        x = _joined([x[:, :, of] @ columns[:, to, of].mT for to, of in bands(width)], 2)  # (n, H * C, W)
+    return x.unflatten(1, (height, -1))
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)  # `cat` copies a single tensor
 
 
 def _blur_matrix(weights: Tensor, length: int) -> Tensor:
     """Return one matrix per kernel that blurs lines of `length` pixels: (n, D) -> (n, length, length)."""
-    pixels = torch.arange(length, device=weights.device)
-    offsets = torch.arange(weights.shape[1], device=weights.device)[:, None] - weights.shape[1] // 2  # (D, 1)
-    sources = (pixels + offsets).clamp_(0, length - 1)  # (D, length)
-    # (D, length, length): entry [d, i, j] is 1 if tap d of output pixel i takes its value from input pixel j.
-    taps = (sources[:, :, None] == pixels).to(weights.dtype)
-    return (weights @ taps.flatten(1)).unflatten(1, (length, length))
+    radius = weights.shape[1] // 2
+    rows = F.pad(weights, (0, length))[:, None].expand(-1, length, -1).flatten(1)  # (n, length * (length + D))
+    # A row that is one value shorter moves the kernel of each row one place to the right of the row above.
+    reach = rows[:, : length * (length + 2 * radius)].unflatten(1, (length, -1))  # (n, length, length + D - 1)
+    matrix = reach[:, :, radius : radius + length].clone()
+    matrix[:, :, 0] += reach[:, :, :radius].sum(2)  # pixels outside the line have the values of the edges
+    matrix[:, :, -1] += reach[:, :, radius + length :].sum(2)
+    return matrix
 
 
 def to_pixels(images: Tensor, preprocessing: Preprocessing) -> Tensor:
@@ -555,13 +616,12 @@ def to_pixels(images: Tensor, preprocessing: Preprocessing) -> Tensor:
     return x.mul_(255).round_().clamp_(0, 255)
 
 
-def normalize(x: Tensor, preprocessing: Preprocessing) -> Tensor:
-    """Normalise a tensor (N, C, ...) of values from 0 to 1 in place."""
-    return x.sub_(per_channel(preprocessing.mean, x)).div_(per_channel(preprocessing.std, x))
+def normalize(x: Tensor, preprocessing: Preprocessing, *, out: Tensor | None = None) -> Tensor:
+    """Normalise a tensor (N, C, ...) of values from 0 to 1, in place or into `out`."""
+    return torch.sub(x, per_channel(preprocessing.mean, x), out=x if out is None else out).div_(
+        per_channel(preprocessing.std, x)
+    )
 
 
-def _normalized(crops: Crops, preprocessing: Preprocessing) -> Crops:
-    """Normalise crops. If `crops` is one tensor, it is changed in place."""
-    if isinstance(crops, Tensor):
-        return normalize(crops, preprocessing)
-    return tuple((x - m) / s for x, m, s in zip(crops, preprocessing.mean, preprocessing.std, strict=True))
+def _normalized(channels: tuple[Tensor, ...], preprocessing: Preprocessing) -> Crops:
+    return tuple((x - m) / s for x, m, s in zip(channels, preprocessing.mean, preprocessing.std, strict=True))

@@ -96,13 +96,25 @@ def in_blocks(sources: Sequence[Source], sampler: MixtureSampler) -> list[Source
 
 
 def addresses(
-    sources: Sequence[Source], sampler: MixtureSampler, positions: Sequence[int] | np.ndarray, later: int = 0
+    sources: Sequence[Source], sampler: MixtureSampler, positions: Sequence[int] | np.ndarray
 ) -> list[Address]:
-    """Return the address of the sample at each position in the run.
+    """Return the address of the sample at each position in the run."""
+    return _addresses(sources, positions, *sampler(np.asarray(positions)))
 
-    Each position is first moved ahead by `later` samples of its virtual stream.
-    """
-    chosen, shards, samples = sampler(np.asarray(positions), later)
+
+def replacements(sources: Sequence[Source], sampler: MixtureSampler, position: int) -> Iterator[Address]:
+    """Yield the addresses of samples that may replace an unusable sample at a position (`MixtureSampler`)."""
+    for found in sampler.replacements(position):
+        yield from _addresses(sources, [position], *found)
+
+
+def _addresses(
+    sources: Sequence[Source],
+    positions: Sequence[int] | np.ndarray,
+    chosen: np.ndarray,
+    shards: np.ndarray,
+    samples: np.ndarray,
+) -> list[Address]:
     numbers = np.empty_like(samples)
     for number, source in enumerate(sources):
         numbers[chosen == number] = source.number(shards[chosen == number], samples[chosen == number])
@@ -119,7 +131,7 @@ def prepare(sources: Sequence[Source], wanted: Sequence[Address]) -> None:
 class TrainDataset(Dataset[Sample]):
     """Training samples. The seed and the position in the run determine a sample and its random parameters.
 
-    A sample that cannot be used is replaced by the next usable sample of the same virtual stream (`data.sampler`).
+    A sample that cannot be used is replaced by a usable sample of a later batch (`MixtureSampler.replacements`).
     """
 
     sources: list[Source]
@@ -154,7 +166,7 @@ class TrainDataset(Dataset[Sample]):
             ShardError: the shards cannot be read, too many images in a row are corrupt, or a label or a segmentation
                 map is wrong.
         """
-        wanted = self._addresses(positions)
+        wanted = addresses(self.sources, self.sampler, positions)
         prepare(self.sources, wanted)
         start = 0
         while start < len(wanted):
@@ -165,13 +177,6 @@ class TrainDataset(Dataset[Sample]):
             while drawn:
                 yield from self._decode(wanted[start], drawn.popleft())
                 start += 1
-
-    def _addresses(self, positions: Sequence[int] | np.ndarray, later: int = 0) -> list[Address]:
-        """Return the address of the sample at each position.
-
-        Each position is first moved ahead by `later` samples of its virtual stream.
-        """
-        return addresses(self.sources, self.sampler, positions, later)
 
     def _draw(self, address: Address) -> _Drawn | _Failed:
         """Read the encoded sample at an address, and draw its random parameters.
@@ -201,10 +206,11 @@ class TrainDataset(Dataset[Sample]):
     def _decode(self, address: Address, drawn: _Drawn | _Failed) -> Iterator[Sample | Skipped]:
         """Yield the decoded sample at an address.
 
-        If the sample cannot be used, search the virtual stream for the next usable sample. First yield a `Skipped` for
-        each unusable sample, and then the usable sample.
+        If the sample cannot be used, search the samples that may replace it. First yield a `Skipped` for each unusable
+        sample, and then the usable sample.
         """
         failed: list[_Failed] = []
+        others = replacements(self.sources, self.sampler, address.position)
         while isinstance(sample := _decoded(drawn, self.decoding), _Failed):
             failed.append(sample)
             if len(failed) >= MOST_DROPPED:
@@ -219,7 +225,7 @@ class TrainDataset(Dataset[Sample]):
                     f"{MOST_SKIPPED} images in a row are corrupt. Make the shards of these images again. "
                     f"The first of these images are:\n  {first}"
                 )
-            (address,) = self._addresses([address.position], later=len(failed))
+            address = next(others)
             drawn = self._draw(address)
         for one in failed:
             if not one.dropped:

@@ -133,8 +133,8 @@ def training_batches(
 ) -> "Batches":
     """Return the training batches of this process, one batch for each forward pass.
 
-    A corrupt image is replaced by the next usable image of its virtual stream (`data.sampler`). `Batch.skipped` names
-    the corrupt image.
+    A corrupt image is replaced by a usable image that its virtual stream has in a later batch (`data.sampler`).
+    `Batch.skipped` names the corrupt image.
 
     Args:
         shards: shards of one source or of a weighted mixture of sources.
@@ -158,7 +158,7 @@ def training_batches(
         _require_maps(sources, transform)
     if reading.augment is not None:
         reading.augment.check(transform)
-    mixture = mixture_sampler(sources, weights, seed, stream, batches.streams)
+    mixture = mixture_sampler(sources, weights, seed, stream, batches.streams, batches.batch_size)
     if batches.rank == 0:
         _warn_of_small_cache(sources, [sampler.buffer * batches.streams for sampler in mixture.samplers])
         _warn_of_rounded_weights(weights, mixture)
@@ -170,7 +170,12 @@ def training_batches(
 
 
 def mixture_sampler(
-    sources: Sequence[Source], weights: Sequence[float], seed: int, stream: StreamConfig, streams: int = STREAMS
+    sources: Sequence[Source],
+    weights: Sequence[float],
+    seed: int,
+    stream: StreamConfig,
+    streams: int = STREAMS,
+    batch_size: int = 1,
 ) -> MixtureSampler:
     """Return the sampler of a run over opened sources with their weights."""
     buffers = stream.buffers(sources, streams)
@@ -178,7 +183,7 @@ def mixture_sampler(
         ShuffledSampler(opened.counts, seed, streams=streams, block=stream.block, buffer=buffers[number], source=number)
         for number, opened in enumerate(sources)
     ]
-    return MixtureSampler(samplers, weights, seed)
+    return MixtureSampler(samplers, weights, seed, batch_size)
 
 
 def evaluation_batches(
@@ -274,7 +279,7 @@ def _warn_of_rounded_weights(weights: Sequence[float], mixture: MixtureSampler) 
 
 
 def _check_enough(mixture: MixtureSampler, batch_size: int) -> None:
-    """Check that each source has enough images for one batch. With fewer images, a batch would repeat a sample.
+    """Check that each source has enough images for one batch. With fewer images, every batch would repeat a sample.
 
     Raises:
         ValueError: a source has fewer images than a batch takes from this source.

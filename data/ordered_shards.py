@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 from webdataset.utils import pytorch_worker_info
 
-from tessera.data.dataset import MOST_DROPPED, Address, addresses, in_blocks, prepare
+from tessera.data.dataset import MOST_DROPPED, Address, addresses, in_blocks, prepare, replacements
 from tessera.data.loader import StreamConfig, mixture_sampler
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError, WeightedShards, open_sources
@@ -36,8 +36,8 @@ class OrderedShards(IterableDataset[dict[str, Any]]):
         first_step: step at which the iteration begins, to continue a run.
         steps: step before which the iteration ends.
         seed: seed of the order, 0 to 2**64 - 1.
-        stages: stages of webdataset that yield one sample for each sample, or none. For a dropped sample, the next
-            sample of its virtual stream is yielded. Random numbers are seeded by position.
+        stages: stages of webdataset that yield one sample for each sample, or none. For a dropped sample, a sample of a
+            later batch is yielded. Random numbers are seeded by position.
         stream: settings of the order of samples.
         source: settings for access to shards.
 
@@ -61,7 +61,7 @@ class OrderedShards(IterableDataset[dict[str, Any]]):
         self.batch_size, self.first_step, self.steps, self.seed = batch_size, first_step, steps, seed
         form = SampleForm(source.form.image, source.form.label, load_stages(stages))
         sources, weights = open_sources(shards, progress=False, source=source.with_form(form))
-        self._sampler = mixture_sampler(sources, weights, seed, stream)
+        self._sampler = mixture_sampler(sources, weights, seed, stream, batch_size=batch_size)
         self._sources = in_blocks(sources, self._sampler)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -73,12 +73,13 @@ class OrderedShards(IterableDataset[dict[str, Any]]):
             yield from map(self._sample, wanted)
 
     def _sample(self, address: Address) -> dict[str, Any]:
-        """Return the sample at an address, or the next sample of its virtual stream that the stages do not drop."""
+        """Return the sample at an address, or the first of its replacements that the stages do not drop."""
         position = address.position
-        for later in range(1, MOST_DROPPED + 1):
+        others = replacements(self._sources, self._sampler, position)
+        for _ in range(MOST_DROPPED):
             try:
                 found = self._sources[address.source].members(address.number, (self.seed, position))
                 return found | {"__position__": position} if isinstance(found, dict) else found
             except DroppedError:
-                (address,) = addresses(self._sources, self._sampler, [position], later)
+                address = next(others)
         raise ShardError(f"the stages drop {MOST_DROPPED} samples in a row. Correct the stages.")

@@ -19,6 +19,7 @@ parameters of samples come from the `Generator` of `sample_rng`, whose draws may
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -30,6 +31,8 @@ BUFFER = 1024
 PATTERN = 1024
 """Number of entries in the repeating pattern that assigns a source to each sample of a mixture. Weights are rounded to
 multiples of 1 / PATTERN."""
+REPEATS = 64
+"""Number of samples that are compared with those of a batch, to find one that the batch does not contain."""
 
 BLOCK = 16
 """Number of neighbouring samples per block for large data sets. Reading longer blocks would not be faster."""
@@ -221,16 +224,24 @@ class MixtureSampler:
     A shuffled pattern of 1,024 entries names the source of each position. The pattern repeats over the run. Each source
     counts only the positions that it gets, and therefore has its own epochs. A single source gets all positions.
 
+    No batch contains an image twice, if each source has at least three times as many images as a batch takes from it,
+    rounded up to a multiple of the number of streams. If a batch contains the end of an epoch of a source, and an image
+    both before and after the end, the second of these positions exchanges its sample with a position in a later batch
+    of the new epoch, of the same stream if possible.
+
     Args:
         samplers: one sampler per source.
         weights: relative share of each source. Shares are rounded to multiples of 1 / 1,024, and are never 0.
         seed: 0 to 2**64 - 1.
+        batch_size: number of positions of a batch.
 
     Raises:
         ValueError: the numbers of sources and weights differ, or a weight is not positive.
     """
 
-    def __init__(self, samplers: Sequence[ShuffledSampler], weights: Sequence[float], seed: int) -> None:
+    def __init__(
+        self, samplers: Sequence[ShuffledSampler], weights: Sequence[float], seed: int, batch_size: int = 1
+    ) -> None:
         if len(samplers) != len(weights) or not 1 <= len(samplers) <= PATTERN:
             raise ValueError(
                 f"There are {len(samplers)} sources and {len(weights)} weights. Give 1 to {PATTERN} sources, and one "
@@ -243,12 +254,32 @@ class MixtureSampler:
         self._turns = np.empty(PATTERN, dtype=np.int64)
         for source, quota in enumerate(self.quotas):
             self._turns[self._sources == source] = np.arange(quota)
+        self.batch_size = batch_size
+        most = np.minimum(batch_size, self.quotas * -(-batch_size // PATTERN))  # samples of a source in a batch
+        # Numbers of positions of a source after which a position of the same stream is in another batch.
+        self._jumps = [-(-int(n) // one.streams) * one.streams for n, one in zip(most, samplers, strict=True)]
+        self._exchanges: OrderedDict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = OrderedDict()
+
+    def replacements(self, position: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield, without end, the source, the shard and the index of samples that may replace a corrupt one: (1,) each.
+
+        The samples come from the virtual stream of `position`, from later batches. Samples that the batch of `position`
+        contains are left out; but if none of `REPEATS` samples in a row is different, the next one is yielded.
+        """
+        first = position - position % self.batch_size
+        batch = np.stack(self(np.arange(first, first + self.batch_size)))  # (3, B)
+        repeats = 0
+        for later in count(1):
+            found = self(np.array([position]), later)
+            repeated = bool((batch == np.stack(found)).all(0).any())
+            repeats = repeats + 1 if repeated and repeats < REPEATS else 0
+            if not repeats:
+                yield found
 
     def __call__(self, positions: np.ndarray, later: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the source, the shard and the index in the shard of the sample at each position: (P,) int64 each.
 
-        Each position is first moved ahead by `later` samples of its virtual stream. In this way, the caller finds
-        replacements for corrupt samples.
+        Each position is first moved ahead by `later` batches within its virtual stream (`replacements`).
         """
         positions = np.asarray(positions, dtype=np.int64)
         rounds, entries = np.divmod(positions, PATTERN)
@@ -257,9 +288,59 @@ class MixtureSampler:
         own = rounds * self.quotas[sources] + self._turns[entries]
         shards, samples = np.empty_like(positions), np.empty_like(positions)
         for source in np.unique(sources):
-            here, sampler = sources == source, self.samplers[source]
-            _, shards[here], samples[here] = sampler(own[here] + later * sampler.streams)
+            here = sources == source
+            moved = self._exchanged(int(source), own[here] + later * self._jumps[source])
+            _, shards[here], samples[here] = self.samplers[source](moved)
         return sources, shards, samples
+
+    def _exchanged(self, source: int, own: np.ndarray) -> np.ndarray:
+        """Return positions of a source after the exchanges at the ends of epochs: (P,) -> (P,)."""
+        epochs = own // self.samplers[source].images
+        for epoch in np.unique(epochs[epochs > 0]):
+            name = (source, int(epoch))
+            if name not in self._exchanges:
+                self._exchanges[name] = self._exchanges_after(source, int(epoch) * self.samplers[source].images)
+                if len(self._exchanges) > 4 * len(self.samplers):
+                    self._exchanges.popitem(last=False)
+            given, taken = self._exchanges[name]
+            found = np.searchsorted(given, own).clip(max=len(given) - 1)
+            own = np.where(given[found] == own, taken[found], own) if len(given) else own
+        return own
+
+    def _exchanges_after(self, source: int, start: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions that are exchanged in the epoch that begins at `start`, sorted, and their partners.
+
+        `start` and the results count the positions of the source.
+        """
+        sampler, quota, jump = self.samplers[source], int(self.quotas[source]), self._jumps[source]
+        position = start // quota * PATTERN + int(np.flatnonzero(self._sources == source)[start % quota])
+        first = position - position % self.batch_size
+        begin, end = (self._own_before(p, source) for p in (first, first + self.batch_size))
+        old = _codes(sampler, np.arange(begin, start))
+        later = np.arange(start, end)
+        stop = start + sampler.images - jump  # the last batch takes no part, so that the next epoch is not affected
+        partners: dict[int, int] = {}
+        for one in later[np.isin(_codes(sampler, later), old)].tolist():
+            stream = np.arange(one + jump, stop, jump)[:REPEATS]
+            for others in (stream, np.arange(end, stop)):  # a few images do not suffice for each stream
+                others = others[~np.isin(others, list(partners))]
+                others = others[~np.isin(_codes(sampler, others), old)]
+                if len(others):
+                    partners |= {one: int(others[0]), int(others[0]): one}
+                    break
+        given = np.array(sorted(partners), dtype=np.int64)
+        return given, np.array([partners[one] for one in given.tolist()], dtype=np.int64)
+
+    def _own_before(self, position: int, source: int) -> int:
+        """Return the number of positions of a source before a position of the run."""
+        rounds, entry = divmod(position, PATTERN)
+        return rounds * int(self.quotas[source]) + int((self._sources[:entry] == source).sum())
+
+
+def _codes(sampler: ShuffledSampler, positions: np.ndarray) -> np.ndarray:
+    """Return one number per position, (P,) int64, which identifies its sample."""
+    _, shards, samples = sampler(positions)
+    return (shards << 32) + samples
 
 
 def quotas(weights: Sequence[float]) -> np.ndarray:
@@ -286,10 +367,10 @@ def quotas(weights: Sequence[float]) -> np.ndarray:
 class BatchSampler(Sampler[np.ndarray]):
     """Yields the positions (P,) of each forward pass of one process. A step has `accumulation` forward passes.
 
-    Step s takes the positions s * batch_size to (s + 1) * batch_size - 1. If all virtual streams have equally many of
-    these positions, the positions are sorted by stream. The sequence is then split into equal parts, one for each
-    forward pass of each process. All processes together therefore see the same samples in a step as a single process
-    would, and each process reads from as few streams as possible.
+    Step s takes the positions s * batch_size to (s + 1) * batch_size - 1, sorted by virtual stream. The sequence is
+    split into equal parts, one for each forward pass of each process. All processes together therefore see the same
+    samples in a step as a single process would, and each process reads from few streams. They are always the same
+    streams if the batch size is a multiple of the number of streams.
 
     Raises:
         ValueError: the images of a step cannot be split evenly over processes and forward passes.
@@ -332,8 +413,7 @@ class BatchSampler(Sampler[np.ndarray]):
 
     def positions(self, step: int, micro: int = 0) -> np.ndarray:
         """Return the positions of the samples that this process takes in one forward pass: (P,) int64."""
-        numbers = np.arange(self.pass_size) + (self.rank * self.accumulation + micro) * self.pass_size
-        if self.batch_size % self.streams == 0:
-            stream, turn = np.divmod(numbers, self.batch_size // self.streams)
-            numbers = turn * self.streams + stream
-        return step * self.batch_size + numbers
+        positions = step * self.batch_size + np.arange(self.batch_size)
+        positions = positions[np.argsort(positions % self.streams, kind="stable")]
+        start = (self.rank * self.accumulation + micro) * self.pass_size
+        return positions[start : start + self.pass_size]

@@ -2,7 +2,7 @@
 
 A stage takes an iterator of samples and yields samples. A sample is a dictionary with the members of a shard, such as
 `{"__key__": "000", "jpg": ..., "cls": ...}`. The stages run in the loader workers, for one sample at a time, before the
-crops. A stage may drop a sample, which is then replaced by the next sample of its virtual stream.
+crops. A stage may drop a sample, which is then replaced by a sample of a later batch (`data.sampler`).
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -30,7 +30,7 @@ class SampleError(ShardError):
 
 
 class DroppedError(Exception):
-    """Raised if a stage of the user drops a sample. The next sample of the virtual stream takes its place."""
+    """Raised if a stage of the user drops a sample. A sample of a later batch takes its place."""
 
 
 class UnreadableError(ShardError):

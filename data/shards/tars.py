@@ -10,6 +10,7 @@ import functools
 import hashlib
 import logging
 import os
+import resource
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,8 +37,6 @@ from tessera.runtime.user_error import printable
 
 GZIPPED = (".gz", ".tgz")
 """File name endings of compressed tars."""
-KEPT_FILES = 128
-"""Maximum number of local tars that a process keeps open."""
 LARGEST_REQUEST = 64 * 2**20  # maximum size in bytes of a request for several samples
 USUAL_REQUEST = 8 * 2**20  # target size in bytes of a request for several blocks
 MOST_HEADERS = 2**16  # number of bytes before a member of a remote shard that are searched for additional headers
@@ -279,14 +278,21 @@ class _File:
             os.close(self.descriptor)
 
 
-@functools.lru_cache(KEPT_FILES)
+def kept_files() -> int:
+    """Return how many local tars a process may keep open: half of its limit on open files, but at most 4,096."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 4096 if limit == resource.RLIM_INFINITY else min(limit // 2, 4096)
+
+
+@functools.lru_cache(kept_files())
 def _opened(shard: LocalTar) -> _File:
     return _File(shard.path)
 
 
 def _read_member(descriptor: int, offset: int, wanted: int) -> tuple[bytes, bytes]:
     """Return the tar header and the first `wanted` bytes of the member whose content begins at `offset`."""
-    return os.pread(descriptor, HEADER, offset - HEADER), os.pread(descriptor, wanted, offset)
+    data = os.pread(descriptor, HEADER + wanted, offset - HEADER)  # a network disk answers each read separately
+    return data[:HEADER], data[HEADER:]
 
 
 class PackedTar(Tar):

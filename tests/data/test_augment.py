@@ -142,6 +142,23 @@ def test_a_crop_does_not_depend_on_its_batch():
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
 
 
+def test_a_batch_that_is_changed_in_parts(monkeypatch):
+    view, p = pictures(31), drawn(31)
+    whole = augment_colors(view, p)
+    monkeypatch.setattr(augment, "CACHED", 4 * view[0].numel())
+    parts, from_bytes = [], augment._from_bytes
+    monkeypatch.setattr(augment, "_from_bytes", lambda images: parts.append(len(images)) or from_bytes(images))
+    torch.testing.assert_close(augment_colors(view, p), whole, rtol=0, atol=1e-5)
+    assert parts == [4] * 7 + [3]
+
+
+def test_crops_of_several_bands_are_blurred():
+    view, p = pictures(6, 150, 2 * augment.BAND), draw(ColorConfig(jitter=0, grayscale=0), [1] * 6, [0] * 6)
+    found = augment_colors(view, p) * STD + MEAN
+    for i in range(6):
+        torch.testing.assert_close(found[i].double(), one_by_one(view[i], p, i), rtol=0, atol=5e-4)
+
+
 def test_memory_order_and_input_are_kept():
     view, p = pictures(9), drawn(9)
     before = view.clone()

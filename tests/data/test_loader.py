@@ -13,7 +13,7 @@ from tessera.data.batch import ViewParameters
 from tessera.data.collate import ViewShape
 from tessera.data.crops import MixedCrops, MultiCrop, MultiCropConfig, ResizedView
 from tessera.data.loader import LoaderConfig
-from tessera.data.sampler import ShuffledSampler, sample_rng
+from tessera.data.sampler import MixtureSampler, ShuffledSampler, sample_rng
 from tessera.data.shards import ShardError
 from tests.data.batches import evaluation_batches, same_colors, step_positions, training_batches
 
@@ -59,7 +59,7 @@ def run(shards, **settings):
 def test_a_batch_is_what_the_order_says(write_shards):
     counts = [10, 23, 1]
     batches = run(write_shards(counts))
-    order = ShuffledSampler(counts, seed=1, streams=4)
+    order = MixtureSampler([ShuffledSampler(counts, seed=1, streams=4)], [1], seed=1, batch_size=12)
     first = np.cumsum([0, *counts])
     for step, batch in enumerate(batches):
         positions = step_positions(step, 12, streams=4)

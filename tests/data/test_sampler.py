@@ -1,5 +1,6 @@
 import time
 import tracemalloc
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -107,6 +108,23 @@ def test_a_rank_reads_its_own_streams():
         step_positions(0, 10, world_size=4)
 
 
+@pytest.mark.parametrize(("batch_size", "most"), [(1024, 1.02), (960, 1.02), (1000, 1.25), (264, 1.35), (96, 1.9)])
+def test_nodes_share_few_blocks_for_each_batch_size(batch_size, most):
+    order, nodes, steps = ShuffledSampler([1000] * 100, 0, block=16, buffer=512), 8, 100_000 // batch_size
+    read = []
+    for node in range(nodes):
+        own = [step_positions(step, batch_size, rank=node, world_size=nodes) for step in range(steps)]
+        _, shards, samples = order(np.concatenate(own))
+        read.append(np.unique(1000 * shards + samples // 16))
+    assert sum(map(len, read)) <= most * len(np.unique(np.concatenate(read)))
+
+
+def test_batches_of_equally_many_samples_of_each_stream_keep_their_order():
+    for step in (0, 3):
+        expected = [step * 192 + turn * 64 + stream for stream in range(64) for turn in range(3)]
+        assert step_positions(step, 192).tolist() == expected
+
+
 def test_a_mixture_has_whole_epochs_of_its_sources():
     counts = [[30, 50], [700], [20]]
     mixture = MixtureSampler([ShuffledSampler(c, 9, source=s) for s, c in enumerate(counts)], [0.2, 3, 0.001], seed=9)
@@ -129,6 +147,53 @@ def test_a_mixture_of_one_source_is_its_order():
     mixture = MixtureSampler([order], [0.3], 4)
     np.testing.assert_array_equal(np.stack(mixture(positions)[1:]), np.stack(order(positions)[1:]))
     np.testing.assert_array_equal(np.stack(mixture(positions, later=2)[1:]), np.stack(order(positions + 128)[1:]))
+
+
+@pytest.mark.parametrize(
+    ("counts", "weights", "batch_size"),
+    [([[90, 110]], [1], 60), ([[700, 1], [300]], [0.7, 0.3], 96), ([[4000]], [1], 1024), ([[97]], [1], 32)],
+)
+def test_no_batch_repeats_an_image_where_an_epoch_ends(counts, weights, batch_size):
+    orders = [ShuffledSampler(one, 3, streams=8, source=source) for source, one in enumerate(counts)]
+    mixture = MixtureSampler(orders, weights, 3, batch_size)
+    positions = np.arange(40 * 1024 // batch_size * batch_size)
+    found, plain = np.stack(mixture(positions)), np.stack(MixtureSampler(orders, weights, 3)(positions))
+
+    def repeated(samples: np.ndarray) -> list[int]:
+        batches = samples.T.reshape(-1, batch_size, 3)
+        return [step for step, batch in enumerate(batches) if len(np.unique(batch, axis=0)) < batch_size]
+
+    assert repeated(found) == []
+    steps = repeated(plain)
+    assert steps
+    for source, one in enumerate(counts):
+        for other in (found, plain):  # every epoch still has every sample
+            own = other[1:, other[0] == source].T.tolist()
+            for start in range(0, len(own) - sum(one) + 1, sum(one)):
+                assert sorted(map(tuple, own[start : start + sum(one)])) == everything(one)
+    moved = np.flatnonzero((found != plain).any(0))
+    here = np.isin(moved // batch_size, steps).sum()
+    assert here < len(moved) <= 2 * here  # each exchanged sample has one partner, which may come after the last batch
+    pick = np.random.default_rng(0).integers(0, len(positions), 100)
+    np.testing.assert_array_equal(np.stack(mixture(pick)), found[:, pick])
+
+
+@pytest.mark.parametrize("images", [5000, 1100])  # the second has no room for a later batch in the epoch
+def test_replacements_are_not_in_the_batch_and_differ(images):
+    mixture = MixtureSampler([ShuffledSampler([images], 0)], [1], 0, batch_size=1024)
+    for step in (0, 1, 4):
+        positions = np.arange(step * 1024, (step + 1) * 1024)
+        batch = set(mixture(positions)[2].tolist())
+        found = [int(one[2][0]) for p in positions[::37] for one in islice(mixture.replacements(p), 3)]
+        assert len(found) == 84
+        assert not batch.intersection(found)
+        if images == 5000 and step < 2:
+            assert len(set(found)) == 84
+
+
+def test_replacements_of_a_batch_of_all_images_end():
+    mixture = MixtureSampler([ShuffledSampler([64], 0)], [1], 0, batch_size=64)
+    assert len(list(islice(mixture.replacements(5), 3))) == 3
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=30))

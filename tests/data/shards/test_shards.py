@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import os
 from pathlib import Path
 
@@ -146,15 +147,33 @@ def test_shards_that_change_while_they_are_read(write_shards):
         shards.image(4)
 
 
+@pytest.mark.parametrize(
+    ("limit", "kept"), [(1024, 512), (100, 50), (tars.resource.RLIM_INFINITY, 4096), (10**6, 4096)]
+)
+def test_the_limit_of_open_files_decides_how_many_stay_open(limit, kept, monkeypatch):
+    monkeypatch.setattr(tars.resource, "getrlimit", lambda _: (limit, limit))
+    assert tars.kept_files() == kept
+
+
+def test_an_image_is_one_read(write_shards, monkeypatch):
+    shards, reads, pread = open_shards(write_shards([5])), [], os.pread
+    shards.image(0)  # also reads the index
+    monkeypatch.setattr(os, "pread", lambda *arguments: reads.append(arguments) or pread(*arguments))
+    for number in range(5):
+        shards.image(number)
+    assert len(reads) == 5
+
+
 def test_few_files_stay_open(write_shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(tars, "_opened", functools.lru_cache(30)(tars._opened.__wrapped__))
     monkeypatch.setattr(source, "KEPT_INDICES", 16)
-    shards = open_shards(write_shards([1] * (tars.KEPT_FILES + 20)))
+    shards = open_shards(write_shards([1] * 50))
     sources = [shards, dataclasses.replace(shards)]
     for number in range(shards.images):
         for one in sources:
             one.image(number)
     links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
-    assert sum(link.endswith(".tar") for link in links) == tars.KEPT_FILES
+    assert sum(link.startswith(str(tmp_path)) and link.endswith(".tar") for link in links) == 30
     assert sum(link.startswith(str(tmp_path / "cache")) for link in links) == 2 * 16
 
 
