@@ -71,13 +71,13 @@ def fit(encoder: ViT, state: State, source: Source, report: Report) -> State:
     """
     del source
     check_present(state, [PERIODS] if not of_transformers(state) and not of_eva(state) else [])
-    masked = _masks_key_bias(state)
+    masked, eps = _masks_key_bias(state), _norm_eps(state)
     state, own = named(state), encoder.state_dict()
     check_size(_size(state), (encoder.dim, len(encoder.blocks), encoder.stride), VARIANTS)
     if masked is not None and masked != has_masked_bias(encoder) and "blocks.0.attn.qkv.bias" in own:
         raise WeightsError(
             f"The bias of keys {'counts as 0' if masked else 'has an effect'} in the model of the checkpoint. "
-            f"Build the encoder with mask_key_bias={masked}."
+            f"Build the encoder with mask_key_bias={masked} and norm_eps={eps:g}."
         )
     state[FIRST] = adapt_channels(state[FIRST], encoder.channels, FIRST, report)
     optional = {"head", "projectors", "mask_token", "local_cls_norm"} - {name.split(".")[0] for name in own}
@@ -89,13 +89,20 @@ def fit(encoder: ViT, state: State, source: Source, report: Report) -> State:
 
 
 def named(state: State) -> State:
-    """Return the weights with the tensor names of this project, without the bias masks of DINOv3."""
-    state = {name: tensor for name, tensor in state.items() if not name.endswith(KEY_MASK)}
+    """Return the weights with the tensor names of this project. The bias masks of DINOv3 are multiplied into the biases."""
+    masks = {name: tensor for name, tensor in state.items() if name.endswith(KEY_MASK)}
+    state = {name: t * masks[f"{name}_mask"] if f"{name}_mask" in masks else t for name, t in state.items()}
+    state = {name: tensor for name, tensor in state.items() if name not in masks}
     return from_transformers(state) if of_transformers(state) else from_dinov3(state)
 
 
 def _masks_key_bias(state: State) -> bool | None:
-    """Return True if the model of the weights ignores the bias of keys, False if not, and None if this is unknown.
+    """Return True if the model of the weights ignores the bias of keys, False if not, and None if this makes no difference
+    or is unknown.
+
+    A file of Meta has a `bias_mask` exactly if the model ignores the bias. A file of this project without register
+    tokens looks like a file of Meta without `bias_mask`, but if it ignores the bias, the bias is still 0, its initial
+    value.
 
     Raises:
         WeightsError: the weights mask biases other than those of all keys.
@@ -113,7 +120,20 @@ def _masks_key_bias(state: State) -> bool | None:
     if of_transformers(state):
         keys = [name for name in state if name.endswith(("layer.0.attention.k_proj.bias", "attention.key.bias"))]
         return not keys
-    return False if {"storage_tokens", "blocks.0.attn.qkv.bias"} <= set(state) else None
+    if "reg_token" in state:  # a file of this project
+        return None
+    biases = [tensor.chunk(3)[1] for name, tensor in state.items() if name.endswith(".attn.qkv.bias")]
+    trained = any(not bias.is_meta and bias.any() for bias in biases)
+    return False if trained or (biases and "storage_tokens" in state) else None
+
+
+def _norm_eps(state: State) -> float:
+    """Return the epsilon of the norms of the model.
+
+    Weights do not contain it. Published models have 1e-5. The default settings of Meta's code mask no bias of keys, and
+    have 1e-6.
+    """
+    return 1e-6 if _masks_key_bias(state) is False and not of_transformers(state) else 1e-5
 
 
 def has_masked_bias(encoder: ViT) -> bool:
@@ -132,12 +152,13 @@ def describe(state: State) -> dict[str, Any]:
 
     Settings that the weights do not determine are taken from the variant with the same width, depth and kind of MLP. If
     the weights include the periods of the rotations, the periods determine the width of a head. Otherwise, the width is
-    that of the variant, or 64 if there is no such variant.
+    that of the variant, or 64 if there is no such variant. The epsilon of the norms is 1e-6 for weights of Meta's code
+    whose keys have a bias, and 1e-5 for other weights.
 
     Raises:
         WeightsError: required tensors are missing, or the number of heads is unknown.
     """
-    masked, state = _masks_key_bias(state), named(state)
+    masked, eps, state = _masks_key_bias(state), _norm_eps(state), named(state)
     gated = "blocks.0.mlp.w12.weight" in state
     second = f"blocks.0.mlp.{'w3' if gated else 'fc2'}.weight"
     dim, depth, patch_size = _size(state)
@@ -166,6 +187,7 @@ def describe(state: State) -> dict[str, Any]:
         "swiglu_multiple": multiple if hidden % multiple == 0 else 8 if hidden % 8 == 0 else 1,
         "qkv_bias": "blocks.0.attn.qkv.bias" in state,
         "mask_key_bias": True if masked is None else masked,
+        "norm_eps": eps,
         "layer_scale": VARIANTS[variant].get("layer_scale", 1.0) if "blocks.0.ls1.gamma" in state else None,
         "cls_norm": "cls_norm.weight" in state,
         "local_cls_norm": "local_cls_norm.weight" in state,

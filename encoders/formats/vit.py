@@ -211,14 +211,15 @@ def describe(state: State) -> dict[str, Any]:
     variant with the same width and depth. Without such a variant, each head is assumed to be 64 wide. The pooled
     feature is the class token if the weights have a class token and no `fc_norm`. The epsilon of the norms is 1e-5 for
     weights of vit-pytorch, and 1e-6 for other weights. A patch embedding with norms is assumed to have three image
-    channels. `interpolation` is "mae" for weights of MAE, and "antialias" for weights of DINOv2 with registers.
+    channels. `interpolation` is "mae" for weights of MAE, and "antialias", timm's rule, for weights with registers or a
+    class head.
 
     Raises:
         WeightsError: required tensors are missing, or the number of heads or the grid of the position table is unknown.
     """
     eps = 1e-5 if of_vit_pytorch(state) else 1e-6
-    antialias = any(name.endswith("register_tokens") for name in state)
     state = named(state, Report())
+    antialias = "reg_token" in state or "head.weight" in state
     gated = "blocks.0.mlp.w12.weight" in state
     second = f"blocks.0.mlp.{'w3' if gated else 'fc2'}.weight"
     check_present(state, ("pos_embed", "blocks.0.attn.qkv.weight", second))

@@ -219,7 +219,7 @@ class DINOv2(TeacherStudent):
             hidden_seen = seen.tokens.index_select(0, mask.hidden_indices)  # (M, D)
             wanted = self._token_head(self.teacher)(hidden_seen)  # (M, K)
         target, metrics = self.crop_targets(seen.pooled, view, step)  # (G, B, K)
-        self._pending["ibot_"].add(step, wanted)
+        self._add_to_center("ibot_", step, wanted)
         pooled, tokens = encode(self.student["encoder"], [one.images for one in views], mask)
         logits = self.student["head"](pooled).unflatten(0, (sum(one.crops for one in views), -1))  # (S, B, K)
         token_logits = self._token_head(self.student)(tokens.index_select(0, mask.hidden_indices))  # (M, K)

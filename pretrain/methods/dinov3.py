@@ -29,7 +29,7 @@ from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.methods.teacher_student import TERMS, default_momentum, head_defaults
 from tessera.pretrain.optim import ema
 from tessera.pretrain.optim.adamw import OptimConfig
-from tessera.pretrain.optim.schedules import linear
+from tessera.pretrain.optim.schedules import cosine, linear
 from tessera.runtime.settings import Derived, derived
 
 
@@ -73,7 +73,9 @@ class DINOv3Config(DINOv2Config, frozen=True):
     run."""
 
     momentum: Derived[float] = derived(ge=0, le=1)
-    """momentum of the teacher's moving average, constant over the run"""
+    """momentum of the teacher's moving average at the start of the run"""
+    momentum_end: Derived[float] = derived(ge=0, le=1)
+    """momentum at the end of the run; in between, the momentum follows a cosine; default: `momentum`"""
     centering: Centering = "sinkhorn"
     """centring of the teacher's output: mean (subtract a running mean, as in DINO) or sinkhorn (Sinkhorn-Knopp, as in
     SwAV, 2006.09882)"""
@@ -119,6 +121,7 @@ def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[DI
         "lr_scaling": "sqrt",
         "min_lr": 0.0,
         "warmup_steps": steps // 10,
+        "reach_lr_in_warmup": False,
         "layer_decay": 0.98 if size.large else 0.9,
         "patch_embed_lr_factor": 0.2,
         "weight_decay": 0.04,
@@ -133,13 +136,15 @@ def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[DI
     rows = 2 * size.batch_size // size.accumulate
     most = (32 if size.large else 8) * rows  # published: 262,144 prototypes for 8,192 rows
     head = head_defaults(size)
+    momentum = default_momentum(steps, 500 / 3)
     defaults = head | {
         "prototypes": min(head["prototypes"], 2 ** round(math.log2(most))),
         "linear_last_layer": size.large and not config.norm_last_layer,
         "freeze_steps": 0 if continued else steps // 100,
         "teacher_temperature": 0.07 if size.large else 0.04,
         "teacher_temperature_steps": 0 if continued else steps // 10,
-        "momentum": default_momentum(steps, 500 / 3),
+        "momentum": momentum,
+        "momentum_end": momentum if config.momentum is None else config.momentum,
         "gram_start": start,
         "gram_warmup_steps": max(steps - start, 0) // 200,
         "gram_refresh_steps": max((steps - start) // 20, 1),
@@ -164,6 +169,7 @@ class DINOv3(DINOv2):
     Config = DINOv3Config
     resolve = staticmethod(resolve)
     section = "dinov3"
+    reach_in_warmup = False
     config: DINOv3Config  # pyright: ignore[reportIncompatibleVariableOverride] - safe, because it is never set again
 
     def __init__(self, encoder: Encoder, config: DINOv3Config, steps: int) -> None:
@@ -256,8 +262,8 @@ class DINOv3(DINOv2):
 
     def gram_weight(self, step: int) -> float:
         """Return the weight of the Gram loss at a step: 0 before `gram_start`, then a linear rise to the setting."""
-        since = step - self.config.gram_start
-        return linear(since, self.config.gram_warmup_steps, 0.0, self.config.gram_weight) if since >= 0 else 0.0
+        c, since = self.config, step - self.config.gram_start
+        return linear(since, c.gram_warmup_steps, 0.0, c.gram_weight, reach_in_warmup=False) if since >= 0 else 0.0
 
     def _gram_loss(self, tokens: Tensor, view: View, seen: View) -> Tensor:
         """Return the Gram loss of the student's tokens (T, D) of the global crops in `view`. `seen` holds the same
@@ -274,7 +280,7 @@ class DINOv3(DINOv2):
             return gram_loss(crops, anchors)
 
     def momentum(self, step: int) -> float:
-        return self.config.momentum
+        return cosine(step, self.steps, self.config.momentum, self.config.momentum_end)
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:

@@ -94,6 +94,9 @@ class TeacherStudent(Method):
     """name of the method, which is the prefix of its settings"""
     config: Any
     """settings of the method"""
+    reach_in_warmup: ClassVar[bool] = True
+    """True if the teacher's temperature reaches its final value in the last step of its warm-up, False if in the step
+    after the warm-up"""
     small_settings: ClassVar[dict[str, Any]] = {
         "global_size": 16,
         "local_size": 12,
@@ -133,6 +136,11 @@ class TeacherStudent(Method):
         self.teacher.eval()  # so that the teacher does not use drop path
         return self
 
+    def _add_to_center(self, output: str, step: int, logits: Tensor) -> None:
+        """Add logits (N, K) of the teacher to the next mean of an output, if `centering` subtracts a running mean."""
+        if self.config.centering == "mean":
+            self._pending[output].add(step, logits)
+
     @torch.no_grad()
     def crop_targets(self, pooled: Tensor, view: View, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the teacher's distributions of the global crops (G, B, K), and metrics.
@@ -149,7 +157,7 @@ class TeacherStudent(Method):
         temperature = self.temperature(step)
         with full_precision(logits):
             target = teacher_distribution(logits, self.center, temperature, self.config.centering)
-        self._pending[""].add(step, logits)
+        self._add_to_center("", step, logits)
         metrics = {
             "teacher_entropy": -torch.special.xlogy(target, target).sum(-1).mean(),
             "teacher_spread": (logits - self.center).std(0).mean() / temperature,
@@ -159,7 +167,8 @@ class TeacherStudent(Method):
     def temperature(self, step: int) -> float:
         """Return the softmax temperature of the teacher at a step."""
         c = self.config
-        return linear(step, c.teacher_temperature_steps, c.teacher_temperature_start, c.teacher_temperature)
+        rise = (c.teacher_temperature_steps, c.teacher_temperature_start, c.teacher_temperature)
+        return linear(step, *rise, reach_in_warmup=self.reach_in_warmup)
 
     def momentum(self, step: int) -> float:
         """Return the momentum of the teacher's moving average at a step."""
@@ -167,8 +176,11 @@ class TeacherStudent(Method):
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        """Move the teacher towards the student, and each centre towards the mean of this step's teacher logits."""
-        for output, pending in self._pending.items():
+        """Move the teacher towards the student, and each centre towards the mean of this step's teacher logits.
+
+        With `centering` sinkhorn, which does not use the centres, they do not move, as in the official code.
+        """
+        for output, pending in self._pending.items() if self.config.centering == "mean" else ():
             pending.move(getattr(self, f"{output}center"), self.config.center_momentum)
         ema.update(self.teacher, self.student, self.momentum(step))
 
@@ -202,7 +214,9 @@ class TeacherStudent(Method):
             prototypes = len(getattr(self, f"{output}center"))
             counts = all_reduce_sum(torch.bincount(best, minlength=prototypes).float())
             found[f"{output}prototypes_used"] = int((counts > 0).sum())
-        return found | {"center_norm": self.center.norm().item(), "feature_rank": effective_rank(pooled)}
+        if self.config.centering == "mean":
+            found["center_norm"] = self.center.norm().item()
+        return found | {"feature_rank": effective_rank(pooled)}
 
     def advice(self, record: Mapping[str, float]) -> list[str]:
         c, found = self.config, []

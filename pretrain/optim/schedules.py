@@ -22,11 +22,12 @@ def cosine(
     return end + 0.5 * (start - end) * (1 + math.cos(math.pi * done))
 
 
-def linear(step: int, steps: int, start: float, end: float) -> float:
-    """Return a value that changes linearly from `start` at step 0 to `end` at step `steps - 1`, and then stays there.
+def linear(step: int, steps: int, start: float, end: float, *, reach_in_warmup: bool = True) -> float:
+    """Return a value that changes linearly from `start` at step 0 to `end`, and then stays there.
 
-    If `steps` is 1, the value at step 0 is `start`, as in `np.linspace(start, end, 1)`.
+    The value reaches `end` at step `steps - 1`, as in DINO (2104.14294), or at step `steps` if `reach_in_warmup` is
+    false, as in DINOv3 (2508.10104). If `steps` is 1, the value at step 0 is `start`, as in `np.linspace(start, end, 1)`.
     """
     if steps <= 0:
         return end
-    return start + (end - start) * min(step / max(steps - 1, 1), 1.0)
+    return start + (end - start) * min(step / max(steps - reach_in_warmup, 1), 1.0)

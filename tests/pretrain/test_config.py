@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import timm
+import torch
 import yaml
 from pydantic import BaseModel
 
@@ -179,6 +180,19 @@ def test_presets_are_valid(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         derived = resolve(load([*SHARDS, *flags, "--steps", str(config.steps)]), 1_281_167)
         ignored = {"config", "steps", "checkpoint", "checkpoint_every"}
         assert config.model_dump(exclude=ignored) == derived.model_dump(exclude=ignored)
+
+
+def test_the_preset_of_dinov3_has_the_published_settings_for_imagenet() -> None:
+    """Those of Meta's vitl_im1k_lin834.yaml over its defaults, where they differ from the ViT-7B's and from DINOv2's."""
+    config = resolve(load([*SHARDS, "--config", str(PRESETS / "imagenet_dinov3_vit_large.yaml")]), 1_281_167)
+    encoder = encoders.build(**config.encoder_settings | {"depth": 1, "dim": 64, "heads": 1})
+    assert type(encoder.blocks[0].attn.qkv) is torch.nn.Linear  # no masked bias of keys
+    assert encoder.blocks[0].norm1.eps == encoder.norm.eps == 1e-6
+    assert encoder.reg_token is None
+    assert encoder.settings["rope_rescale"] is None
+    method = config.method_config
+    assert (method.momentum, method.momentum_end) == (0.992, 1.0)
+    assert config.optim.reach_lr_in_warmup
 
 
 def test_every_setting_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,6 +151,36 @@ def test_a_file_with_a_missing_part_of_a_gate_is_refused():
         load_weights(small(mlp="swiglu"), state)
 
 
+@torch.no_grad()
+def test_a_file_of_metas_default_settings_has_key_biases_and_another_epsilon(tmp_path):
+    """Without storage tokens and `bias_mask`, as in Meta's recipe for ImageNet-1k."""
+    source = small(registers=0, mask_key_bias=False, norm_eps=1e-6)
+    state = without(dinov3_of(source), "bias_mask")
+    assert not any("storage" in name or "reg_token" in name for name in state)
+    torch.save({"teacher": {f"backbone.{name}": tensor for name, tensor in state.items()}}, tmp_path / "meta.pth")
+    weights.main([str(tmp_path / "meta.pth"), str(tmp_path / "ours.safetensors"), "--set", "heads=3"])
+    encoder = encoders.load(tmp_path / "ours.safetensors")
+    assert (encoder.settings["mask_key_bias"], encoder.settings["norm_eps"]) == (False, 1e-6)
+    assert torch.equal(encoder(IMAGES).pooled, source(IMAGES).pooled)
+    masked = small(registers=0)
+    with pytest.raises(encoders.WeightsError, match="mask_key_bias=False and norm_eps=1e-06"):
+        load_weights(masked, state)
+
+
+@torch.no_grad()
+def test_a_file_of_this_project_without_registers_and_key_biases_loads():
+    """It looks like the file above, but the biases of keys are still 0."""
+    source = small(registers=0)
+    load_weights(source, dinov3_of(source))  # the mask sets the scrambled biases of keys to 0
+    state = source.state_dict()
+    assert not state["blocks.1.attn.qkv.bias"].chunk(3)[1].any()
+    encoder = small(registers=0)
+    load_weights(encoder, state)
+    assert torch.equal(encoder(IMAGES).pooled, source(IMAGES).pooled)
+    assert rope_vit.describe(state)["mask_key_bias"]
+    assert rope_vit.describe(state)["norm_eps"] == 1e-5
+
+
 @pytest.mark.parametrize("variant", [name for name in rope_vit.VARIANTS if not name.endswith("micro")])
 def test_files_of_dinov3_are_described_by_the_variant(variant):
     with torch.device("meta"):

@@ -127,6 +127,22 @@ def test_a_distilled_vit_has_its_own_name_in_timm():
         timm.create_model(name, **options).load_state_dict(state, strict=True)
 
 
+@pytest.mark.parametrize("registers", [0, 2])
+@torch.no_grad()
+def test_positions_of_a_vit_of_timm_are_resized_as_timm_does(registers):
+    """timm's ViTs have a class head, those of DINO and MAE do not."""
+    settings = {"embed_dim": 64, "depth": 2, "num_heads": 1, "patch_size": 8, "img_size": 64, "reg_tokens": registers}
+    settings |= {"num_classes": 5, "dynamic_img_size": True}
+    model = scramble(timm.create_model("vit_small_patch16_224", **settings))
+    encoder = build(**vit.describe(model.state_dict())).eval()
+    load_weights(encoder, model.state_dict())
+    for size in ((64, 64), (32, 32), (40, 104)):
+        images = images_of(2, 3, *size)
+        torch.testing.assert_close(encoder(images).pooled, model.forward_features(images)[:, 0], **CLOSE)
+    dino = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("head.")}
+    assert vit.describe(dino)["interpolation"] == ("antialias" if registers else "dino")
+
+
 def test_sizes_that_weights_do_not_tell_are_refused():
     mae = small().state_dict() | {"decoder_embed.weight": torch.ones(4, 48), "mask_token": torch.ones(1, 1, 4)}
     with pytest.raises(ValueError, match="unknown for attention with 48 channels"):

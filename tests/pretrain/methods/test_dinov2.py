@@ -162,6 +162,15 @@ def test_teacher_and_centres_follow_the_formula_over_three_steps() -> None:
     torch.testing.assert_close(method.ibot_center.double(), centers[1], rtol=1e-5, atol=1e-7)
 
 
+def test_with_sinkhorn_nothing_moves_the_centres() -> None:
+    method, given = make(centering="sinkhorn", separate_head=True)
+    method(given, 0)
+    method.after_step(0)
+    assert not method.center.any()
+    assert not method.ibot_center.any()
+    assert "center_norm" not in method.health()
+
+
 def test_nothing_hidden_leaves_dino_and_koleo() -> None:
     method, given = make(batch_norm=True, separate_head=True)
     views = [view.images for view in given.views]

@@ -121,7 +121,7 @@ def test_the_gram_teacher_is_replaced_when_it_is_due() -> None:
         pairs = zip(method.gram_teacher.parameters(), method.teacher["encoder"].parameters(), strict=True)
         same.append(all(torch.equal(a, b) for a, b in pairs))
     assert same == [False, False, True, False, True, False, False]
-    assert weights == [0, 0, 0, 0, 1.0, 2.0, 2.0]
+    assert weights == pytest.approx([0, 0, 0, 0, 2 / 3, 4 / 3, 2])
 
 
 def test_larger_crops_for_the_gram_teacher_have_the_students_boxes_and_true_colours() -> None:
@@ -228,6 +228,30 @@ def test_schedules_are_constant_after_the_warm_up() -> None:
     assert method.momentum(0) == method.momentum(59)
     with pytest.raises(ValueError, match=r"gram_size 8 is less than global_size 16"):
         make(gram_size=8)
+
+
+def test_warm_ups_reach_their_end_in_the_step_after_the_warm_up() -> None:
+    """As a linspace without its end point, in the official schedules of the ViT-7B."""
+    config, optim = resolve(DINOv3Config(gram_warmup_steps=4, gram_start=20), OptimConfig(), RunSize(10**6, 1024, 100))
+    method, _ = make(**config.model_dump(include={"teacher_temperature", "teacher_temperature_steps"}),
+                     gram_warmup_steps=4, gram_start=20)  # fmt: skip
+    optimizer = torch.optim.AdamW(parameter_groups(method, {}), lr=1.0)
+    temperatures, rates = [], []
+    for step in range(12):
+        temperatures.append(method.temperature(step))
+        apply_schedules(optimizer, optim, step, 100, 1024)
+        rates.append(optimizer.param_groups[0]["lr"])
+    np.testing.assert_allclose(temperatures, [*np.linspace(0.04, 0.07, 10, endpoint=False), 0.07, 0.07], rtol=1e-12)
+    np.testing.assert_allclose(rates, [*np.linspace(0, 2e-4, 10, endpoint=False), 2e-4, 2e-4], rtol=1e-12)
+    weights = [method.gram_weight(step) for step in range(19, 26)]
+    np.testing.assert_allclose(weights, [0, *np.linspace(0, 2, 4, endpoint=False), 2, 2], rtol=1e-12)
+    assert make(teacher_temperature_steps=0, teacher_temperature=0.05)[0].temperature(0) == 0.05
+
+
+def test_the_momentum_may_rise() -> None:
+    method, _ = make(momentum=0.9, momentum_end=1.0)
+    expected = [1 + 0.5 * (0.9 - 1) * (1 + math.cos(math.pi * step / 60)) for step in range(60)]
+    assert [method.momentum(step) for step in range(60)] == pytest.approx(expected)
 
 
 def test_the_number_of_prototypes_is_bounded_by_the_rows_of_a_forward_pass() -> None:

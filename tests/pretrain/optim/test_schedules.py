@@ -40,5 +40,7 @@ def test_linear_is_a_linspace_then_constant() -> None:
     np.testing.assert_allclose(
         [linear(s, 7, 0.04, 0.07) for s in range(10)], [*np.linspace(0.04, 0.07, 7), 0.07, 0.07, 0.07]
     )
-    assert linear(0, 0, 0.04, 0.07) == 0.07
+    ours = [linear(s, 7, 0.04, 0.07, reach_in_warmup=False) for s in range(10)]
+    np.testing.assert_allclose(ours, [*np.linspace(0.04, 0.07, 7, endpoint=False), 0.07, 0.07, 0.07])
+    assert linear(0, 0, 0.04, 0.07) == linear(0, 0, 0.04, 0.07, reach_in_warmup=False) == 0.07
     assert [linear(s, 1, 0.04, 0.07) for s in range(3)] == pytest.approx([*np.linspace(0.04, 0.07, 1), 0.07, 0.07])
