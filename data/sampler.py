@@ -16,12 +16,16 @@ The order is computed from raw words of the Philox generator, which are the same
 parameters of samples come from the `Generator` of `sample_rng`, whose draws may differ between versions of NumPy.
 """
 
+import itertools
+import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch.utils.data import Sampler
+
+from tessera.data.shards import Weight
 
 STREAMS = 64
 """Number of virtual streams (V)."""
@@ -30,6 +34,8 @@ BUFFER = 1024
 PATTERN = 1024
 """Number of entries in the repeating pattern that assigns a source to each sample of a mixture. Weights are rounded to
 multiples of 1 / PATTERN."""
+LONGEST_ROUND = 2**20
+"""Largest number of positions in a round of a mixture whose weights change."""
 
 BLOCK = 16
 """Number of neighbouring samples per block for large data sets. Reading longer blocks would not be faster."""
@@ -38,6 +44,7 @@ ENOUGH_BLOCKS = 2**16
 MOST_BLOCKS = 2**22
 """Maximum number of blocks of an epoch. The tables of an epoch with this many blocks take about 50 MB."""
 
+_RANGE = re.compile(r"\s*([0-9]{1,15})\s*(?:-\s*([0-9]{1,15})\s*)?")
 _BLOCKS, _BUFFER, _MIXTURE, _SAMPLE, _STEP, _USER = range(6)
 
 
@@ -215,6 +222,46 @@ def _ends(inverse: np.ndarray, groups: int) -> np.ndarray:
     return np.cumsum(np.bincount(inverse, minlength=groups))[:-1]
 
 
+class GrowingSampler:
+    """Order of the samples of one list of shards to which shards are added during the run.
+
+    Shards are added between two epochs. An epoch therefore contains every sample of its shards once, and the order of
+    earlier epochs does not change.
+
+    Args:
+        stages: first epoch of each stage, and the sampler of its shards. The first stage begins at epoch 0.
+    """
+
+    def __init__(self, stages: Sequence[tuple[int, ShuffledSampler]]) -> None:
+        self._samplers = [sampler for _, sampler in stages]
+        self.streams, self.block, self.buffer = (
+            getattr(self._samplers[-1], name) for name in ("streams", "block", "buffer")
+        )
+        self.images = min(sampler.images for sampler in self._samplers)
+        starts, shifts = [0], [0]
+        for (epoch, sampler), (following, grown) in itertools.pairwise(stages):
+            starts.append(starts[-1] + (following - epoch) * sampler.images)
+            # The positions of a stage are shifted so that the epochs of all stages have consecutive numbers.
+            shifts.append(starts[-1] - following * grown.images)
+        self._starts, self._shifts = np.array(starts), np.array(shifts)
+
+    def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the epoch, the shard and the index in the shard of the sample at each position: (P,) int64 each."""
+        positions = np.asarray(positions, dtype=np.int64)
+        stages = np.searchsorted(self._starts, positions, side="right") - 1
+        found = np.empty((3, len(positions)), dtype=np.int64)
+        for stage in np.unique(stages):
+            here = stages == stage
+            found[:, here] = self._samplers[stage](positions[here] - self._shifts[stage])
+        epochs, shards, samples = found
+        return epochs, shards, samples
+
+    def next_epoch(self, position: int) -> int:
+        """Return the first epoch that begins at a position or after it."""
+        stage = int(np.searchsorted(self._starts, position, side="right")) - 1
+        return -(-(position - int(self._shifts[stage])) // self._samplers[stage].images)
+
+
 class MixtureSampler:
     """Sampler that mixes the samples of several sources in fixed shares.
 
@@ -230,7 +277,9 @@ class MixtureSampler:
         ValueError: the numbers of sources and weights differ, or a weight is not positive.
     """
 
-    def __init__(self, samplers: Sequence[ShuffledSampler], weights: Sequence[float], seed: int) -> None:
+    def __init__(
+        self, samplers: "Sequence[ShuffledSampler | GrowingSampler]", weights: Sequence[float], seed: int
+    ) -> None:
         if len(samplers) != len(weights) or not 1 <= len(samplers) <= PATTERN:
             raise ValueError(
                 f"There are {len(samplers)} sources and {len(weights)} weights. Give 1 to {PATTERN} sources, and one "
@@ -238,11 +287,9 @@ class MixtureSampler:
             )
         self.samplers = list(samplers)
         self.quotas = quotas(weights)  # (S,)
+        self.largest_shares = self.quotas / PATTERN  # (S,)
         pattern = np.repeat(np.arange(len(samplers)), self.quotas)
-        self._sources = pattern[_permutation(PATTERN, _philox(seed, _MIXTURE, 0))]  # (1024,)
-        self._turns = np.empty(PATTERN, dtype=np.int64)
-        for source, quota in enumerate(self.quotas):
-            self._turns[self._sources == source] = np.arange(quota)
+        self._pattern = pattern[_permutation(PATTERN, _philox(seed, _MIXTURE, 0))]  # (1024,)
 
     def __call__(self, positions: np.ndarray, later: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the source, the shard and the index in the shard of the sample at each position: (P,) int64 each.
@@ -251,15 +298,127 @@ class MixtureSampler:
         replacements for corrupt samples.
         """
         positions = np.asarray(positions, dtype=np.int64)
-        rounds, entries = np.divmod(positions, PATTERN)
-        sources = self._sources[entries]
-        # `own` counts the positions of each source separately.
-        own = rounds * self.quotas[sources] + self._turns[entries]
+        sources, own = self._turns(positions)
         shards, samples = np.empty_like(positions), np.empty_like(positions)
         for source in np.unique(sources):
             here, sampler = sources == source, self.samplers[source]
             _, shards[here], samples[here] = sampler(own[here] + later * sampler.streams)
         return sources, shards, samples
+
+    def counts(self, position: int) -> np.ndarray:
+        """Return how many of the positions below `position` each source gets: (S,) int64."""
+        start, before, pattern = self._round(position)
+        return before + np.bincount(pattern[: position - start], minlength=len(self.samplers))
+
+    def _turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the source of each position, and how many earlier positions this source gets: (P,) int64 each."""
+        sources, own = np.empty_like(positions), np.empty_like(positions)
+        left = np.arange(len(positions))
+        while len(left):
+            start, before, pattern = self._round(int(positions[left[0]]))
+            turns = np.empty(len(pattern), dtype=np.int64)  # number of earlier entries of the same source
+            for source, quota in enumerate(np.bincount(pattern)):
+                turns[pattern == source] = np.arange(quota)
+            entries = positions[left] - start
+            inside = (entries >= 0) & (entries < len(pattern))
+            here, entries, left = left[inside], entries[inside], left[~inside]
+            sources[here] = pattern[entries]
+            own[here] = before[sources[here]] + turns[entries]
+        return sources, own
+
+    def _round(self, position: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """Return the round of the pattern that contains a position.
+
+        The result is the first position of the round, the number of earlier positions of each source (S,), and the
+        source of each position of the round (L,).
+        """
+        number = position // PATTERN
+        return number * PATTERN, number * self.quotas, self._pattern
+
+
+class ScheduledMixtureSampler(MixtureSampler):
+    """Sampler that mixes the samples of several sources in shares that change during the run.
+
+    In a phase, the shares are constant. A phase is divided into rounds of at least 1,024 positions, and the sources of
+    a round are shuffled. At the end of a round, the number of positions that a source had so far differs from the sum
+    of its shares by at most 1.
+
+    Args:
+        samplers: one sampler per source.
+        phases: first position of each phase, and the weight of each source in the phase. A weight may be 0.
+        seed: 0 to 2**64 - 1.
+
+    Raises:
+        ValueError: a weight is negative or not finite, all weights of a phase are 0, or a phase is too short for the
+            weight of a source.
+    """
+
+    def __init__(
+        self,
+        samplers: "Sequence[ShuffledSampler | GrowingSampler]",
+        phases: Sequence[tuple[int, Sequence[float]]],
+        seed: int,
+    ) -> None:
+        weights = np.array([row for _, row in phases], dtype=np.float64)  # (phases, S)
+        if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any(1).all() and weights.any(0).all()):
+            raise ValueError(
+                "A weight is negative or not finite, a source always has the weight 0, or all sources have the weight "
+                "0 at a step. Correct the weights of the mixture."
+            )
+        self.samplers, self._seed = list(samplers), seed
+        self._ends = np.cumsum(weights, axis=1)
+        self._ends /= self._ends[:, -1:]  # (phases, S): sum of the shares of a source and of all sources before it
+        shares = weights / weights.sum(1, keepdims=True)
+        self.largest_shares = shares.max(0)  # (S,)
+        self._starts = np.array([start for start, _ in phases], dtype=np.int64)  # (phases,)
+        lengths = np.diff(self._starts)
+        smallest = np.where(shares > 0, shares, np.inf).min(1)
+        # A round is so long that each source gets two of its positions. Otherwise, the rounded numbers of positions
+        # below could decrease.
+        self._rounds = np.maximum(np.ceil(2 / smallest), PATTERN).astype(np.int64)  # (phases,)
+        if (self._rounds > LONGEST_ROUND).any() or (lengths * smallest[:-1] < 2).any():
+            raise ValueError(
+                f"A weight of the mixture is so small that its source gets fewer than two of the samples of a phase, "
+                f"or of {LONGEST_ROUND} samples. Set this weight to 0 or to a larger number, or let the phase have "
+                "more steps."
+            )
+        sums = np.cumsum(lengths[:, None] * self._ends[:-1], axis=0)
+        self._before = np.concatenate([np.zeros((1, len(samplers))), sums])  # (phases, S)
+
+    def _round(self, position: int) -> tuple[int, np.ndarray, np.ndarray]:
+        phase = int(np.searchsorted(self._starts, position, side="right")) - 1
+        start, length = int(self._starts[phase]), int(self._rounds[phase])
+        number = (position - start) // length
+        end = start + (number + 1) * length
+        if phase + 1 < len(self._starts):  # the last round of a phase also has the positions that are left
+            last = int(self._starts[phase + 1])
+            number = min(number, max((last - start) // length - 1, 0))
+            end = start + (number + 1) * length
+            end = last if end + length > last else end
+        before = self._counts(phase, start + number * length)
+        pattern = np.repeat(np.arange(len(before)), self._counts(phase, end) - before)
+        bits = _philox(self._seed, _MIXTURE, 0, phase + 1, number)
+        return start + number * length, before, pattern[_permutation(len(pattern), bits)]
+
+    def _counts(self, phase: int, position: int) -> np.ndarray:
+        """Return the number of positions of each source below the border of a round: (S,) int64."""
+        sums = self._before[phase] + (position - self._starts[phase]) * self._ends[phase]
+        return np.diff(np.rint(sums).astype(np.int64), prepend=0)
+
+
+def phases(weights: Sequence[Weight]) -> list[tuple[int, list[float]]] | None:
+    """Return the phases of a mixture as (first step, weight of each source), or None if all weights are constant.
+
+    Raises:
+        ValueError: the weights of a source do not begin at step 0, or a step is negative.
+    """
+    if not any(isinstance(weight, Mapping) for weight in weights):
+        return None
+    tables = [dict(weight) if isinstance(weight, Mapping) else {0: weight} for weight in weights]
+    if any(0 not in table or min(table) < 0 for table in tables):
+        raise ValueError("The weights of a source must begin at step 0, as in {0: 1.0, 10000: 0.2}.")
+    steps = sorted({step for table in tables for step in table})
+    return [(step, [table[max(one for one in table if one <= step)] for table in tables]) for step in steps]
 
 
 def quotas(weights: Sequence[float]) -> np.ndarray:
@@ -286,8 +445,8 @@ def quotas(weights: Sequence[float]) -> np.ndarray:
 class BatchSampler(Sampler[np.ndarray]):
     """Yields the positions (P,) of each forward pass of one process. A step has `accumulation` forward passes.
 
-    Step s takes the positions s * batch_size to (s + 1) * batch_size - 1. If all virtual streams have equally many of
-    these positions, the positions are sorted by stream. The sequence is then split into equal parts, one for each
+    Batch b consists of the positions b * batch_size to (b + 1) * batch_size - 1. Step s takes batch s, or a later one
+    if batches are skipped. If all virtual streams have equally many of the positions of a batch, the positions are sorted by stream. The sequence is then split into equal parts, one for each
     forward pass of each process. All processes together therefore see the same samples in a step as a single process
     would, and each process reads from as few streams as possible.
 
@@ -306,6 +465,8 @@ class BatchSampler(Sampler[np.ndarray]):
     """Number of forward passes per optimizer step, on each process."""
     streams: int = STREAMS
     """Number of virtual streams in the order of samples (V)."""
+    skipped: tuple[range, ...] = ()
+    """Numbers of the batches that no step takes, as `batch_ranges` returns them."""
 
     def __post_init__(self) -> None:
         unit = self.world_size * self.accumulation
@@ -336,4 +497,37 @@ class BatchSampler(Sampler[np.ndarray]):
         if self.batch_size % self.streams == 0:
             stream, turn = np.divmod(numbers, self.batch_size // self.streams)
             numbers = turn * self.streams + stream
-        return step * self.batch_size + numbers
+        return self.batch(step) * self.batch_size + numbers
+
+    def skipped_below(self, batch: int) -> list[range]:
+        """Return the ranges of skipped batches below a batch."""
+        return [range(one.start, min(one.stop, batch)) for one in self.skipped if one.start < batch]
+
+    def batch(self, step: int) -> int:
+        """Return the number of the batch that a step takes. Both are counted from 0."""
+        for skipped in self.skipped:
+            step += len(skipped) if step >= skipped.start else 0
+        return step
+
+
+def batch_ranges(text: str | None) -> tuple[range, ...]:
+    """Return the batches in a text such as `1200-1210,1300`, which counts them from 1.
+
+    The result counts from 0. Its ranges are sorted, and do not overlap.
+
+    Raises:
+        ValueError: the text is no list of numbers and ranges.
+    """
+    found: list[range] = []
+    for part in (text or "").split(",") if text else []:
+        matched = _RANGE.fullmatch(part)
+        first, last = (int(matched[1]), int(matched[2] or matched[1])) if matched else (0, 0)
+        if not 1 <= first <= last:
+            raise ValueError(f"{part!r:.50} is no batch and no range of batches, such as 1300 or 1200-1210.")
+        found.append(range(first - 1, last))
+    merged: list[range] = []
+    for one in sorted(found, key=lambda one: one.start):
+        if merged and one.start <= merged[-1].stop:
+            one = range(merged[-1].start, max(one.stop, merged.pop().stop))
+        merged.append(one)
+    return tuple(merged)

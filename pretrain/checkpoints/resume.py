@@ -30,6 +30,7 @@ import torch
 from accelerate import Accelerator
 
 from tessera import encoders
+from tessera.data.sampler import batch_ranges
 from tessera.encoders.formats import checkpoint as weight_files
 from tessera.pretrain.checkpoints import manifest
 from tessera.pretrain.engines import Engine
@@ -47,7 +48,7 @@ TRAINER_BYTES = 2**26
 """Largest size of trainer.json in bytes."""
 LARGEST_COUNT = 2**53
 """Largest number of steps or images in trainer.json. JSON readers represent larger numbers inexactly."""
-NOT_COMPARED = ("resume", "config", "output", "dry_run", "workers", "source.commands", "loader.crops")
+NOT_COMPARED = ("resume", "config", "output", "dry_run", "workers", "source.commands", "loader.crops", "shard_counts")
 """Settings that may change between a run and its continuation without a warning."""
 
 
@@ -202,8 +203,12 @@ def check_fits(path: Path, settings: dict[str, Any]) -> None:
             "the learning rate, the warm-ups and other settings that were derived from the old length and batch size "
             "keep their values. To derive them again, start a new run with --init_from."
         )
-    if any(saved.get(name) != settings[name] for name in ("seed", "batch_size", "stream", "shards")):
-        log.warning("the order of the samples changes, because seed, batch size, stream settings or shards changed")
+    ordering = ("seed", "batch_size", "shards")
+    if any(old.get(name) != new.get(name) and (name in ordering or name.startswith("stream.")) for name in old | new):
+        log.warning(
+            "the order of the samples changes, because seed, batch size, stream settings or shards changed. Only shards "
+            "that are added at the end of a list, as in --data OLD NEW, leave the order of the others unchanged."
+        )
     differ = [
         f"{name} is {old.get(name)} in the checkpoint and {new.get(name)} in this run"
         for name in old | new
@@ -282,7 +287,22 @@ def _wrong_value(trainer: dict[str, Any]) -> str | None:
         return "settings.method"
     if not isinstance(settings.get("encoder"), dict):
         return "settings.encoder"
+    if not _fits_order(settings):
+        return "settings.shard_counts, settings.stream.growth or settings.skip_batches"
     return None
+
+
+def _fits_order(settings: dict[str, Any]) -> bool:
+    """Return True if the settings of the sample order that a resumed run reads have valid types."""
+    growth, counts, skipped = (settings.get("stream") or {}), settings.get("shard_counts"), settings.get("skip_batches")
+    rows = growth.get("growth") if isinstance(growth, dict) else ""
+    rows, counts = [] if rows is None else rows, [] if counts is None else counts
+    lists = [counts, *rows] if isinstance(rows, list) and all(isinstance(r, list) and len(r) == 3 for r in rows) else [0]
+    try:
+        batch_ranges(skipped)
+    except (TypeError, ValueError):
+        return False
+    return all(isinstance(one, list) and all(type(n) is int and 0 <= n <= LARGEST_COUNT for n in one) for one in lists)
 
 
 def _is_number(value: object) -> bool:
