@@ -34,8 +34,8 @@ BUFFER = 1024
 PATTERN = 1024
 """Number of entries in the repeating pattern that assigns a source to each sample of a mixture. Weights are rounded to
 multiples of 1 / PATTERN."""
-LONGEST_ROUND = 2**20
-"""Largest number of positions in a round of a mixture whose weights change."""
+SHORTEST_ROUND, LONGEST_ROUND = 64, 2**20
+"""Smallest and largest number of positions in a round of a mixture whose weights change."""
 
 BLOCK = 16
 """Number of neighbouring samples per block for large data sets. Reading longer blocks would not be faster."""
@@ -339,9 +339,9 @@ class MixtureSampler:
 class ScheduledMixtureSampler(MixtureSampler):
     """Sampler that mixes the samples of several sources in shares that change during the run.
 
-    In a phase, the shares are constant. A phase is divided into rounds of at least 1,024 positions, and the sources of
-    a round are shuffled. At the end of a round, the number of positions that a source had so far differs from the sum
-    of its shares by at most 1.
+    In a phase, the shares are constant. A phase is divided into rounds of at least 64 positions, and the sources of a
+    round are shuffled. At the end of a round, the number of positions that a source had so far differs from the sum
+    of its shares by at most 1, or by less than 2 if another source has the weight 0.
 
     Args:
         samplers: one sampler per source.
@@ -373,17 +373,23 @@ class ScheduledMixtureSampler(MixtureSampler):
         self._starts = np.array([start for start, _ in phases], dtype=np.int64)  # (phases,)
         lengths = np.diff(self._starts)
         smallest = np.where(shares > 0, shares, np.inf).min(1)
-        # A round is so long that each source gets two of its positions. Otherwise, the rounded numbers of positions
-        # below could decrease.
-        self._rounds = np.maximum(np.ceil(2 / smallest), PATTERN).astype(np.int64)  # (phases,)
-        if (self._rounds > LONGEST_ROUND).any() or (lengths * smallest[:-1] < 2).any():
+        # A round is so long that each source gets four of its positions. Otherwise, the rounded numbers of positions
+        # in `_counts` could decrease.
+        self._rounds = np.maximum(np.ceil(4 / smallest), SHORTEST_ROUND).astype(np.int64)  # (phases,)
+        if (self._rounds > LONGEST_ROUND).any() or (lengths * smallest[:-1] < 4).any():
             raise ValueError(
-                f"A weight of the mixture is so small that its source gets fewer than two of the samples of a phase, "
+                "A weight of the mixture is so small that its source gets fewer than four of the samples of a phase, "
                 f"or of {LONGEST_ROUND} samples. Set this weight to 0 or to a larger number, or let the phase have "
                 "more steps."
             )
-        sums = np.cumsum(lengths[:, None] * self._ends[:-1], axis=0)
-        self._before = np.concatenate([np.zeros((1, len(samplers))), sums])  # (phases, S)
+        self._before, self._offsets = np.zeros_like(weights, dtype=np.int64), np.zeros_like(weights)  # (phases, S)
+        exact = np.zeros(len(samplers))
+        for phase, length in enumerate(lengths.tolist(), start=1):
+            exact += length * shares[phase - 1]
+            self._before[phase] = self._counts(phase - 1, int(self._starts[phase]))
+            # Sources with a share make up for what the rounding of earlier phases gave to all sources.
+            excess, active = self._before[phase] - exact, shares[phase] > 0
+            self._offsets[phase] = np.cumsum(-(active * excess) - shares[phase] * excess[~active].sum())
 
     def _round(self, position: int) -> tuple[int, np.ndarray, np.ndarray]:
         phase = int(np.searchsorted(self._starts, position, side="right")) - 1
@@ -402,8 +408,11 @@ class ScheduledMixtureSampler(MixtureSampler):
 
     def _counts(self, phase: int, position: int) -> np.ndarray:
         """Return the number of positions of each source below the border of a round: (S,) int64."""
-        sums = self._before[phase] + (position - self._starts[phase]) * self._ends[phase]
-        return np.diff(np.rint(sums).astype(np.int64), prepend=0)
+        length = position - self._starts[phase]
+        if length == 0:
+            return self._before[phase]
+        sums = np.floor(length * self._ends[phase] + self._offsets[phase] + 0.5).astype(np.int64)
+        return self._before[phase] + np.diff(sums, prepend=0)
 
 
 def phases(weights: Sequence[Weight]) -> list[tuple[int, list[float]]] | None:

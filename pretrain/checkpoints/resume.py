@@ -206,8 +206,8 @@ def check_fits(path: Path, settings: dict[str, Any]) -> None:
     ordering = ("seed", "batch_size", "shards")
     if any(old.get(name) != new.get(name) and (name in ordering or name.startswith("stream.")) for name in old | new):
         log.warning(
-            "the order of the samples changes, because seed, batch size, stream settings or shards changed. Only shards "
-            "that are added at the end of a list, as in --data OLD NEW, leave the order of the others unchanged."
+            "the order of the samples changes, because seed, batch size, stream settings or shards changed. The order "
+            "stays if new shards come after the old ones, as in --data OLD NEW."
         )
     differ = [
         f"{name} is {old.get(name)} in the checkpoint and {new.get(name)} in this run"
@@ -287,22 +287,25 @@ def _wrong_value(trainer: dict[str, Any]) -> str | None:
         return "settings.method"
     if not isinstance(settings.get("encoder"), dict):
         return "settings.encoder"
-    if not _fits_order(settings):
-        return "settings.shard_counts, settings.stream.growth or settings.skip_batches"
-    return None
+    return _wrong_order(settings)
 
 
-def _fits_order(settings: dict[str, Any]) -> bool:
-    """Return True if the settings of the sample order that a resumed run reads have valid types."""
-    growth, counts, skipped = (settings.get("stream") or {}), settings.get("shard_counts"), settings.get("skip_batches")
-    rows = growth.get("growth") if isinstance(growth, dict) else ""
-    rows, counts = [] if rows is None else rows, [] if counts is None else counts
-    lists = [counts, *rows] if isinstance(rows, list) and all(isinstance(r, list) and len(r) == 3 for r in rows) else [0]
+def _wrong_order(settings: dict[str, Any]) -> str | None:
+    """Return the name of an invalid setting of the sample order that a resumed run reads, or None."""
     try:
-        batch_ranges(skipped)
+        batch_ranges(settings.get("skip_batches"))
     except (TypeError, ValueError):
-        return False
-    return all(isinstance(one, list) and all(type(n) is int and 0 <= n <= LARGEST_COUNT for n in one) for one in lists)
+        return "settings.skip_batches"
+    stream = settings.get("stream", {})
+    growth = stream.get("growth") or [] if isinstance(stream, dict) else None
+    if not isinstance(growth, list) or not all(_is_counts(row) and len(row) == 3 for row in growth):
+        return "settings.stream"
+    return None if _is_counts(settings.get("shard_counts", [])) else "settings.shard_counts"
+
+
+def _is_counts(values: Any) -> bool:
+    """Return True for a list of integers that a number of steps or images may have."""
+    return isinstance(values, list) and all(type(one) is int and 0 <= one <= LARGEST_COUNT for one in values)
 
 
 def _is_number(value: object) -> bool:
