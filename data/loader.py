@@ -23,9 +23,12 @@ from tessera.data.sampler import (
     PATTERN,
     STREAMS,
     BatchSampler,
+    GrowingSampler,
     MixtureSampler,
+    ScheduledMixtureSampler,
     ShuffledSampler,
     bounded_buffers,
+    phases,
 )
 from tessera.data.shards import (
     DEFAULT,
@@ -33,6 +36,7 @@ from tessera.data.shards import (
     Shards,
     Source,
     SourceConfig,
+    Weight,
     WeightedShards,
     open_shards,
     open_sources,
@@ -56,6 +60,9 @@ class StreamConfig(Section):
     """limit in GB on the total size of the encoded images whose indices are in the shuffle buffers; buffers get fewer
     samples if needed. A buffer holds indices of samples, not images: the images stay on the disk, or in the node's
     cache of remote shards"""
+    growth: tuple[tuple[int, int, int], ...] | None = None
+    """shards that were added during the run, as SOURCE,SHARDS,EPOCH: before this epoch, the source (counted from 0)
+    consists of its first SHARDS shards; --resume sets this if shards were added"""
 
     def buffers(self, sources: Sequence[Source], streams: int = STREAMS) -> list[int]:
         """Return the number of samples in the shuffle buffer of a virtual stream, for each source of a mixture."""
@@ -158,10 +165,11 @@ def training_batches(
         _require_maps(sources, transform)
     if reading.augment is not None:
         reading.augment.check(transform)
-    mixture = mixture_sampler(sources, weights, seed, stream, batches.streams, batches.batch_size)
+    mixture = mixture_sampler(sources, weights, seed, stream, batches.batch_size, batches.streams)
     if batches.rank == 0:
         _warn_of_small_cache(sources, [sampler.buffer * batches.streams for sampler in mixture.samplers])
-        _warn_of_rounded_weights(weights, mixture)
+        if not isinstance(mixture, ScheduledMixtureSampler):
+            _warn_of_rounded_weights(weights, mixture)
     _check_enough(mixture, batches.batch_size)
     read = {"decoding": reading.decoding, "classes": reading.classes, "augment": reading.augment}
     dataset = TrainDataset(sources, mixture, transform, seed, batches.batch_size, **read)
@@ -171,19 +179,38 @@ def training_batches(
 
 def mixture_sampler(
     sources: Sequence[Source],
-    weights: Sequence[float],
+    weights: Sequence[Weight],
     seed: int,
     stream: StreamConfig,
+    batch_size: int,
     streams: int = STREAMS,
-    batch_size: int = 1,
 ) -> MixtureSampler:
-    """Return the sampler of a run over opened sources with their weights."""
-    buffers = stream.buffers(sources, streams)
-    samplers = [
-        ShuffledSampler(opened.counts, seed, streams=streams, block=stream.block, buffer=buffers[number], source=number)
-        for number, opened in enumerate(sources)
-    ]
-    return MixtureSampler(samplers, weights, seed, batch_size)
+    """Return the sampler of a run over opened sources with their weights.
+
+    Raises:
+        ValueError: the weights cannot be used.
+        ShardError: a source has no more shards than `stream.growth` names.
+    """
+    samplers: list[GrowingSampler] = []
+    for number, opened in enumerate(sources):
+        grown = [(shards, epoch) for source, shards, epoch in stream.growth or () if source == number]
+        sizes, epochs = [*(shards for shards, _ in grown), len(opened.shards)], [0, *(epoch for _, epoch in grown)]
+        if sizes != sorted(set(sizes)) or sizes[0] < 1 or epochs != sorted(epochs):
+            raise ShardError(
+                f"stream.growth gives source {number} {sizes[:-1]} shards before the epochs {epochs[1:]}, but it "
+                f"has {sizes[-1]} shards. Give all shards of the run in their old order, and new ones at the end."
+            )
+        stages: list[tuple[int, ShuffledSampler]] = []
+        for size, epoch in zip(sizes, epochs, strict=True):
+            part = opened.first(size)
+            buffer = stream.buffers([*sources[:number], part, *sources[number + 1 :]], streams)[number]
+            one = ShuffledSampler(part.counts, seed, streams=streams, block=stream.block, buffer=buffer, source=number)
+            stages.append((epoch, one))
+        samplers.append(GrowingSampler(stages))
+    table = phases(weights)
+    if table is None:
+        return MixtureSampler(samplers, weights, seed, batch_size)
+    return ScheduledMixtureSampler(samplers, [(step * batch_size, row) for step, row in table], seed, batch_size)
 
 
 def evaluation_batches(
@@ -284,10 +311,10 @@ def _check_enough(mixture: MixtureSampler, batch_size: int) -> None:
     Raises:
         ValueError: a source has fewer images than a batch takes from this source.
     """
-    for sampler, quota in zip(mixture.samplers, mixture.quotas, strict=True):
-        needed = batch_size * int(quota) // PATTERN
+    for sampler, share in zip(mixture.samplers, mixture.largest_shares.tolist(), strict=True):
+        needed = int(batch_size * share)
         if sampler.images < needed:
             raise ValueError(
                 f"A batch of {batch_size} takes {needed} images from a source that has only {sampler.images}. "
-                f"Lower the batch size to {sampler.images * PATTERN // int(quota)} or less, or add images."
+                f"Lower the batch size to {int(sampler.images / share)} or less, or add images."
             )

@@ -61,7 +61,7 @@ class OrderedShards(IterableDataset[dict[str, Any]]):
         self.batch_size, self.first_step, self.steps, self.seed = batch_size, first_step, steps, seed
         form = SampleForm(source.form.image, source.form.label, load_stages(stages))
         sources, weights = open_sources(shards, progress=False, source=source.with_form(form))
-        self._sampler = mixture_sampler(sources, weights, seed, stream, batch_size=batch_size)
+        self._sampler = mixture_sampler(sources, weights, seed, stream, batch_size)
         self._sources = in_blocks(sources, self._sampler)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -16,13 +16,17 @@ The order is computed from raw words of the Philox generator, which are the same
 parameters of samples come from the `Generator` of `sample_rng`, whose draws may differ between versions of NumPy.
 """
 
+import bisect
+import itertools
+import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 from torch.utils.data import Sampler
+
+from tessera.data.shards import Weight
 
 STREAMS = 64
 """Number of virtual streams (V)."""
@@ -33,6 +37,8 @@ PATTERN = 1024
 multiples of 1 / PATTERN."""
 REPEATS = 64
 """Number of samples that are compared with those of a batch, to find one that the batch does not contain."""
+SHORTEST_ROUND, LONGEST_ROUND = 64, 2**20
+"""Smallest and largest number of positions in a round of a mixture whose weights change."""
 
 BLOCK = 16
 """Number of neighbouring samples per block for large data sets. Reading longer blocks would not be faster."""
@@ -41,6 +47,7 @@ ENOUGH_BLOCKS = 2**16
 MOST_BLOCKS = 2**22
 """Maximum number of blocks of an epoch. The tables of an epoch with this many blocks take about 50 MB."""
 
+_RANGE = re.compile(r"\s*([0-9]{1,15})\s*(?:-\s*([0-9]{1,15})\s*)?")
 _BLOCKS, _BUFFER, _MIXTURE, _SAMPLE, _STEP, _USER = range(6)
 
 
@@ -140,13 +147,21 @@ class ShuffledSampler:
     def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the epoch, the shard and the index in the shard of the sample at each position: (P,) int64 each."""
         positions = np.asarray(positions, dtype=np.int64)
-        epochs, streams = positions // self.images, positions % self.streams
+        epochs, streams = self.epochs(positions), positions % self.streams
         shards, samples = np.empty_like(positions), np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = np.flatnonzero(epochs == epoch)
             offsets = self._offsets(int(epoch), streams[here], positions[here])
             shards[here], samples[here] = self._find(int(epoch), offsets)
         return epochs, shards, samples
+
+    def epochs(self, positions: np.ndarray) -> np.ndarray:
+        """Return the epoch of each position: (P,) -> (P,)."""
+        return positions // self.images
+
+    def start(self, epoch: int) -> int:
+        """Return the first position of an epoch."""
+        return epoch * self.images
 
     def _before(self, position: int, streams: np.ndarray) -> np.ndarray:
         """Return the number of positions below `position` in each of `streams`."""
@@ -218,6 +233,60 @@ def _ends(inverse: np.ndarray, groups: int) -> np.ndarray:
     return np.cumsum(np.bincount(inverse, minlength=groups))[:-1]
 
 
+class GrowingSampler:
+    """Order of the samples of one list of shards to which shards are added during the run.
+
+    Shards are added between two epochs. An epoch therefore contains every sample of its shards once, and the order of
+    earlier epochs does not change.
+
+    Args:
+        stages: first epoch of each stage, and the sampler of its shards. The first stage begins at epoch 0.
+    """
+
+    def __init__(self, stages: Sequence[tuple[int, ShuffledSampler]]) -> None:
+        self._samplers, self._first_epochs = [sampler for _, sampler in stages], [epoch for epoch, _ in stages]
+        self.streams, self.block, self.buffer = (
+            getattr(self._samplers[-1], name) for name in ("streams", "block", "buffer")
+        )
+        self.images = min(sampler.images for sampler in self._samplers)
+        starts, shifts = [0], [0]
+        for (epoch, sampler), (following, grown) in itertools.pairwise(stages):
+            starts.append(starts[-1] + (following - epoch) * sampler.images)
+            # The positions of a stage are shifted so that the epochs of all stages have consecutive numbers.
+            shifts.append(starts[-1] - following * grown.images)
+        self._starts, self._shifts = np.array(starts), np.array(shifts)
+
+    def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the epoch, the shard and the index in the shard of the sample at each position: (P,) int64 each."""
+        positions = np.asarray(positions, dtype=np.int64)
+        stages = np.searchsorted(self._starts, positions, side="right") - 1
+        found = np.empty((3, len(positions)), dtype=np.int64)
+        for stage in np.unique(stages):
+            here = stages == stage
+            found[:, here] = self._samplers[stage](positions[here] - self._shifts[stage])
+        epochs, shards, samples = found
+        return epochs, shards, samples
+
+    def epochs(self, positions: np.ndarray) -> np.ndarray:
+        """Return the epoch of each position: (P,) -> (P,)."""
+        stages = np.searchsorted(self._starts, positions, side="right") - 1
+        images = np.array([sampler.images for sampler in self._samplers])
+        return (positions - self._shifts[stages]) // images[stages]
+
+    def start(self, epoch: int) -> int:
+        """Return the first position of an epoch."""
+        stage = bisect.bisect_right(self._first_epochs, epoch) - 1
+        return epoch * self._samplers[stage].images + int(self._shifts[stage])
+
+    def next_epoch(self, position: int) -> int:
+        """Return the first epoch that begins at a position or after it."""
+        epoch = int(self.epochs(np.array([position]))[0])
+        return epoch if self.start(epoch) == position else epoch + 1
+
+
+AnySampler = ShuffledSampler | GrowingSampler
+
+
 class MixtureSampler:
     """Sampler that mixes the samples of several sources in fixed shares.
 
@@ -240,22 +309,24 @@ class MixtureSampler:
     """
 
     def __init__(
-        self, samplers: Sequence[ShuffledSampler], weights: Sequence[float], seed: int, batch_size: int = 1
+        self, samplers: Sequence[AnySampler], weights: Sequence[float], seed: int, batch_size: int = 1
     ) -> None:
         if len(samplers) != len(weights) or not 1 <= len(samplers) <= PATTERN:
             raise ValueError(
                 f"There are {len(samplers)} sources and {len(weights)} weights. Give 1 to {PATTERN} sources, and one "
                 "weight per source."
             )
-        self.samplers = list(samplers)
         self.quotas = quotas(weights)  # (S,)
+        self.largest_shares = self.quotas / PATTERN  # (S,)
         pattern = np.repeat(np.arange(len(samplers)), self.quotas)
-        self._sources = pattern[_permutation(PATTERN, _philox(seed, _MIXTURE, 0))]  # (1024,)
-        self._turns = np.empty(PATTERN, dtype=np.int64)
-        for source, quota in enumerate(self.quotas):
-            self._turns[self._sources == source] = np.arange(quota)
-        self.batch_size = batch_size
-        most = np.minimum(batch_size, self.quotas * -(-batch_size // PATTERN))  # samples of a source in a batch
+        self._pattern = pattern[_permutation(PATTERN, _philox(seed, _MIXTURE, 0))]  # (1024,)
+        self._turns = _earlier(self._pattern)  # (1024,)
+        self._prepare(samplers, batch_size, self.quotas * -(-batch_size // PATTERN))
+
+    def _prepare(self, samplers: Sequence[AnySampler], batch_size: int, most: np.ndarray) -> None:
+        """Set what replacements and exchanges use. `most` (S,) limits the samples of a source in a batch."""
+        self.samplers, self.batch_size = list(samplers), batch_size
+        most = np.minimum(most, batch_size)
         # Numbers of positions of a source after which a position of the same stream is in another batch.
         self._jumps = [-(-int(n) // one.streams) * one.streams for n, one in zip(most, samplers, strict=True)]
         self._exchanges: OrderedDict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = OrderedDict()
@@ -269,7 +340,7 @@ class MixtureSampler:
         first = position - position % self.batch_size
         batch = np.stack(self(np.arange(first, first + self.batch_size)))  # (3, B)
         repeats = 0
-        for later in count(1):
+        for later in itertools.count(1):
             found = self(np.array([position]), later)
             repeated = bool((batch == np.stack(found)).all(0).any())
             repeats = repeats + 1 if repeated and repeats < REPEATS else 0
@@ -282,10 +353,7 @@ class MixtureSampler:
         Each position is first moved ahead by `later` batches within its virtual stream (`replacements`).
         """
         positions = np.asarray(positions, dtype=np.int64)
-        rounds, entries = np.divmod(positions, PATTERN)
-        sources = self._sources[entries]
-        # `own` counts the positions of each source separately.
-        own = rounds * self.quotas[sources] + self._turns[entries]
+        sources, own = self._own(positions)
         shards, samples = np.empty_like(positions), np.empty_like(positions)
         for source in np.unique(sources):
             here = sources == source
@@ -295,11 +363,11 @@ class MixtureSampler:
 
     def _exchanged(self, source: int, own: np.ndarray) -> np.ndarray:
         """Return positions of a source after the exchanges at the ends of epochs: (P,) -> (P,)."""
-        epochs = own // self.samplers[source].images
-        for epoch in np.unique(epochs[epochs > 0]):
-            name = (source, int(epoch))
+        epochs = self.samplers[source].epochs(own)
+        for epoch in np.unique(epochs[epochs > 0]).tolist():
+            name = (source, epoch)
             if name not in self._exchanges:
-                self._exchanges[name] = self._exchanges_after(source, int(epoch) * self.samplers[source].images)
+                self._exchanges[name] = self._exchanges_of(source, epoch)
                 if len(self._exchanges) > 4 * len(self.samplers):
                     self._exchanges.popitem(last=False)
             given, taken = self._exchanges[name]
@@ -307,18 +375,20 @@ class MixtureSampler:
             own = np.where(given[found] == own, taken[found], own) if len(given) else own
         return own
 
-    def _exchanges_after(self, source: int, start: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions that are exchanged in the epoch that begins at `start`, sorted, and their partners.
+    def _exchanges_of(self, source: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions that are exchanged in an epoch of a source, sorted, and their partners.
 
-        `start` and the results count the positions of the source.
+        The results count the positions of the source.
         """
-        sampler, quota, jump = self.samplers[source], int(self.quotas[source]), self._jumps[source]
-        position = start // quota * PATTERN + int(np.flatnonzero(self._sources == source)[start % quota])
-        first = position - position % self.batch_size
-        begin, end = (self._own_before(p, source) for p in (first, first + self.batch_size))
+        sampler, jump = self.samplers[source], self._jumps[source]
+        start = sampler.start(epoch)
+        stop = sampler.start(epoch + 1) - jump  # the last batch takes no part, so that the next epoch is not affected
+        if self.batch_size == 1 or stop <= start:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        first = self._position_of(source, start) // self.batch_size * self.batch_size
+        begin, end = (int(self.counts(p)[source]) for p in (first, first + self.batch_size))
         old = _codes(sampler, np.arange(begin, start))
         later = np.arange(start, end)
-        stop = start + sampler.images - jump  # the last batch takes no part, so that the next epoch is not affected
         partners: dict[int, int] = {}
         for one in later[np.isin(_codes(sampler, later), old)].tolist():
             stream = np.arange(one + jump, stop, jump)[:REPEATS]
@@ -331,16 +401,158 @@ class MixtureSampler:
         given = np.array(sorted(partners), dtype=np.int64)
         return given, np.array([partners[one] for one in given.tolist()], dtype=np.int64)
 
-    def _own_before(self, position: int, source: int) -> int:
-        """Return the number of positions of a source before a position of the run."""
-        rounds, entry = divmod(position, PATTERN)
-        return rounds * int(self.quotas[source]) + int((self._sources[:entry] == source).sum())
+    def _position_of(self, source: int, own: int) -> int:
+        """Return the position of the run at which a source has had exactly `own` earlier positions."""
+        low, high = 0, 1
+        while self.counts(high)[source] <= own:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.counts(middle)[source] > own else (middle, high)
+        return low
+
+    def counts(self, position: int) -> np.ndarray:
+        """Return how many of the positions below `position` each source gets: (S,) int64."""
+        rounds, entries = divmod(position, PATTERN)
+        return rounds * self.quotas + np.bincount(self._pattern[:entries], minlength=len(self.samplers))
+
+    def _own(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the source of each position, and how many earlier positions this source gets: (P,) int64 each."""
+        rounds, entries = np.divmod(positions, PATTERN)
+        sources = self._pattern[entries]
+        return sources, rounds * self.quotas[sources] + self._turns[entries]
 
 
-def _codes(sampler: ShuffledSampler, positions: np.ndarray) -> np.ndarray:
+def _earlier(pattern: np.ndarray) -> np.ndarray:
+    """Return, for each entry of a pattern of sources (L,), the number of earlier entries of the same source: (L,)."""
+    turns = np.empty(len(pattern), dtype=np.int64)
+    for source, quota in enumerate(np.bincount(pattern)):
+        turns[pattern == source] = np.arange(quota)
+    return turns
+
+
+def _codes(sampler: AnySampler, positions: np.ndarray) -> np.ndarray:
     """Return one number per position, (P,) int64, which identifies its sample."""
     _, shards, samples = sampler(positions)
     return (shards << 32) + samples
+
+
+class ScheduledMixtureSampler(MixtureSampler):
+    """Sampler that mixes the samples of several sources in shares that change during the run.
+
+    In a phase, the shares are constant. A phase is divided into rounds of at least 64 positions, and the sources of a
+    round are shuffled. At the end of a round, the number of positions that a source had so far differs from the sum
+    of its shares by at most 1, or by less than 2 if another source has the weight 0.
+
+    Args:
+        samplers: one sampler per source.
+        phases: first position of each phase, and the weight of each source in the phase. A weight may be 0.
+        seed: 0 to 2**64 - 1.
+        batch_size: number of positions of a batch.
+
+    Raises:
+        ValueError: a weight is negative or not finite, all weights of a phase are 0, or a phase is too short for the
+            weight of a source.
+    """
+
+    def __init__(
+        self,
+        samplers: Sequence[AnySampler],
+        phases: Sequence[tuple[int, Sequence[float]]],
+        seed: int,
+        batch_size: int = 1,
+    ) -> None:
+        weights = np.array([row for _, row in phases], dtype=np.float64)  # (phases, S)
+        if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any(1).all() and weights.any(0).all()):
+            raise ValueError(
+                "A weight is negative or not finite, a source always has the weight 0, or all sources have the weight "
+                "0 at a step. Correct the weights of the mixture."
+            )
+        self._seed = seed
+        self._prepare(samplers, batch_size, np.full(len(samplers), batch_size))
+        self._ends = np.cumsum(weights, axis=1)
+        self._ends /= self._ends[:, -1:]  # (phases, S): sum of the shares of a source and of all sources before it
+        shares = weights / weights.sum(1, keepdims=True)
+        self.largest_shares = shares.max(0)  # (S,)
+        self._starts = np.array([start for start, _ in phases], dtype=np.int64)  # (phases,)
+        lengths = np.diff(self._starts)
+        smallest = np.where(shares > 0, shares, np.inf).min(1)
+        # A round is so long that each source gets four of its positions. Otherwise, the rounded numbers of positions
+        # in `_counts` could decrease.
+        self._rounds = np.maximum(np.ceil(4 / smallest), SHORTEST_ROUND).astype(np.int64)  # (phases,)
+        if (self._rounds > LONGEST_ROUND).any() or (lengths * smallest[:-1] < 4).any():
+            raise ValueError(
+                "A weight of the mixture is so small that its source gets fewer than four of the samples of a phase, "
+                f"or of {LONGEST_ROUND} samples. Set this weight to 0 or to a larger number, or let the phase have "
+                "more steps."
+            )
+        self._before, self._offsets = np.zeros_like(weights, dtype=np.int64), np.zeros_like(weights)  # (phases, S)
+        exact = np.zeros(len(samplers))
+        for phase, length in enumerate(lengths.tolist(), start=1):
+            exact += length * shares[phase - 1]
+            self._before[phase] = self._counts(phase - 1, int(self._starts[phase]))
+            # Sources with a share make up for what the rounding of earlier phases gave to all sources.
+            excess, active = self._before[phase] - exact, shares[phase] > 0
+            self._offsets[phase] = np.cumsum(-(active * excess) - shares[phase] * excess[~active].sum())
+
+    def counts(self, position: int) -> np.ndarray:
+        start, before, pattern = self._round(position)
+        return before + np.bincount(pattern[: position - start], minlength=len(self.samplers))
+
+    def _own(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        sources, own = np.empty_like(positions), np.empty_like(positions)
+        left = np.arange(len(positions))
+        while len(left):
+            start, before, pattern = self._round(int(positions[left[0]]))
+            entries = positions[left] - start
+            inside = (entries >= 0) & (entries < len(pattern))
+            here, entries, left = left[inside], entries[inside], left[~inside]
+            sources[here] = pattern[entries]
+            own[here] = before[sources[here]] + _earlier(pattern)[entries]
+        return sources, own
+
+    def _round(self, position: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """Return the round that contains a position.
+
+        The result is the first position of the round, the number of earlier positions of each source (S,), and the
+        source of each position of the round (L,).
+        """
+        phase = int(np.searchsorted(self._starts, position, side="right")) - 1
+        start, length = int(self._starts[phase]), int(self._rounds[phase])
+        number = (position - start) // length
+        end = start + (number + 1) * length
+        if phase + 1 < len(self._starts):  # the last round of a phase also has the positions that are left
+            last = int(self._starts[phase + 1])
+            number = min(number, max((last - start) // length - 1, 0))
+            end = start + (number + 1) * length
+            end = last if end + length > last else end
+        before = self._counts(phase, start + number * length)
+        pattern = np.repeat(np.arange(len(before)), self._counts(phase, end) - before)
+        bits = _philox(self._seed, _MIXTURE, 0, phase + 1, number)
+        return start + number * length, before, pattern[_permutation(len(pattern), bits)]
+
+    def _counts(self, phase: int, position: int) -> np.ndarray:
+        """Return the number of positions of each source below the border of a round: (S,) int64."""
+        length = position - self._starts[phase]
+        if length == 0:
+            return self._before[phase]
+        sums = np.floor(length * self._ends[phase] + self._offsets[phase] + 0.5).astype(np.int64)
+        return self._before[phase] + np.diff(sums, prepend=0)
+
+
+def phases(weights: Sequence[Weight]) -> list[tuple[int, list[float]]] | None:
+    """Return the phases of a mixture as (first step, weight of each source), or None if all weights are constant.
+
+    Raises:
+        ValueError: the weights of a source do not begin at step 0, or a step is negative.
+    """
+    if not any(isinstance(weight, Mapping) for weight in weights):
+        return None
+    tables = [dict(weight) if isinstance(weight, Mapping) else {0: weight} for weight in weights]
+    if any(0 not in table or min(table) < 0 for table in tables):
+        raise ValueError("The weights of a source must begin at step 0, as in {0: 1.0, 10000: 0.2}.")
+    steps = sorted({step for table in tables for step in table})
+    return [(step, [table[max(one for one in table if one <= step)] for table in tables]) for step in steps]
 
 
 def quotas(weights: Sequence[float]) -> np.ndarray:
@@ -367,10 +579,11 @@ def quotas(weights: Sequence[float]) -> np.ndarray:
 class BatchSampler(Sampler[np.ndarray]):
     """Yields the positions (P,) of each forward pass of one process. A step has `accumulation` forward passes.
 
-    Step s takes the positions s * batch_size to (s + 1) * batch_size - 1, sorted by virtual stream. The sequence is
-    split into equal parts, one for each forward pass of each process. All processes together therefore see the same
-    samples in a step as a single process would, and each process reads from few streams. They are always the same
-    streams if the batch size is a multiple of the number of streams.
+    Batch b consists of the positions b * batch_size to (b + 1) * batch_size - 1, sorted by virtual stream. Step s takes
+    batch s, or a later one if batches are skipped. The sequence is split into equal parts, one for each forward pass of
+    each process. All processes together therefore see the same samples in a step as a single process would, and each
+    process reads from few streams. They are always the same streams if the batch size is a multiple of the number of
+    streams.
 
     Raises:
         ValueError: the images of a step cannot be split evenly over processes and forward passes.
@@ -387,6 +600,8 @@ class BatchSampler(Sampler[np.ndarray]):
     """Number of forward passes per optimizer step, on each process."""
     streams: int = STREAMS
     """Number of virtual streams in the order of samples (V)."""
+    skipped: tuple[range, ...] = ()
+    """Numbers of the batches that no step takes, as `batch_ranges` returns them."""
 
     def __post_init__(self) -> None:
         unit = self.world_size * self.accumulation
@@ -413,7 +628,40 @@ class BatchSampler(Sampler[np.ndarray]):
 
     def positions(self, step: int, micro: int = 0) -> np.ndarray:
         """Return the positions of the samples that this process takes in one forward pass: (P,) int64."""
-        positions = step * self.batch_size + np.arange(self.batch_size)
+        positions = self.batch(step) * self.batch_size + np.arange(self.batch_size)
         positions = positions[np.argsort(positions % self.streams, kind="stable")]
         start = (self.rank * self.accumulation + micro) * self.pass_size
         return positions[start : start + self.pass_size]
+
+    def skipped_below(self, batch: int) -> list[range]:
+        """Return the ranges of skipped batches below a batch."""
+        return [range(one.start, min(one.stop, batch)) for one in self.skipped if one.start < batch]
+
+    def batch(self, step: int) -> int:
+        """Return the number of the batch that a step takes. Both are counted from 0."""
+        for skipped in self.skipped:
+            step += len(skipped) if step >= skipped.start else 0
+        return step
+
+
+def batch_ranges(text: str | None) -> tuple[range, ...]:
+    """Return the batches in a text such as `1200-1210,1300`, which counts them from 1.
+
+    The result counts from 0. Its ranges are sorted, and do not overlap.
+
+    Raises:
+        ValueError: the text is no list of numbers and ranges.
+    """
+    found: list[range] = []
+    for part in (text or "").split(",") if text else []:
+        matched = _RANGE.fullmatch(part)
+        first, last = (int(matched[1]), int(matched[2] or matched[1])) if matched else (0, 0)
+        if not 1 <= first <= last:
+            raise ValueError(f"{part!r:.50} is no batch and no range of batches, such as 1300 or 1200-1210.")
+        found.append(range(first - 1, last))
+    merged: list[range] = []
+    for one in sorted(found, key=lambda one: one.start):
+        if merged and one.start <= merged[-1].stop:
+            one = range(merged[-1].start, max(one.stop, merged.pop().stop))
+        merged.append(one)
+    return tuple(merged)

@@ -3,7 +3,7 @@
 Images have C channels and H x W pixels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from PIL import Image
@@ -51,15 +51,16 @@ def pixel_statistics(sources: Sources, channels: int, images: int = 1000) -> Pre
 
     The statistics of a source come from its `index.json`. If the index has no statistics for `channels` channels, the
     statistics are computed from `images` images, which are evenly spread over the source. Corrupt images are left out.
-    The result depends only on the shards and their weights.
+    The result depends only on the shards and their weights at the first step.
 
     Raises:
         ShardError: the shards cannot be read, or none of the images can be decoded.
     """
     found = [_source_statistics(source, channels, images) for source in sources.lists]
     means, stds = (np.array(values) for values in zip(*found, strict=True))  # (S, C) each
-    mean = np.average(means, axis=0, weights=sources.weights)
-    std = np.sqrt(np.average(stds**2 + (means - mean) ** 2, axis=0, weights=sources.weights))
+    weights = [weight[0] if isinstance(weight, Mapping) else weight for weight in sources.weights]
+    mean = np.average(means, axis=0, weights=weights)
+    std = np.sqrt(np.average(stds**2 + (means - mean) ** 2, axis=0, weights=weights))
     return Preprocessing(tuple(mean.tolist()), tuple(np.maximum(std, LEAST_STD).tolist()))
 
 

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, cast
 
 import yaml
-from pydantic import Field, create_model
+from pydantic import Field, create_model, field_validator
 
 from tessera import encoders
 from tessera.data.loader import LoaderConfig, StreamConfig
+from tessera.data.sampler import batch_ranges
 from tessera.data.shards import SourceConfig
 from tessera.data.shards.source import SampleForm
 from tessera.data.stages import load_stages
@@ -33,10 +34,10 @@ class DataConfig(Section, frozen=True):
 
     short_form = "shards"
 
-    shards: str | list[str] | dict[str, float] | None = None
+    shards: str | list[str] | dict[str, float | dict[int, float]] | None = None
     """training SHARDS: a folder of images or of shards, a path or URL of .tar or .tar.gz files (glob and brace range
-    allowed), an index.json, or pipe:COMMAND; or a list of SHARDS, or a mapping from SHARDS to sampling weights;
-    default: the embedded digits"""
+    allowed), an index.json, or pipe:COMMAND; or a list of SHARDS, or a mapping from SHARDS to sampling weights, where a
+    weight may be a mapping from a step to the weight from this step on; default: the embedded digits"""
     image: str | None = None
     """name of the image in a sample: a file name extension in tars (left.jpg for KEY.left.jpg), a column, or a key of a
     data set's items; default: the usual names, such as jpg or image"""
@@ -169,6 +170,8 @@ class RunConfig(Settings, frozen=True):
     images"""
     accumulate: int = Field(default=1, ge=1)
     """number of forward passes per optimizer step in each process (gradient accumulation)"""
+    skip_batches: str | None = None
+    """batches that no step uses, such as 1200-1210,1300; batch N is the one that step N uses if no batch is skipped"""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """seed of all random generators"""
     workers: int | None = Field(default=None, ge=0)
@@ -208,6 +211,12 @@ class RunConfig(Settings, frozen=True):
     evaluation: EvaluationConfig = EvaluationConfig()
     health: HealthConfig = HealthConfig()
     metrics: MetricsConfig = MetricsConfig()
+
+    @field_validator("skip_batches")
+    @classmethod
+    def _check_skip_batches(cls, value: str | None) -> str | None:
+        batch_ranges(value)
+        return value
 
     @property
     def encoder_settings(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tessera.data.batches import Batches
 from tessera.data.decode import jpeg_decoder
 from tessera.data.given import is_name
 from tessera.data.loader import Reading, training_batches
-from tessera.data.sampler import BatchSampler
+from tessera.data.sampler import BatchSampler, batch_ranges
 from tessera.data.shards import ShardError, Sources, WeightedShards, describe_remote, open_sources
 from tessera.data.workers import free_cores
 from tessera.pretrain.build import build_method
@@ -29,6 +29,7 @@ from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
 from tessera.pretrain.preflight import Plan, print_plan
 from tessera.pretrain.resolve import (
     agree,
+    continued,
     make_accelerator,
     measure_classes,
     measure_pixels,
@@ -100,11 +101,14 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     prepared = prepare(given, accelerator)
     config, images = prepared.config, prepared.images
     newest = newest_checkpoint(config, output)
-    settings = config.model_dump(mode="json") | {"shards": prepared.fingerprint}
-    position = TrainState()
+    position, same = TrainState(), dict[str, Any]()
     if newest:
-        resume.check_fits(newest, settings)
+        config, same = continued(config, prepared.sources, newest)
         position = resume.read_train_state(newest)
+    counts = [len(source.shards) for source in prepared.sources.lists]
+    settings = config.model_dump(mode="json") | {"shards": prepared.fingerprint, "shard_counts": counts}
+    if newest:
+        resume.check_fits(newest, settings | same)
     torch.manual_seed(config.seed)  # all processes use the same seed to build equal weights
     main = accelerator.is_main_process if engine_class.sends_weights else None
     method = build_method(config, fresh=newest is None, main=main)
@@ -181,6 +185,7 @@ def loader(config: RunConfig, method: Method, shards: Sources, first_step: int, 
                 rank=accelerator.process_index,
                 world_size=accelerator.num_processes,
                 accumulation=config.accumulate,
+                skipped=batch_ranges(config.skip_batches),
             ),
             seed=config.seed,
             stream=config.stream,

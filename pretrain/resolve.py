@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -15,11 +16,13 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from tessera import encoders
 from tessera.data.augment import ColorConfig, colors_for
 from tessera.data.demo import demo_shards
+from tessera.data.loader import mixture_sampler
+from tessera.data.sampler import BatchSampler, batch_ranges
 from tessera.data.shards import MOST_LISTED, ShardError, Source, Sources, WeightedShards
 from tessera.data.statistics import count_classes, pixel_statistics
 from tessera.encoders.base import Preprocessing
 from tessera.pretrain import engines
-from tessera.pretrain.checkpoints.resume import read_trainer
+from tessera.pretrain.checkpoints.resume import CheckpointError, read_trainer
 from tessera.pretrain.config import EncoderConfig, RunConfig
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.export import find_on_main
@@ -33,6 +36,8 @@ from tessera.runtime.settings import SettingsError, validate
 CONTINUED = 0.1
 """Default of `optim.encoder_lr_factor` if the encoder is pretrained and the heads are new (docs/methods.md)."""
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 def resolve(
@@ -235,6 +240,56 @@ def fingerprint(opened: list[Source], buffers: list[int]) -> str:
     """
     counts = [shard for source in opened for shard in source.identity]
     return hashlib.sha256(json.dumps([counts, buffers]).encode()).hexdigest()
+
+
+def continued(config: RunConfig, sources: Sources, checkpoint: Path) -> tuple[RunConfig, dict[str, Any]]:
+    """Return the settings of a run that continues from a checkpoint, with the shards that were added since. Collective.
+
+    Shards that follow the shards of the checkpoint join their source with its next epoch. `stream.growth` stores this
+    epoch, so that the run can be resumed and repeated. Also return the values of settings that describe the order of
+    the checkpoint, if the order of the run is the same up to the checkpoint, and otherwise an empty dictionary.
+
+    Raises:
+        CheckpointError: the run has already used a batch that is to be skipped, or the shards of a run with added
+            shards were changed or removed.
+    """
+    trainer = read_trainer(checkpoint)
+    step, saved = trainer["position"]["step"], trainer["settings"]
+    batches = BatchSampler(1, skipped=batch_ranges(config.skip_batches))
+    before = BatchSampler(1, skipped=batch_ranges(saved.get("skip_batches")))
+    if step and batches.skipped_below(before.batch(step - 1)) != before.skipped_below(before.batch(step - 1)):
+        raise CheckpointError(
+            f"--skip_batches {config.skip_batches} does not fit {checkpoint}, which has used or skipped other batches "
+            f"up to step {step}. To skip a batch, continue from a checkpoint before it: move later checkpoints away."
+        )
+    saved_stream: dict[str, Any] = saved.get("stream") or {}
+    past = [tuple(row) for row in saved_stream.get("growth") or ()]
+    counts, lists = saved.get("shard_counts") or [], sources.lists
+    old = [source.first(count) for source, count in zip(lists, counts, strict=False) if 0 < count <= len(source.shards)]
+    if len(old) != len(lists) or fingerprint(old, config.stream.buffers(old)) != saved.get("shards"):
+        if past:
+            raise CheckpointError(
+                f"Shards or stream settings were changed since {checkpoint}, whose order of samples has added shards. "
+                "Give all shards of the run in their old order, and new shards at the end."
+            )
+        return config, {}
+    stream = config.stream.model_copy(update={"growth": tuple(past) or None})
+    sampler = mixture_sampler(old, sources.weights, config.seed, stream, config.batch_size)
+    used = sampler.counts(batches.batch(step) * config.batch_size)
+    growth = list(config.stream.growth or past)
+    added = [(number, counts[number]) for number, source in enumerate(lists) if counts[number] < len(source.shards)]
+    if [row for row in growth if row[:2] not in added] != past:
+        return config, {}
+    for number, count in added:
+        if not any(row[:2] == (number, count) for row in growth):
+            growth.append((number, count, sampler.samplers[number].next_epoch(int(used[number]))))
+        log.info(
+            "Source %d has %d shards instead of %d. All of them are used from its epoch %d on, counted from 0.",
+            *(number, len(lists[number].shards), count, growth[-1][2]),
+        )
+    updated = config.model_copy(update={"stream": stream.model_copy(update={"growth": tuple(growth) or None})})
+    same = {"shards": saved["shards"], "stream": stream.model_dump(mode="json")}
+    return updated, same
 
 
 def measure_pixels(config: RunConfig, opened: Sources, accelerator: Accelerator) -> Preprocessing | None:

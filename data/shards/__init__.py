@@ -7,6 +7,7 @@ from tessera.data.shards.failures import ShardError as ShardError
 from tessera.data.shards.failures import UnreadableError as UnreadableError
 from tessera.data.shards.open import Shards as Shards
 from tessera.data.shards.open import Sources as Sources
+from tessera.data.shards.open import Weight as Weight
 from tessera.data.shards.open import WeightedShards as WeightedShards
 from tessera.data.shards.open import describe_remote as describe_remote
 from tessera.data.shards.open import expand as expand

@@ -56,16 +56,20 @@ fsspec can open, such as `https://`, `s3://` or `gs://`. File names of shards mu
 `.tgz` or, for local files, `.parquet`."""
 
 
+Weight = float | Mapping[int, float]
+"""Weight of a source of a mixture: a number, or a mapping from a step to the weight from this step on."""
+
+
 class Sources(NamedTuple):
     """Opened sources of a data mixture, with their weights."""
 
     lists: list[Source]
-    weights: list[float]
+    weights: list[Weight]
 
 
-WeightedShards = Shards | Mapping[Any, float] | Sources
+WeightedShards = Shards | Mapping[Any, Weight] | Sources
 """Shards without weights, or a mixture. A mixture is a dict that maps each shard pattern to its share of the samples,
-or a `Sources` with opened sources."""
+which may depend on the step (`Weight`), or a `Sources` with opened sources."""
 
 
 class _Listed(NamedTuple):
@@ -103,7 +107,7 @@ def open_sources(shards: WeightedShards, *, progress: bool = True, source: Sourc
         if not shards:
             raise ShardError("the mixture is empty. Give at least one pattern with a weight.")
         lists = [open_shards(one, progress=progress, source=source) for one in shards]
-        return Sources(lists, [float(weight) for weight in shards.values()])
+        return Sources(lists, [w if isinstance(w, Mapping) else float(w) for w in shards.values()])
 
 
 def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig = DEFAULT) -> Source:
@@ -141,7 +145,7 @@ def with_names(shards: Any, name: Callable[[Any], str]) -> Any:
     if isinstance(shards, str | os.PathLike | Source | Sources):
         return shards
     if isinstance(shards, Mapping):
-        if wrong := [key for key, weight in shards.items() if not isinstance(weight, int | float)]:
+        if wrong := [key for key, weight in shards.items() if not isinstance(weight, int | float | Mapping)]:
             raise ShardError(
                 f"data: a dictionary maps SHARDS to weights, but {wrong[0]!r:.100} has no weight. To use one of "
                 f"several data sets, give data=DATASETS[{wrong[0]!r:.100}]."

@@ -384,6 +384,11 @@ class Source:
         """Total number of samples in all shards."""
         return self._ends[-1]
 
+    def first(self, shards: int) -> "Source":
+        """Return the source of the first `shards` shards."""
+        arrays = {name: getattr(self, name)[:shards] for name in ("shards", "counts", "labelled", "sizes")}
+        return self if shards == len(self.shards) else replace(self, **arrays)
+
     @property
     def mean_bytes(self) -> float:
         """Mean size of a sample in bytes: total size of the shards divided by the number of samples; 0 if unknown."""

@@ -89,7 +89,7 @@ def fit(encoder: ViT, state: State, source: Source, report: Report) -> State:
 
 
 def named(state: State) -> State:
-    """Return the weights with the tensor names of this project. The bias masks of DINOv3 are multiplied into the biases."""
+    """Return the weights with the tensor names of this project. Biases are multiplied by the bias masks of DINOv3."""
     masks = {name: tensor for name, tensor in state.items() if name.endswith(KEY_MASK)}
     state = {name: t * masks[f"{name}_mask"] if f"{name}_mask" in masks else t for name, t in state.items()}
     state = {name: tensor for name, tensor in state.items() if name not in masks}
@@ -97,8 +97,9 @@ def named(state: State) -> State:
 
 
 def _masks_key_bias(state: State) -> bool | None:
-    """Return True if the model of the weights ignores the bias of keys, False if not, and None if this makes no difference
-    or is unknown.
+    """Return True if the model of the weights ignores the bias of keys, and False if not.
+
+    The result is None if this is unknown or makes no difference.
 
     A file of Meta has a `bias_mask` exactly if the model ignores the bias. A file of this project without register
     tokens looks like a file of Meta without `bias_mask`, but if it ignores the bias, the bias is still 0, its initial

@@ -30,6 +30,7 @@ import torch
 from accelerate import Accelerator
 
 from tessera import encoders
+from tessera.data.sampler import batch_ranges
 from tessera.encoders.formats import checkpoint as weight_files
 from tessera.pretrain.checkpoints import manifest
 from tessera.pretrain.engines import Engine
@@ -47,7 +48,7 @@ TRAINER_BYTES = 2**26
 """Largest size of trainer.json in bytes."""
 LARGEST_COUNT = 2**53
 """Largest number of steps or images in trainer.json. JSON readers represent larger numbers inexactly."""
-NOT_COMPARED = ("resume", "config", "output", "dry_run", "workers", "source.commands", "loader.crops")
+NOT_COMPARED = ("resume", "config", "output", "dry_run", "workers", "source.commands", "loader.crops", "shard_counts")
 """Settings that may change between a run and its continuation without a warning."""
 
 
@@ -202,8 +203,12 @@ def check_fits(path: Path, settings: dict[str, Any]) -> None:
             "the learning rate, the warm-ups and other settings that were derived from the old length and batch size "
             "keep their values. To derive them again, start a new run with --init_from."
         )
-    if any(saved.get(name) != settings[name] for name in ("seed", "batch_size", "stream", "shards")):
-        log.warning("the order of the samples changes, because seed, batch size, stream settings or shards changed")
+    ordering = ("seed", "batch_size", "shards")
+    if any(old.get(name) != new.get(name) and (name in ordering or name.startswith("stream.")) for name in old | new):
+        log.warning(
+            "the order of the samples changes, because seed, batch size, stream settings or shards changed. The order "
+            "stays if new shards come after the old ones, as in --data OLD NEW."
+        )
     differ = [
         f"{name} is {old.get(name)} in the checkpoint and {new.get(name)} in this run"
         for name in old | new
@@ -282,7 +287,25 @@ def _wrong_value(trainer: dict[str, Any]) -> str | None:
         return "settings.method"
     if not isinstance(settings.get("encoder"), dict):
         return "settings.encoder"
-    return None
+    return _wrong_order(settings)
+
+
+def _wrong_order(settings: dict[str, Any]) -> str | None:
+    """Return the name of an invalid setting of the sample order that a resumed run reads, or None."""
+    try:
+        batch_ranges(settings.get("skip_batches"))
+    except (TypeError, ValueError):
+        return "settings.skip_batches"
+    stream = settings.get("stream", {})
+    growth = stream.get("growth") or [] if isinstance(stream, dict) else None
+    if not isinstance(growth, list) or not all(_is_counts(row) and len(row) == 3 for row in growth):
+        return "settings.stream"
+    return None if _is_counts(settings.get("shard_counts", [])) else "settings.shard_counts"
+
+
+def _is_counts(values: Any) -> bool:
+    """Return True for a list of integers that a number of steps or images may have."""
+    return isinstance(values, list) and all(type(one) is int and 0 <= one <= LARGEST_COUNT for one in values)
 
 
 def _is_number(value: object) -> bool:

@@ -26,7 +26,8 @@ def linear(step: int, steps: int, start: float, end: float, *, reach_in_warmup: 
     """Return a value that changes linearly from `start` at step 0 to `end`, and then stays there.
 
     The value reaches `end` at step `steps - 1`, as in DINO (2104.14294), or at step `steps` if `reach_in_warmup` is
-    false, as in DINOv3 (2508.10104). If `steps` is 1, the value at step 0 is `start`, as in `np.linspace(start, end, 1)`.
+    false, as in DINOv3 (2508.10104). If `steps` is 1, the value at step 0 is `start`, as in
+    `np.linspace(start, end, 1)`.
     """
     if steps <= 0:
         return end

@@ -47,14 +47,16 @@ def training_batches(
     config: LoaderConfig = LoaderConfig(),  # noqa: B008 - frozen
     preprocessing: Preprocessing = IMAGENET,
     classes: int | None = None,
+    growth: tuple[tuple[int, int, int], ...] | None = None,
+    skipped: tuple[range, ...] = (),
 ) -> Batches:
     """Batches of `data.loader.training_batches`."""
     return _training_batches(
         shards,
         transform,
-        BatchSampler(batch_size, first_step, steps, rank, world_size, accumulation, streams),
+        BatchSampler(batch_size, first_step, steps, rank, world_size, accumulation, streams, skipped),
         seed=seed,
-        stream=StreamConfig(block=block, window=window, window_gb=window_gb),
+        stream=StreamConfig(block=block, window=window, window_gb=window_gb, growth=growth),
         reading=Reading(workers, config, source, preprocessing, classes),
     )
 

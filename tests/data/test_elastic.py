@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from tessera.data.crops import MultiCrop, MultiCropConfig
+from tessera.data.sampler import batch_ranges
+from tessera.data.shards import ShardError
 from tests.data.batches import training_batches
 
 BATCH = 24  # splits over 1, 2, 3 and 4 processes, in one or two passes
@@ -38,12 +40,10 @@ def samples(batch):
     ]
 
 
-def steps_of(shards, first_step, steps, world_size, workers, accumulation):
+def steps_of(shards, first_step, steps, world_size, workers, accumulation, **order):
     """The global batches of some steps: the parts of all processes and passes, joined."""
-    parts = [
-        part(shards, first_step, steps, rank=rank, world_size=world_size, workers=workers, accumulation=accumulation)
-        for rank in range(world_size)
-    ]
+    split = {"world_size": world_size, "workers": workers, "accumulation": accumulation} | order
+    parts = [part(shards, first_step, steps, rank=rank, **split) for rank in range(world_size)]
     return [
         [
             sample
@@ -124,3 +124,45 @@ def test_a_mixture_is_exact_and_resumable(write_shards):
     for world_size, workers, accumulation, first_step in [(2, 3, 2, 11), (3, 0, 1, 26), (4, 2, 1, 37)]:
         found = steps_of(shards, first_step, 4, world_size, workers, accumulation)
         assert found == whole[first_step : first_step + 4]
+
+
+SPLITS = [(2, 2, 1, 4), (3, 0, 2, 9), (4, 1, 1, 11)]  # processes, workers, forward passes, first step
+
+
+def test_weights_that_change_are_exact_and_resumable(write_shards):
+    paths = write_shards([40, 40, 40])
+    shards = {paths[0]: {0: 3.0, 5: 0.0, 10: 1.0}, paths[1]: 1.0, paths[2]: {0: 0.0, 10: 2.0}}
+    whole = steps_of(shards, 0, 15, world_size=1, workers=0, accumulation=1)
+    for steps, expected in [(slice(0, 5), [90, 30, 0]), (slice(5, 10), [0, 120, 0]), (slice(10, 15), [30, 30, 60])]:
+        drawn = Counter(int(key.rpartition("/s")[2]) // 40 for step in whole[steps] for key, _ in step)
+        # a phase ends with exact counts; the last one goes on, and its rounds of 64 samples are shuffled
+        assert [drawn[source] for source in range(3)] == pytest.approx(expected, abs=8 if steps.start == 10 else 0)
+    for world_size, workers, accumulation, first_step in SPLITS:
+        found = steps_of(shards, first_step, 4, world_size, workers, accumulation)
+        assert found == whole[first_step : first_step + 4]
+
+
+def test_added_shards_join_with_the_next_epoch(write_shards):
+    paths = write_shards([30, 42, 24])
+    before = steps_of(paths[:2], 0, 6, world_size=1, workers=0, accumulation=1)
+    whole = steps_of(paths, 0, 15, world_size=1, workers=0, accumulation=1, growth=((0, 2, 2),))
+    assert whole[:6] == before  # two epochs of the first two shards
+    assert len({key for step in whole[6:10] for key, _ in step}) == 96
+    for world_size, workers, accumulation, first_step in SPLITS:
+        found = steps_of(paths, first_step, 4, world_size, workers, accumulation, growth=((0, 2, 2),))
+        assert found == whole[first_step : first_step + 4]
+
+
+@pytest.mark.parametrize("growth", [((0, 3, 2),), ((0, 2, 3), (0, 2, 4)), ((0, 1, 3), (0, 2, 1)), ((0, 0, 1),)])
+def test_growth_that_does_not_fit_the_shards(write_shards, growth):
+    with pytest.raises(ShardError, match=r"stream\.growth gives source 0"):
+        part(write_shards([30, 41, 33]), 0, 1, growth=growth)
+
+
+def test_skipped_batches_are_left_out_everywhere(write_shards):
+    shards = write_shards([120])
+    plain = steps_of(shards, 0, 20, world_size=1, workers=0, accumulation=1)
+    expected = plain[:3] + plain[6:10] + plain[11:]  # batches are counted from 1 in the setting, and from 0 here
+    for world_size, workers, accumulation, first_step in [(1, 0, 1, 0), (2, 2, 1, 2), (3, 0, 2, 4), (4, 1, 1, 7)]:
+        found = steps_of(shards, first_step, 4, world_size, workers, accumulation, skipped=batch_ranges("4-6,11"))
+        assert found == expected[first_step : first_step + 4]

@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.data.sampler import MixtureSampler, ShuffledSampler, bounded_buffers, quotas, sample_rng
+from tessera.data.sampler import (
+    BatchSampler,
+    GrowingSampler,
+    MixtureSampler,
+    ScheduledMixtureSampler,
+    ShuffledSampler,
+    batch_ranges,
+    bounded_buffers,
+    phases,
+    quotas,
+    sample_rng,
+)
 from tests.data.batches import step_positions
 
 
@@ -178,17 +189,31 @@ def test_no_batch_repeats_an_image_where_an_epoch_ends(counts, weights, batch_si
     np.testing.assert_array_equal(np.stack(mixture(pick)), found[:, pick])
 
 
-@pytest.mark.parametrize("images", [5000, 1100])  # the second has no room for a later batch in the epoch
-def test_replacements_are_not_in_the_batch_and_differ(images):
+def test_no_batch_repeats_an_image_if_sources_grow_and_shares_change():
+    grown = [ShuffledSampler(counts, 3, streams=8) for counts in ([90, 110], [90, 110, 60])]
+    orders = [GrowingSampler([(0, grown[0]), (3, grown[1])]), ShuffledSampler([300], 3, streams=8, source=1)]
+    shares = [(0, [0.7, 0.3]), (1200, [0, 1]), (2400, [0.5, 0.5])]
+    positions = np.arange(120 * 60)
+    found, plain = (np.stack(ScheduledMixtureSampler(orders, shares, 3, size)(positions)) for size in (60, 1))
+    repeated = [sum(len(np.unique(one, axis=0)) < 60 for one in o.T.reshape(-1, 60, 3)) for o in (found, plain)]
+    assert repeated[0] == 0 < repeated[1]
+    np.testing.assert_array_equal(found[0], plain[0])
+    for source, sizes in enumerate([[200] * 3 + [260] * 9, [300] * 9]):
+        own = found[1:, found[0] == source].T
+        for part in np.split(own, np.cumsum(sizes))[:-1]:
+            assert len(np.unique(part, axis=0)) == len(part)
+
+
+@pytest.mark.parametrize(("images", "every"), [(5000, 37), (1100, 256)])  # 1,100 have no room for a later batch
+def test_replacements_are_not_in_the_batch_and_differ(images, every):
     mixture = MixtureSampler([ShuffledSampler([images], 0)], [1], 0, batch_size=1024)
     for step in (0, 1, 4):
         positions = np.arange(step * 1024, (step + 1) * 1024)
         batch = set(mixture(positions)[2].tolist())
-        found = [int(one[2][0]) for p in positions[::37] for one in islice(mixture.replacements(p), 3)]
-        assert len(found) == 84
+        found = [int(one[2][0]) for p in positions[::every] for one in islice(mixture.replacements(p), 3)]
         assert not batch.intersection(found)
         if images == 5000 and step < 2:
-            assert len(set(found)) == 84
+            assert len(set(found)) == len(found) == 84
 
 
 def test_replacements_of_a_batch_of_all_images_end():
@@ -209,6 +234,108 @@ def test_quotas_are_the_weights_rounded(weights):
 def test_weights_must_be_positive(weights):
     with pytest.raises(ValueError, match="positive"):
         quotas(weights)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.just(0.0) | st.floats(0.01, 1), min_size=3, max_size=3), min_size=1, max_size=4),
+    lengths=st.lists(st.integers(1000, 5000), min_size=3, max_size=3),
+)
+def test_weights_of_steps_give_exact_counts_and_whole_epochs(rows, lengths):
+    rows = [[row[0] + 0.02, *row[1:]] for row in rows]  # no phase without a weight
+    rows[0] = [one + 0.01 for one in rows[0]]  # and no source without one
+    starts = np.cumsum([0, *lengths])[: len(rows)]
+    counts = [[30, 50], [90], [7]]
+    samplers = [ShuffledSampler(one, 9, source=source) for source, one in enumerate(counts)]
+    mixture = ScheduledMixtureSampler(samplers, list(zip(starts.tolist(), rows, strict=True)), seed=9)
+    positions = np.arange(starts[-1] + 3 * 1024)
+    sources, shards, samples = mixture(positions)
+    # the naive sum of the shares, position for position
+    share = np.array([np.array(row) / sum(row) for row in rows])[np.searchsorted(starts, positions, side="right") - 1]
+    exact = np.cumsum(share, axis=0)
+    had = np.cumsum(sources[:, None] == np.arange(3), axis=0)
+    borders = [start - 1 for start in starts[1:]]
+    assert np.abs(had - exact)[borders].max(initial=0) <= (2 if (share == 0).any() else 1 + 1e-6)
+    assert np.abs(had - exact).max() < 40  # within a shuffled round
+    assert not (share == 0)[np.arange(len(sources)), sources].any()
+    for source in range(3):
+        drawn = list(zip(shards[sources == source].tolist(), samples[sources == source].tolist(), strict=True))
+        for epoch in range(len(drawn) // sum(counts[source])):
+            part = drawn[epoch * sum(counts[source]) : (epoch + 1) * sum(counts[source])]
+            assert sorted(part) == everything(counts[source])
+    pick = np.random.default_rng(0).integers(0, len(positions), 200)
+    np.testing.assert_array_equal(np.stack(mixture(pick)), np.stack([sources, shards, samples])[:, pick])
+    for position in pick[:20].tolist():
+        np.testing.assert_array_equal(mixture.counts(position), np.bincount(sources[:position], minlength=3))
+
+
+def test_later_phases_do_not_change_earlier_steps():
+    samplers = [ShuffledSampler([50], 9, source=source) for source in range(2)]
+    one = ScheduledMixtureSampler(samplers, [(0, [1, 3])], seed=1)
+    two = ScheduledMixtureSampler(samplers, [(0, [1, 3]), (4096, [0, 1])], seed=1)
+    positions = np.arange(4096)
+    np.testing.assert_array_equal(np.stack(one(positions)), np.stack(two(positions)))
+    assert (two(np.arange(4096, 6000))[0] == 1).all()
+
+
+def test_phases_are_the_steps_at_which_a_weight_changes():
+    assert phases([0.5, 2]) is None
+    assert phases([0.5, {0: 1.0, 10: 0.25}, {0: 0, 20: 1}]) == [
+        (0, [0.5, 1.0, 0]),
+        (10, [0.5, 0.25, 0]),
+        (20, [0.5, 0.25, 1]),
+    ]
+    with pytest.raises(ValueError, match="begin at step 0"):
+        phases([1.0, {5: 1.0}])
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[1, -1]], "negative"),
+        ([[1, 0]], "always has the weight 0"),
+        ([[1, 1], [0, 0]], "negative or not finite"),
+        ([[1, float("nan")]], "not finite"),
+        ([[1, 0.001], [1, 1]], "fewer than four"),
+        ([[1, 1e-9]], "fewer than four"),
+    ],
+)
+def test_weights_of_steps_that_cannot_be_used(rows, message):
+    samplers = [ShuffledSampler([50], 9, source=source) for source in range(2)]
+    with pytest.raises(ValueError, match=message):
+        ScheduledMixtureSampler(samplers, [(64 * number, row) for number, row in enumerate(rows)], seed=1)
+
+
+def test_a_growing_list_keeps_the_order_of_earlier_epochs():
+    counts = [11, 30, 7, 40, 5]
+    stages = [(first, ShuffledSampler(counts[:size], 4, buffer=9)) for first, size in [(0, 2), (3, 4), (4, 5)]]
+    growing = GrowingSampler(stages)
+    positions = np.arange(3 * 41 + 88 + 2 * 93)
+    epochs, shards, samples = growing(positions)
+    assert epochs.tolist() == [0] * 41 + [1] * 41 + [2] * 41 + [3] * 88 + [4] * 93 + [5] * 93
+    np.testing.assert_array_equal(np.stack([epochs, shards, samples])[:, :123], np.stack(stages[0][1](np.arange(123))))
+    for epoch, size in enumerate([2, 2, 2, 4, 5, 5]):
+        drawn = list(zip(shards[epochs == epoch].tolist(), samples[epochs == epoch].tolist(), strict=True))
+        assert sorted(drawn) == everything(counts[:size])
+        assert drawn != everything(counts[:size])
+    for position in (0, 1, 41, 42, 122, 123, 124, 211, 212, 304):
+        first = growing.next_epoch(position)
+        assert first == (epochs[position] if position in (0, 41, 123, 211, 304) else epochs[position] + 1)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 5)), max_size=6))
+def test_skipped_batches_are_never_taken(ranges):
+    text = ",".join(f"{first}-{first + more}" if more else str(first) for first, more in ranges)
+    named = {number - 1 for first, more in ranges for number in range(first, first + more + 1)}
+    sampler = BatchSampler(8, 0, 30, skipped=batch_ranges(text))
+    taken = [int(positions[0]) // 8 for positions in sampler]
+    assert taken == [batch for batch in range(200) if batch not in named][:30]
+
+
+@pytest.mark.parametrize("text", ["0", "5-3", "a", "1,,2", "-4", "1-2-3", "9" * 30])
+def test_skipped_batches_that_are_no_numbers(text):
+    with pytest.raises(ValueError, match="no batch"):
+        batch_ranges(text)
 
 
 def test_a_billion_samples_in_a_hundred_thousand_shards():

@@ -183,7 +183,7 @@ def test_presets_are_valid(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_preset_of_dinov3_has_the_published_settings_for_imagenet() -> None:
-    """Those of Meta's vitl_im1k_lin834.yaml over its defaults, where they differ from the ViT-7B's and from DINOv2's."""
+    """Those of Meta's vitl_im1k_lin834.yaml over its defaults, where they differ from the ViT-7B and from DINOv2."""
     config = resolve(load([*SHARDS, "--config", str(PRESETS / "imagenet_dinov3_vit_large.yaml")]), 1_281_167)
     encoder = encoders.build(**config.encoder_settings | {"depth": 1, "dim": 64, "heads": 1})
     assert type(encoder.blocks[0].attn.qkv) is torch.nn.Linear  # no masked bias of keys

@@ -1,0 +1,114 @@
+"""The order of samples of a run that changes on the way: other weights, added shards, skipped batches."""
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tessera.data.demo import demo_shards
+from tessera.pretrain.run import main
+from tests.launched import TINY, records, same_encoder, timeless
+
+pytestmark = pytest.mark.slow
+
+
+def losses(output: Path) -> dict[int, float]:
+    """Return the loss of each step. The records must belong to consecutive steps."""
+    found = {record["step"]: record["loss"] for record in records(output) if "loss" in record}
+    assert list(found) == list(range(1, len(found) + 1))
+    return found
+
+
+def interrupted_copy(run: Path, name: str) -> Path:
+    """Return a copy of a finished run of 12 steps, as it was after the checkpoint of step 4."""
+    copy = run.parent / name
+    shutil.copytree(run, copy, symlinks=True)
+    for step in (8, 12):
+        shutil.rmtree(copy / "checkpoints" / f"step-{step:08d}")
+    for file in copy.glob("encoder*"):
+        file.unlink()
+    return copy
+
+
+def shards(folder: Path, sizes: list[int]) -> list[str]:
+    """Make shards of the embedded digits with these numbers of images."""
+    source = demo_shards()[0].partition("{")[0] + "000000.tar"
+    paths = [folder / f"part-{number}.tar" for number in range(len(sizes))]
+    with tarfile.open(source) as tar:
+        images = iter([member for member in tar if member.name.endswith(".png")])
+        for path, size in zip(paths, sizes, strict=True):
+            with tarfile.open(path, "w") as part:
+                for _ in range(size):
+                    member = next(images)
+                    part.addfile(member, tar.extractfile(member))
+    return [str(path) for path in paths]
+
+
+def digits(output: Path, *data: str) -> list[str]:
+    """Return the command line of a run on digits."""
+    small = ["--dino.global_size", "8", "--dino.local_size", "4", "--encoder.patch_size", "4", "--checkpoint.keep", "9"]
+    return [*TINY, *small, "--output", str(output), "--data", *data]
+
+
+def test_changing_weights_and_skipped_batches_are_those_of_one_process_on_two_and_after_a_resume(
+    launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = shards(tmp_path, [150, 90])
+    mixture = f'{{"{first}": {{"0": 1, "6": 0.25}}, "{second}": {{"0": 0, "6": 0.75}}}}'
+    order = ["--skip_batches", "3,9-10"]
+    whole = tmp_path / "whole"
+    assert main([*digits(whole, mixture), *order]) == 0
+    assert len(losses(whole)) == 12
+    resumed = interrupted_copy(whole, "resumed")
+    assert main(["--resume", str(resumed), "--workers", "2"]) == 0
+    assert timeless(resumed) == timeless(whole)
+    assert same_encoder(resumed, whole)
+    both = interrupted_copy(whole, "both")
+    launch(["--resume", str(both)], processes=2).wait()
+    assert losses(both) == pytest.approx(losses(whole), rel=1e-4)
+    plain = tmp_path / "plain"
+    assert main(digits(plain, mixture)) == 0
+    assert [losses(plain)[step] == losses(whole)[step] for step in (1, 2, 3)] == [True, True, False]
+    assert main(["--resume", str(interrupted_copy(whole, "changed")), "--skip_batches", "2,3,9-10"]) == 2
+    assert "has used or skipped other batches up to step 4" in capsys.readouterr().err
+    later = interrupted_copy(whole, "later")
+    assert main(["--resume", str(later), "--skip_batches", "3,11"]) == 0  # batches that were not yet used may change
+    assert len(losses(later)) == 12
+
+
+def test_shards_that_are_added_join_with_the_next_epoch_and_the_run_can_be_repeated(
+    launch, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level("INFO")
+    old, new, other = shards(tmp_path, [80, 70, 30])  # an epoch of the old shard has five steps
+    begun = tmp_path / "begun"
+    assert main(digits(begun, old)) == 0
+    run = interrupted_copy(begun, "run")
+    assert main(["--resume", str(run), "--data", old, new]) == 0
+    assert "Source 0 has 2 shards instead of 1. All of them are used from its epoch 1 on" in caplog.text
+    assert "the order of the samples changes" not in caplog.text
+    assert yaml.safe_load((run / "config.yaml").read_text())["stream"]["growth"] == [[0, 1, 1]]
+    same = [losses(run)[step] == losses(begun)[step] for step in range(1, 13)]
+    assert same == [True] * 5 + [False] * 7
+
+    again = interrupted_copy(run, "again")  # as if the first resumed run had been killed before its next checkpoint
+    assert main(["--resume", str(again)]) == 0
+    assert timeless(again) == timeless(run)
+    later = interrupted_copy(run, "later")
+    shutil.copytree(run / "checkpoints" / "step-00000008", later / "checkpoints" / "step-00000008")
+    assert main(["--resume", str(later)]) == 0
+    assert timeless(later) == timeless(run)
+    repeated = tmp_path / "repeated"
+    launch(["--config", str(run / "config.yaml"), "--output", str(repeated)], processes=2).wait()
+    assert losses(repeated) == pytest.approx(losses(run), rel=1e-4)
+
+    refused = interrupted_copy(run, "refused")
+    shutil.copytree(run / "checkpoints" / "step-00000008", refused / "checkpoints" / "step-00000008")
+    for data in ([old], [new, old], [other, new], [old, other]):
+        assert main(["--resume", str(refused), "--data", *data]) == 2
+        assert "Shards or stream settings were changed since" in capsys.readouterr().err
+    assert main(["--resume", str(refused), "--data", old, new, other]) == 0
+    assert "Source 0 has 3 shards instead of 2" in caplog.text
+    assert yaml.safe_load((refused / "config.yaml").read_text())["stream"]["growth"] == [[0, 1, 1], [0, 2, 2]]
