@@ -99,6 +99,12 @@ class RotaryPositions(nn.Module):
             return repeat(tables[0].index_select(1, rows))
         return (table.index_select(1, rows) for table in tables)
 
+    def grid_rotations(self, grid: tuple[int, int], prefix: int) -> Rotations:
+        """Return the rotations of each block for images with one grid of patches, after `prefix` prefix tokens."""
+        tables, _ = self._tables([grid])  # (L, 2, 1 + N, d / 2)
+        tables = torch.cat([tables[:, :, :1].expand(-1, -1, prefix, -1), tables[:, :, 1:]], 2)
+        return repeat(tables[0]) if len(tables) == 1 else iter(tables)
+
     def table(self, grid: tuple[int, int], factors: Tensor, shifts: Tensor) -> Tensor:
         """Return the sines and cosines of all patches of a grid: (L, 2, N, d / 2) float32.
 

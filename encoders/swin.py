@@ -262,7 +262,7 @@ class Swin(StagedEncoder):
 
     def _outputs(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Iterator[tuple[int, Tensor]]:
         x = self._embed(images, mask, drop)
-        scales = self.draw_drop_path(len(x), x.device)
+        scales = self.draw_drop_path(x.shape[0], x.device)
         for number, stage in enumerate(self.stages):
             for block in modules_of(stage.blocks, PreNormBlock):
                 windows = make_windows((x.shape[1], x.shape[2]), self.window_size, block.attn.shifted, x.device)
