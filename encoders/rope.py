@@ -117,7 +117,9 @@ class RotaryPositions(nn.Module):
         rows, columns = {"separate": (h, w), "max": (max(grid),) * 2, "min": (min(grid),) * 2}[self.coordinates]
         device = self.periods.device
         places = torch.meshgrid(
-            torch.arange(0.5, h, device=device) / rows, torch.arange(0.5, w, device=device) / columns, indexing="ij"
+            (torch.arange(h, device=device) + 0.5) / rows,
+            (torch.arange(w, device=device) + 0.5) / columns,
+            indexing="ij",
         )
         centres = 2 * torch.stack(places, -1).flatten(0, 1) - 1  # (N, 2)
         centres = (centres + shifts[:, None]) * factors[:, None]  # (L, N, 2)

@@ -396,7 +396,8 @@ class ViT(Encoder):
         """
         assert self.pos_embed is not None
         patches = self.pos_embed[:, self.num_positioned :]
-        fits = grid == self.table_grid
+        # A trace with a dynamic size always resizes the table. At the size of the table, that changes nothing.
+        fits = not isinstance(grid[0], torch.SymInt) and grid == self.table_grid
         if self.interpolation == "dino" and self.table_grid[0] == self.table_grid[1]:
             fits = fits and square
         return patches if fits else resize_table(patches, self.table_grid, grid, self.interpolation)
