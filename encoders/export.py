@@ -19,7 +19,7 @@ from torch.export import Dim, ExportedProgram
 
 from tessera import encoders
 from tessera.encoders.base import Encoder
-from tessera.encoders.certificate import TOLERANCE, Exported, certify, image_size, names_after, tokens_of
+from tessera.encoders.certificate import TOLERANCE, Exported, certify, image_size, names_after, shapes, tokens_of
 from tessera.encoders.errors import EncoderError, WeightsError
 from tessera.encoders.formats import transformers_export
 from tessera.encoders.formats.checkpoint import format_of
@@ -119,7 +119,9 @@ def to_timm(encoder: Encoder, file: Path) -> Exported:
     options["pretrained_cfg_overlay"] = pretrained_cfg(encoder)
     _save(state, file)
     model = timm.create_model(name, checkpoint_path=str(file), **options)
-    wrapped = ModuleEncoder(model, image_size=image_size(encoder), channels=encoder.channels).eval()
+    wrapped = ModuleEncoder(
+        model, image_size=image_size(encoder), channels=encoder.channels, stride=encoder.stride
+    ).eval()
     distilled = getattr(encoder, "dist_token", None) is not None
 
     def run(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +186,7 @@ def to_onnx(encoder: Encoder, file: Path, dynamic_size: bool) -> Exported:
             f"An export to ONNX needs {error.name}. Install it with `pip install onnx onnxscript onnxruntime`."
         ) from error
     program = trace(encoder, dynamic_size)
-    with _one_sentence(encoder, "ONNX"):
+    with torch.no_grad(), _one_sentence(encoder, "ONNX"):
         # Without torch's optimisation, each weight keeps its name. ONNX Runtime optimises the graph when it loads it.
         graph = torch.onnx.export(program, (), dynamo=True, optimize=False, verbose=False)
         assert graph is not None
@@ -257,10 +259,8 @@ def trace(encoder: Encoder, dynamic_size: bool) -> ExportedProgram:
     """
     if dynamic_size:
         check_dynamic(encoder)
-    (height, width), free = image_size(encoder), Dim.DYNAMIC
-    # A graph for one size would follow from an example in which two sides, or a side and a table, are equal.
-    width -= encoder.stride * dynamic_size
-    images = torch.zeros(2, encoder.channels, height, width)
+    # The second shape has unequal sides, so that the trace does not assume square images.
+    images, free = torch.zeros(shapes(encoder, dynamic_size)[1]), Dim.DYNAMIC
     sizes = {0: free, 2: free, 3: free} if dynamic_size else {0: free}
     with torch.no_grad(), _one_sentence(encoder, "torch.export"):
         return torch.export.export(_Outputs(encoder.eval()), (images,), dynamic_shapes=(sizes,), strict=False)
@@ -288,7 +288,8 @@ def _one_sentence(encoder: Encoder, target: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
+        cause = error.__cause__ or error  # torch.onnx wraps the reason in advice about its own bugs
+        reason = str(cause).strip().splitlines() or [type(cause).__name__]
         raise EncoderError(
             f"{getattr(encoder, 'label', type(encoder).__name__)} cannot be exported to {target} with torch "
             f"{torch.__version__}: {reason[0][:200]}"

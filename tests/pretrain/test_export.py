@@ -118,7 +118,8 @@ def test_what_cannot_be_is_said_in_a_line(run, tmp_path: Path, capsys: pytest.Ca
     assert "must end in .safetensors" in said(folder, tmp_path / "out.pt")
     assert "is not a folder. Make it first" in said(folder, tmp_path / "no" / "out.safetensors")
     assert "contains no checkpoint: neither" in said(tmp_path, output)
-    assert "is a file. Give the run folder" in said(newest / "encoder.safetensors", output)
+    assert "--part student needs a run folder" in said(newest / "encoder.safetensors", output, "--part", "student")
+    assert "--part method has no equivalent in timm" in said(folder, output, "--part", "method", "--to", "timm")
     assert "must contain no other files. Choose another folder" in said(
         folder, folder / "checkpoints" / "latest" / "x.safetensors"
     )
