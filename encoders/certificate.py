@@ -209,7 +209,7 @@ def _compare(
     try:
         theirs = exported.run(images)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise WeightsError(f"The export does not run for images of shape {shape}: {reason}") from error
     found: dict[str, Any] = {"images": list(shape)}
     for name, own, other in zip(("pooled", "tokens"), ours, theirs, strict=True):

@@ -118,7 +118,8 @@ def to_timm(encoder: Encoder, file: Path) -> Exported:
     name, options, state = form.to_timm(encoder)
     options["pretrained_cfg_overlay"] = pretrained_cfg(encoder)
     _save(state, file)
-    model = timm.create_model(name, checkpoint_path=str(file), **options)
+    with _one_sentence(encoder, "timm"):
+        model = timm.create_model(name, checkpoint_path=str(file), **options)
     wrapped = ModuleEncoder(
         model, image_size=image_size(encoder), channels=encoder.channels, stride=encoder.stride
     ).eval()
@@ -289,10 +290,10 @@ def _one_sentence(encoder: Encoder, target: str) -> Iterator[None]:
         yield
     except Exception as error:
         cause = error.__cause__ or error  # torch.onnx wraps the reason in advice about its own bugs
-        reason = str(cause).strip().splitlines() or [type(cause).__name__]
+        reason = " ".join(str(cause).split()) or type(cause).__name__
         raise EncoderError(
             f"{getattr(encoder, 'label', type(encoder).__name__)} cannot be exported to {target} with torch "
-            f"{torch.__version__}: {reason[0][:200]}"
+            f"{torch.__version__}: {reason[:300]}"
         ) from error
 
 

@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 
+import tessera
 from tessera import encoders
 from tessera.encoders.base import IMAGENET
 from tessera.pretrain import export
@@ -27,6 +28,8 @@ def test_an_official_checkpoint_becomes_an_encoder_without_saying_what_it_is(tmp
     assert (encoder.settings["variant"], encoder.settings["image_size"]) == ("vit_tiny", 64)
     torch.testing.assert_close(encoder(images(64)).pooled, model.forward_features(images(64))[:, 0], **CLOSE)
     printed = capsys.readouterr().out
+    loaded = tessera.load(tmp_path / "mae.pth")
+    assert torch.equal(loaded(images(64)).pooled, encoder(images(64)).pooled)
     assert "left out: args, epoch, head.* (2)" in printed
     assert "of the variant vit_tiny" in printed
 
