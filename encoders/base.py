@@ -171,7 +171,7 @@ class Encoder(nn.Module):
         """Return the number of token rows and of token columns of each image: (B, 2) int64 on the CPU."""
         if isinstance(images, PackedImages):
             return images.grids
-        return torch.tensor([self.grid(*images.shape[-2:])]).expand(len(images), 2)
+        return torch.tensor([self.grid(*images.shape[-2:])]).expand(images.shape[0], 2)
 
     def check(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> None:
         """Check the arguments of `forward`.

@@ -157,7 +157,8 @@ class ModuleEncoder(Encoder):
                 raise
             hint = "If it supports only one size, set encoder.fixed_size to true, which resizes images to image_size."
             raise self._refused(error, size, hint) from error
-        self._encoded.add(size)
+        if not torch.compiler.is_exporting():  # sizes of a trace may be symbols
+            self._encoded.add(size)
         tokens, prefix = self._tokens(output, (-(-size[0] // self.stride), -(-size[1] // self.stride)))
         if self._has_head:
             pooled = self.model.forward_head(output, pre_logits=True)  # pyright: ignore[reportCallIssue]

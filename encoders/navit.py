@@ -18,7 +18,7 @@ from tessera.encoders.attention import attention
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.checks import check_counts, check_heads
 from tessera.encoders.errors import EncoderError
-from tessera.encoders.images import Images, Mask, PackedImages, pack
+from tessera.encoders.images import Images, Mask, PackedImages, pack, patchify
 from tessera.encoders.layers import MLP, LayerNorm, PreNormBlock, at_least_float32, init_linear, learned, table_grid
 from tessera.encoders.randomness import next_keys, token_noise
 from tessera.encoders.segments import Segments, copy_to_device, token_positions
@@ -63,7 +63,8 @@ class HeadNorm(nn.Module):
 class Attention(nn.Module):
     """Attention from the queries of an image to the tokens of the same image: (Q, D) and (T, D) -> (Q, D).
 
-    By default, all tokens are queries. Queries and keys are normalised, so the logits are not divided by sqrt(d)
+    By default, all tokens are queries. Without `segments`, images have one more axis: (B, Q, D) and (B, N, D) ->
+    (B, Q, D). Queries and keys are normalised, so the logits are not divided by sqrt(d)
     (ViT-22B, 2302.05442).
     """
 
@@ -76,14 +77,14 @@ class Attention(nn.Module):
         self.k_norm = HeadNorm(heads, head_dim)
         self.proj = nn.Linear(heads * head_dim, dim, bias=False)
 
-    def forward(self, queries: Tensor, segments: Segments, tokens: Tensor | None = None) -> Tensor:
+    def forward(self, queries: Tensor, segments: Segments | None = None, tokens: Tensor | None = None) -> Tensor:
         tokens = queries if tokens is None else tokens
-        q = rearrange(self.q(queries), "q (heads d) -> heads q d", heads=self.heads)
-        k, v = rearrange(self.kv(tokens), "t (two heads d) -> two heads t d", two=2, heads=self.heads)
+        q = rearrange(self.q(queries), "... q (heads d) -> ... heads q d", heads=self.heads)
+        k, v = rearrange(self.kv(tokens), "... t (two heads d) -> two ... heads t d", two=2, heads=self.heads)
         # Autocast computes the norms in float32, but the fused attention kernels need half precision.
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         out = attention(q, k, v, scale=1.0, segments=segments)
-        return self.proj(rearrange(out, "heads q d -> q (heads d)"))
+        return self.proj(rearrange(out, "... heads q d -> ... q (heads d)"))
 
 
 class AttentionPool(nn.Module):
@@ -98,7 +99,10 @@ class AttentionPool(nn.Module):
         self.norm = LayerNorm(dim, eps=norm_eps, bias=False)
         self.attn = Attention(dim, heads, head_dim)
 
-    def forward(self, tokens: Tensor, segments: Segments) -> Tensor:
+    def forward(self, tokens: Tensor, segments: Segments | None) -> Tensor:
+        if segments is None:  # (B, N, D) -> (B, D)
+            queries = self.norm(self.query).expand(tokens.shape[0], 1, -1)
+            return self.query + self.attn(queries, None, tokens)[:, 0]
         queries = self.norm(self.query).expand(len(segments.lengths), -1)  # (B, D)
         return self.query + self.attn(queries, replace(segments, queries=torch.ones_like(segments.lengths)), tokens)
 
@@ -191,16 +195,21 @@ class NaViT(Encoder):
 
     def _outputs(
         self, images: Images, mask: Mask | None = None, drop: bool = False
-    ) -> Iterator[tuple[Tensor, Segments]]:
+    ) -> Iterator[tuple[Tensor, Segments | None]]:
         x, segments = self._embed(images, mask, drop)
-        scales = self.draw_drop_path(len(images), x.device)
+        scales = self.draw_drop_path(images.shape[0] if isinstance(images, Tensor) else len(images), x.device)
         for block in self.blocks:
             x = self.run_block(block, x, segments, next(scales))
             yield x, segments
 
-    def _embed(self, images: Images, mask: Mask | None = None, drop: bool = False) -> tuple[Tensor, Segments]:
-        """Return the input (T, D) of the first block, and the boundaries of the images in this input."""
+    def _embed(self, images: Images, mask: Mask | None = None, drop: bool = False) -> tuple[Tensor, Segments | None]:
+        """Return the input (T, D) of the first block, and the boundaries of the images in this input.
+
+        `torch.export` cannot follow boundaries of a dynamic number of images. It gets the input (B, N, D) and None.
+        """
         self._check(images, mask, drop)
+        if torch.compiler.is_exporting() and isinstance(images, Tensor):
+            return self._embed_grid(images), None
         packed = images if isinstance(images, PackedImages) else pack([images], self.stride)
         patches, device = packed.patches, packed.patches.device
         visible, lengths = None, packed.lengths
@@ -221,7 +230,15 @@ class NaViT(Encoder):
             x = x + self._positions(table, indices[axis], sides[axis])
         return x, segments
 
-    def _positions(self, table: Tensor, indices: Tensor, sides: Tensor) -> Tensor:
+    def _embed_grid(self, images: Tensor) -> Tensor:
+        """Return the input of the first block for images of one size, without masks: (B, C, H, W) -> (B, N, D)."""
+        x = self.patch_embed(patchify(images, self.stride).unflatten(0, (images.shape[0], -1)))
+        rows, columns = self.grid(images.shape[-2], images.shape[-1])
+        row, column = (torch.arange(side, device=x.device) for side in (rows, columns))
+        x = x + self._positions(self.pos_embed_rows, row[:, None].expand(rows, columns).flatten(), rows)
+        return x + self._positions(self.pos_embed_columns, column.expand(rows, columns).flatten(), columns)
+
+    def _positions(self, table: Tensor, indices: Tensor, sides: Tensor | int) -> Tensor:
         """Look up the position embeddings (T, D) of tokens in a table (n, D).
 
         Args:
@@ -245,16 +262,19 @@ class NaViT(Encoder):
         fill = (lengths.double() / full).clamp(max=1)
         return self.token_drop + (self.token_drop_full - self.token_drop) * fill
 
-    def _features(self, output: tuple[Tensor, Segments], grids: Tensor) -> Features:
+    def _features(self, output: tuple[Tensor, Segments | None], grids: Tensor) -> Features:
         x, segments = output
         tokens = self.norm(x)
+        if segments is None:
+            pooled = tokens.mean(1) if self.attn_pool is None else self.attn_pool(tokens, None)
+            return Features(pooled, tokens.flatten(0, 1), grids)
         pooled = _mean(tokens, segments) if self.attn_pool is None else self.attn_pool(tokens, segments)  # (B, D)
         return Features(pooled, tokens, grids)
 
     def _check(self, images: Images, mask: Mask | None, drop: bool):
         """Check the arguments of `forward`, including patch sizes, position table sizes and token dropping."""
         self.check(images, mask, drop=drop)
-        side, grids = self.stride, self.grids(images)
+        side = self.stride
         if isinstance(images, Tensor) and (images.shape[-2] % side or images.shape[-1] % side):
             fitting = [sorted({size // side * side, -(-size // side) * side}) for size in images.shape[-2:]]
             rows, columns = (" or ".join(map(str, sizes)) for sizes in fitting)
@@ -262,13 +282,14 @@ class NaViT(Encoder):
                 f"Images of {images.shape[-2]} x {images.shape[-1]} pixels do not divide into patches of "
                 f"{side} x {side} pixels. Make the images {rows} pixels high and {columns} pixels wide."
             )
-        largest, table = grids.amax(0), torch.tensor([len(self.pos_embed_rows), len(self.pos_embed_columns)])
-        if not self.fractional and bool((largest > table).any()):
-            rows, columns = torch.maximum(largest, table).tolist()
+        packed = isinstance(images, PackedImages)
+        rows, columns = images.grids.amax(0).tolist() if packed else self.grid(*images.shape[-2:])
+        table = len(self.pos_embed_rows), len(self.pos_embed_columns)
+        if not self.fractional and (rows > table[0] or columns > table[1]):
             raise EncoderError(
-                f"Images of up to {int(largest[0])} x {int(largest[1])} patches do not fit position tables of "
-                f"{int(table[0])} rows and {int(table[1])} columns. Build the encoder with image_size="
-                f'({rows * side}, {columns * side}), or with positions="fractional".'
+                f"Images of up to {rows} x {columns} patches do not fit position tables of {table[0]} rows and "
+                f"{table[1]} columns. Build the encoder with image_size="
+                f'({max(rows, table[0]) * side}, {max(columns, table[1]) * side}), or with positions="fractional".'
             )
         if mask is not None and self._drops_tokens():
             raise EncoderError("A mask cannot be combined with token_drop. Set token_drop and token_drop_full to 0.")

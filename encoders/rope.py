@@ -99,6 +99,12 @@ class RotaryPositions(nn.Module):
             return repeat(tables[0].index_select(1, rows))
         return (table.index_select(1, rows) for table in tables)
 
+    def grid_rotations(self, grid: tuple[int, int], prefix: int) -> Rotations:
+        """Return the rotations of each block for images with one grid of patches, after `prefix` prefix tokens."""
+        tables, _ = self._tables([grid])  # (L, 2, 1 + N, d / 2)
+        tables = torch.cat([tables[:, :, :1].expand(-1, -1, prefix, -1), tables[:, :, 1:]], 2)
+        return repeat(tables[0]) if len(tables) == 1 else iter(tables)
+
     def table(self, grid: tuple[int, int], factors: Tensor, shifts: Tensor) -> Tensor:
         """Return the sines and cosines of all patches of a grid: (L, 2, N, d / 2) float32.
 
@@ -111,7 +117,9 @@ class RotaryPositions(nn.Module):
         rows, columns = {"separate": (h, w), "max": (max(grid),) * 2, "min": (min(grid),) * 2}[self.coordinates]
         device = self.periods.device
         places = torch.meshgrid(
-            torch.arange(0.5, h, device=device) / rows, torch.arange(0.5, w, device=device) / columns, indexing="ij"
+            (torch.arange(h, device=device) + 0.5) / rows,
+            (torch.arange(w, device=device) + 0.5) / columns,
+            indexing="ij",
         )
         centres = 2 * torch.stack(places, -1).flatten(0, 1) - 1  # (N, 2)
         centres = (centres + shifts[:, None]) * factors[:, None]  # (L, N, 2)

@@ -232,7 +232,7 @@ class SAMViT(Encoder):
 
     def _outputs(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Iterator[Tensor]:
         x = self._embed(self.checked(images, mask, drop=drop), mask)  # (B, h, w, D)
-        scales = self.draw_drop_path(len(x), x.device)
+        scales = self.draw_drop_path(x.shape[0], x.device)
         for block in self.blocks:
             x = self.run_block(block, x, None, next(scales))
             yield x

@@ -155,25 +155,28 @@ def insert_prefix(x: Tensor, prefix: Tensor, lengths: Tensor) -> Tensor:
     return _joined([torch.cat(pair, 1).flatten(0, 1) for pair in zip(prefixes, parts, strict=True)])
 
 
-def split_prefix(x: Tensor, count: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def split_prefix(x: Tensor, count: int, lengths: Tensor | int) -> tuple[Tensor, Tensor]:
     """Return the prefix tokens (B, S, D) and the patch tokens (T, D) of all images. Reverse `insert_prefix`.
 
     Args:
         x: tokens of all images: (T + B * S, D).
         count: number of prefix tokens S of each image.
-        lengths: number of patch tokens of each image: (B,) on the CPU.
+        lengths: number of patch tokens of each image: (B,) on the CPU. If all images have equal lengths, it may also be
+            the number of images, which `torch.export` can keep dynamic.
     """
-    parts = _split(x, lengths + count)
+    parts = _split(x, lengths + count if isinstance(lengths, Tensor) else lengths)
     return _joined([part[:, :count] for part in parts]), _joined([part[:, count:].flatten(0, 1) for part in parts])
 
 
-def image_means(x: Tensor, lengths: Tensor) -> Tensor:
-    """Return the mean of the tokens of each image: (T, D) -> (B, D). `lengths` (B,) is on the CPU."""
+def image_means(x: Tensor, lengths: Tensor | int) -> Tensor:
+    """Return the mean of the tokens of each image: (T, D) -> (B, D). `lengths` is that of `split_prefix`."""
     return _joined([part.mean(1) for part in _split(x, lengths)])
 
 
-def _split(x: Tensor, lengths: Tensor) -> list[Tensor]:
+def _split(x: Tensor, lengths: Tensor | int) -> list[Tensor]:
     """Split the tokens of images (T, D) into runs of images with equal numbers of tokens, (images, N, D) each."""
+    if not isinstance(lengths, Tensor):
+        return [x.unflatten(0, (lengths, -1))]
     values, counts = lengths.unique_consecutive(return_counts=True)
     runs = list(zip(counts.tolist(), values.tolist(), strict=True))
     parts = x.split([images * tokens for images, tokens in runs])

@@ -262,10 +262,12 @@ class Swin(StagedEncoder):
 
     def _outputs(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Iterator[tuple[int, Tensor]]:
         x = self._embed(images, mask, drop)
-        scales = self.draw_drop_path(len(x), x.device)
+        scales = self.draw_drop_path(x.shape[0], x.device)
         for number, stage in enumerate(self.stages):
             for block in modules_of(stage.blocks, PreNormBlock):
-                windows = make_windows((x.shape[1], x.shape[2]), self.window_size, block.attn.shifted, x.device)
+                # The tensors of a trace must not be cached, because they have no values.
+                windows_of = make_windows.__wrapped__ if torch.compiler.is_exporting() else make_windows
+                windows = windows_of((x.shape[1], x.shape[2]), self.window_size, block.attn.shifted, x.device)
                 x = self.run_block(block, x, windows, next(scales))
                 yield number, x
             if stage.downsample is not None:

@@ -287,7 +287,7 @@ class Twins(StagedEncoder):
     def _outputs(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Iterator[tuple[int, Tensor]]:
         images = self.checked(images, mask, drop=drop)
         x = images.permute(0, 2, 3, 1)  # (B, H, W, C)
-        scales = self.draw_drop_path(len(x), x.device)
+        scales = self.draw_drop_path(x.shape[0], x.device)
         blocks_of_stages, kinds_of_stages = modules_of(self.blocks, Stage), _kinds(self.layout, self.depths)
         stages = zip(self.patch_embeds, blocks_of_stages, self.pos_block, kinds_of_stages, strict=True)
         for stage, (embed, blocks, positions, kinds) in enumerate(stages):

@@ -317,7 +317,7 @@ class ViT(Encoder):
     def _draw(self, x: Tensor, segments: Segments | None) -> BranchScales:
         """For each block, yield the drop path factors of the images in `x`. With `skip_dropped`, yield the images that
         keep each branch."""
-        images = len(x) if segments is None else len(segments.lengths)
+        images = x.shape[0] if segments is None else len(segments.lengths)
         if not self.skip_dropped:
             return self.draw_drop_path(images, x.device)
         # Draw on the CPU, because the number of images that keep a branch determines tensor shapes.
@@ -344,8 +344,10 @@ class ViT(Encoder):
         if isinstance(images, Tensor) and in_batch:
             if kept is not None:
                 x = x.flatten(0, 1).index_select(0, kept.visible).unflatten(0, (len(x), -1))  # (B, V / B, D)
-            x = x if prefix is None else torch.cat([prefix.expand(len(x), -1, -1), x], 1)
-            segments, rotations = None, self._rotations(grids[:1], grids[:1].prod(1))
+            x = x if prefix is None else torch.cat([prefix.expand(x.shape[0], -1, -1), x], 1)
+            segments, rotations = None, repeat(None)
+            if self.rope_embed is not None:
+                rotations = self.rope_embed.grid_rotations(self.grid(*images.shape[-2:]), self.num_prefix_tokens)
         else:
             lengths, visible = grids.prod(1), None
             if kept is not None:
@@ -394,7 +396,8 @@ class ViT(Encoder):
         """
         assert self.pos_embed is not None
         patches = self.pos_embed[:, self.num_positioned :]
-        fits = grid == self.table_grid
+        # A trace with a dynamic size always resizes the table. At the size of the table, that changes nothing.
+        fits = not isinstance(grid[0], torch.SymInt) and grid == self.table_grid
         if self.interpolation == "dino" and self.table_grid[0] == self.table_grid[1]:
             fits = fits and square
         return patches if fits else resize_table(patches, self.table_grid, grid, self.interpolation)
@@ -405,9 +408,12 @@ class ViT(Encoder):
         # With rotary positions, class token and patches are normed in two calls, because each may have its own norm.
         apart = self.rope_embed is not None and self.pool != "all"
         x = x if apart else self.norm(x)
-        lengths = torch.full((len(x),), x.shape[1]) if segments is None else segments.lengths
-        x = x.flatten(0, 1) if segments is None else x
-        prefix, patches = split_prefix(x, self.num_prefix_tokens, lengths - self.num_prefix_tokens)
+        lengths = patch_counts = x.shape[0]  # the number of images, because all have equal lengths
+        if segments is None:
+            x = x.flatten(0, 1)
+        else:
+            lengths, patch_counts = segments.lengths, segments.lengths - self.num_prefix_tokens
+        prefix, patches = split_prefix(x, self.num_prefix_tokens, patch_counts)
         tokens = self.norm(patches) if apart else self.fc_norm(patches)  # (T, D)
         if self.pool == "class":
             pooled = prefix[:, 0]  # (B, D)
@@ -415,9 +421,9 @@ class ViT(Encoder):
         elif self.pool == "all":
             pooled = image_means(x, lengths)
         elif apart:
-            pooled = image_means(tokens, lengths - self.num_prefix_tokens)
+            pooled = image_means(tokens, patch_counts)
         else:
-            pooled = self.fc_norm(image_means(patches, lengths - self.num_prefix_tokens))
+            pooled = self.fc_norm(image_means(patches, patch_counts))
         return Features(pooled, tokens, grids)
 
     def _normed_class(self, x: Tensor, sizes: Tensor | None) -> Tensor:

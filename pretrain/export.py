@@ -1,16 +1,18 @@
-"""Export the encoder or the whole method from a checkpoint, for any engine and any number of processes.
+"""Export an encoder to the format of another library, with a certificate and a model card.
 
-    tessera export CHECKPOINT OUTPUT.safetensors [--part encoder|encoder-NAME|student|teacher|method]
+    tessera export SOURCE [OUTPUT] [--to ours|timm|transformers|onnx|torch] [--dynamic_size] [--set image_size=96]
+    tessera export RUN OUTPUT.safetensors --part encoder|encoder-NAME|student|teacher|method
 
-CHECKPOINT is a checkpoint or a run folder. For a run folder, the newest checkpoint is exported. `encoders.load` and
-`--init_from` read an exported encoder, and `pretrain.export.load` reads an exported method. The exported file of a
+SOURCE is a run folder, a checkpoint, a weight file of this or another project, or `timm:NAME`. For a run folder, the
+newest checkpoint is exported, for any engine and any number of processes. `tessera.load` and `--init_from` read an
+encoder that was exported with `--to ours`, and `pretrain.export.load` reads an exported method. The exported file of a
 method is its `state_dict`: student, teacher, heads and centre for DINO, encoder and decoder for MAE. The optimizer is
 not exported.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,19 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tessera import encoders
+from tessera.encoders.base import Encoder
+from tessera.encoders.certificate import TOLERANCE
 from tessera.encoders.checks import MOST_BLOCKS
+from tessera.encoders.export import ENDINGS
+from tessera.encoders.export import export as export_encoder
 from tessera.encoders.formats.loading import check_names, check_shapes, check_values
+from tessera.encoders.summary import setting
+from tessera.encoders.weights import fitting, rebuilt
 from tessera.pretrain.checkpoints.resume import CheckpointError, list_checkpoints, read_trainer, verify
 from tessera.pretrain.engines.local_state import read, unsharded
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method
+from tessera.pretrain.model_card import model_card
 from tessera.runtime import stdio
 from tessera.runtime.collectives import RankError, broadcast_object, patient_group, run_on_all_ranks
 from tessera.runtime.files import atomic_write, read_bounded
@@ -45,17 +54,20 @@ PARTS = ("encoder", "encoder-NAME", "student", "teacher", "method")
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="tessera export",
-        description="Export the encoder of a checkpoint, or the whole method. Runs in one process.",
+        description="Export the encoder of a run, a checkpoint or a weight file, with a certificate and a model card. "
+        "Runs in one process.",
     )
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", type=Path, help="run folder, or a checkpoint in a run folder"
+        "source", metavar="SOURCE", type=Path, help="run folder, a checkpoint in it, a weight file, or timm:NAME"
     )
     parser.add_argument(
         "output",
         metavar="OUTPUT",
         type=Path,
-        help=".safetensors file to write; a .json file of settings is written beside it",
+        nargs="?",
+        help="file to write (default: in RUN/export, for a run folder)",
     )
+    parser.add_argument("--to", choices=tuple(ENDINGS), default="ours", help="format of OUTPUT (default: ours)")
     parser.add_argument(
         "--part",
         metavar="|".join(PARTS),
@@ -64,30 +76,121 @@ def main(argv: list[str] | None = None) -> None:
         "distill.students; student: the student's encoder; teacher: the teacher's encoder; method: all modules "
         "(default: encoder)",
     )
-    options = parser.parse_args(argv)
+    parser.add_argument("--encoder", metavar="VARIANT", help="variant to build (default: that of the weights)")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="changed settings of the encoder")
+    parser.add_argument(
+        "--dynamic_size", action="store_true", help="onnx, torch: take images of any size (default: the encoder's size)"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=TOLERANCE,
+        help="largest accepted difference between features of the file and of the encoder, as a fraction of the "
+        f"largest feature (default: {TOLERANCE:g})",
+    )
+    options = vars(parser.parse_args(argv))
     try:
-        print(export(options.checkpoint, options.output, options.part))
+        options["settings"] = dict(setting(text) for text in options.pop("set"))
+        print(export(options.pop("source"), options.pop("output"), **options))
     except (ValueError, OSError, UserError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 
 
-def export(checkpoint: Path, output: Path, part: str = "encoder") -> str:
-    """Export a part of a checkpoint to `output` and a .json file beside it, and return a message for the user.
+def export(
+    source: str | Path,
+    output: Path | None,
+    part: str = "encoder",
+    *,
+    to: str = "ours",
+    encoder: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    dynamic_size: bool = False,
+    tolerance: float = TOLERANCE,
+) -> str:
+    """Export a part of a run, or an encoder, to `output` and files beside it, and return a message for the user.
+
+    Args:
+        source: run folder, checkpoint, weight file, or `timm:NAME`.
+        output: file to write. None writes to RUN/export/FORMAT, if the source is a run folder.
+        part: part of a run, one of `PARTS`.
+        to: format of the file, a key of `encoders.export.ENDINGS`.
+        encoder: variant to build. None means that of the weights.
+        settings: changed settings of the encoder.
+        dynamic_size: see `encoders.export.export`.
+        tolerance: see `encoders.export.export`.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or was written by another version of this program.
-        ValueError: there is no checkpoint, the method has no such part, or `output` is not a valid path.
+        ValueError: there is no checkpoint, the method has no such part, `output` is not a valid path, or the encoder
+            cannot be exported.
         OSError: `output` cannot be written.
     """
-    if output.suffix != ".safetensors":
-        raise ValueError(f"{output} must end in .safetensors")
+    source = Path(source).expanduser()
+    output = _default_output(source, to) if output is None else output
+    if to == "ours" and output.suffix != ".safetensors":
+        raise ValueError(f"{output} must end in .safetensors.")
     if not output.parent.is_dir():
         raise ValueError(f"{output.parent} is not a folder. Make it first.")
-    checkpoint = find(checkpoint)
-    if output.resolve().parent == checkpoint:
-        raise ValueError(
-            f"{output} is inside the checkpoint. A checkpoint must contain no other files. Choose another folder."
-        )
+    run, step, report = None, None, ""
+    if source.is_dir() and not _only_encoder(source, part):
+        checkpoint = find(source)
+        if output.resolve().parent == checkpoint:
+            raise ValueError(
+                f"{output} is inside the checkpoint. A checkpoint must contain no other files. Choose another folder."
+            )
+        module, described = _part(checkpoint, part)
+        step = described["step"]
+        origin = f"{part} of {described['method']} after {step} steps, from {checkpoint}"
+        if not isinstance(module, Encoder):
+            if to != "ours":
+                raise ValueError(f"--part method has no equivalent in {to}. Export it with --to ours.")
+            _save(module, described, output)
+            return f'wrote {output}: {origin}: pretrain.export.load("{output}")'
+        run, chosen = checkpoint.parent.parent, module
+        if encoder is not None or settings:
+            chosen, report = rebuilt(module, encoder, settings or {})
+    else:
+        if part != "encoder":
+            raise ValueError(f"--part {part} needs a run folder or a checkpoint, and {source} is neither.")
+        chosen, report = fitting(source, encoder, dict(settings or {}))
+        origin = f"an encoder of the variant {chosen.settings['variant']}, from {source}"
+        run = source if source.is_dir() else None
+    options = {"dynamic_size": dynamic_size, "tolerance": tolerance, "step": step}
+    certificate = export_encoder(chosen, output, to, **options)
+    card = output.with_suffix(".md")
+    with atomic_write(card) as temporary:
+        temporary.write_text(model_card(certificate, run))
+    lines = [str(report)] if report else []
+    lines += [f"{origin}; checked in {output.with_suffix('.certificate.json').name}, described in {card.name}"]
+    return "\n".join([*lines, f"wrote {output}: {certificate['use']}"])
+
+
+def _default_output(source: Path, to: str) -> Path:
+    """Return the path of the export in a run folder. Make its folder.
+
+    Raises:
+        ValueError: `source` is not a run folder.
+    """
+    if not (source / "config.yaml").is_file():
+        raise ValueError(f"{source} is not a run folder. Give the file to write: tessera export {source} OUTPUT.")
+    folder = source / "export" / to
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / (ENDINGS[to] if to == "transformers" else f"encoder{ENDINGS[to]}")
+
+
+def _only_encoder(folder: Path, part: str) -> bool:
+    """Return True if a folder holds an encoder, but no checkpoint to take it from."""
+    has_checkpoint = (folder / "trainer.json").is_file() or list_checkpoints(folder / "checkpoints")
+    return part == "encoder" and not has_checkpoint and (folder / encoders.WEIGHTS).is_file()
+
+
+def _part(checkpoint: Path, part: str) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a part of a checkpoint, with its weights, and the settings and the step of the checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or was written by another version of this program.
+        ValueError: the method has no such part.
+    """
     trainer = read_trainer(checkpoint)
     verify(checkpoint)
     settings = trainer["settings"]
@@ -102,14 +205,9 @@ def export(checkpoint: Path, output: Path, part: str = "encoder") -> str:
     name = _module_name(method, part)
     module = method.get_submodule(name)
     _fill(module, f"method.{name}." if name else "method.", checkpoint)
-    if isinstance(module, encoders.Encoder):
+    if isinstance(module, Encoder):
         _, module.preprocessing = encoders.read_description(checkpoint / "encoder.json")
-        encoders.save(module, output, step=described["step"])
-        use = f'encoders.load("{output}")'
-    else:
-        _save(module, described, output)
-        use = f'pretrain.export.load("{output}")'
-    return f"wrote {output}: {part} of {settings['method']} after {described['step']} steps, from {checkpoint}: {use}"
+    return module, described
 
 
 def load_run(path: Path, methods: Sequence[str], *, weights: bool = True) -> Method | None:

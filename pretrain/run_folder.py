@@ -28,6 +28,7 @@ PARTS = (
     "pictures",
     "checkpoints",
     "evaluation",
+    "export",
     "encoder.safetensors",
     "encoder.json",
 )

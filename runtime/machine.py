@@ -164,10 +164,11 @@ def _mallopt(values: dict[int, int]) -> bool:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of the packages on which results depend. None marks a missing package."""
-    return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

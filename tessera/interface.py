@@ -28,6 +28,7 @@ from tessera.data.shards import open_shards
 from tessera.data.shards.open import with_names
 from tessera.encoders import published
 from tessera.encoders.base import Encoder
+from tessera.encoders.weights import fitting
 from tessera.evaluation.features import LabelledFeatures, extract, input_size, resize_size, resolve_checkpoint
 from tessera.pretrain import job
 from tessera.pretrain.command_line import CODE, from_values
@@ -97,12 +98,17 @@ def training_batches(method: str = "dino", data: Any = None, **settings: Any) ->
 
 
 def load(path: str | Path) -> Encoder:
-    """Return the encoder of a run folder, of a checkpoint, of an exported encoder or of `timm:NAME`, in eval mode.
+    """Return the encoder of a run folder, a checkpoint, an encoder file, a weight file or `timm:NAME`, in eval mode.
+
+    The weights of a published file determine the settings of the encoder, and its images have ImageNet's normalisation.
 
     Raises:
         EvaluationError: there is no encoder at `path`.
-        WeightsError: timm has no weights of this name.
+        WeightsError: timm has no weights of this name, or no encoder of this project fits the weights of the file.
     """
+    file = Path(path).expanduser()
+    if file.is_file() and not (file.suffix == ".safetensors" and file.with_suffix(".json").is_file()):
+        return fitting(file, None, {})[0].eval()
     return encoders.load(path if published.is_name(path) else resolve_checkpoint(path))
 
 

@@ -11,11 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tessera import encoders
-from tessera.encoders import weights
 from tessera.encoders.errors import EncoderError, WeightsError
+from tessera.encoders.export import export as export_encoder
 from tessera.encoders.images import Mask
 from tessera.encoders.module import ModuleEncoder
 from tessera.encoders.randomness import random_keys
+from tessera.pretrain import export
 from tessera.pretrain.command_line import load
 from tessera.runtime.settings import SettingsError
 
@@ -72,7 +73,7 @@ def test_an_export_is_timms_own_state_dict(name: str, tmp_path: Path, capsys: py
     encoder = make(name, channels=4, mask_token=True)
     encoder.preprocessing = encoders.Preprocessing((0.5,) * 4, (0.2,) * 4)
     encoders.save(encoder, tmp_path / "ours.safetensors", step=7)
-    weights.main([str(tmp_path / "ours.safetensors"), str(tmp_path / "timm.safetensors"), "--to", "timm"])
+    export.main([str(tmp_path / "ours.safetensors"), str(tmp_path / "timm.safetensors"), "--to", "timm"])
     call = capsys.readouterr().out.partition("timm.safetensors: ")[2]
     model = eval(call, {"timm": timm}).eval()
     assert load_file(tmp_path / "timm.safetensors").keys() == model.state_dict().keys()
@@ -214,7 +215,7 @@ def test_a_module_of_the_user_is_an_encoder(form: str, variants: dict[str, Any],
     assert again.settings == encoder.settings
     assert encoders.build("my_net", channels=2)(images_of(16, 2)).tokens.shape == (8, 12)
     with pytest.raises(WeightsError, match="timm has no equivalent"):
-        weights.to_timm(encoder, tmp_path / "timm.safetensors")
+        export_encoder(encoder, tmp_path / "timm.safetensors", "timm")
 
 
 def test_encoders_of_a_module_start_with_its_weights(variants: dict[str, Any]) -> None:

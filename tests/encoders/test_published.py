@@ -10,10 +10,10 @@ import torch
 
 import tessera
 from tessera import encoders
-from tessera.encoders import weights
 from tessera.encoders.errors import WeightsError
 from tessera.evaluation.features import FeatureSettings, load_encoder
 from tessera.evaluation.finetune import default_output
+from tessera.pretrain import export
 from tessera.pretrain.command_line import load
 from tessera.runtime.settings import SettingsError
 
@@ -52,7 +52,7 @@ def test_features_and_normalisation_are_those_of_timm(model, tmp_path: Path) -> 
     encoder, file = load_encoder(FeatureSettings(checkpoint=f"timm:{NAME}"))
     assert file is None
     same_features(encoder, model)
-    weights.main([f"timm:{NAME}", str(tmp_path / "own.safetensors")])
+    export.main([f"timm:{NAME}", str(tmp_path / "own.safetensors")])
     same_features(encoders.load(tmp_path / "own.safetensors"), model)
 
 

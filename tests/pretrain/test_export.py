@@ -118,7 +118,8 @@ def test_what_cannot_be_is_said_in_a_line(run, tmp_path: Path, capsys: pytest.Ca
     assert "must end in .safetensors" in said(folder, tmp_path / "out.pt")
     assert "is not a folder. Make it first" in said(folder, tmp_path / "no" / "out.safetensors")
     assert "contains no checkpoint: neither" in said(tmp_path, output)
-    assert "is a file. Give the run folder" in said(newest / "encoder.safetensors", output)
+    assert "--part student needs a run folder" in said(newest / "encoder.safetensors", output, "--part", "student")
+    assert "--part method has no equivalent in timm" in said(folder, output, "--part", "method", "--to", "timm")
     assert "must contain no other files. Choose another folder" in said(
         folder, folder / "checkpoints" / "latest" / "x.safetensors"
     )
@@ -159,3 +160,32 @@ def test_moments_are_not_read(run, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(export, "read", read)
     export.main([str(folder), str(tmp_path / "encoder.safetensors")])
     assert filled == {f"method.{name}" for name in held if name.startswith("encoder.")}
+
+
+def test_a_run_folder_gives_a_model_card_and_a_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    (run / "evaluation").mkdir(parents=True)
+    encoders.save(encoders.build("vit_micro", depth=1), run / "encoder.safetensors", step=4)
+    (run / "config.yaml").write_text(
+        "method: dino\nsteps: 4\noptim: {lr: 0.25}\ndata: {shards: 'https://me:secret@host/train.tar'}\n"
+    )
+    (run / "metrics.jsonl").write_text('{"step": 4, "images": 32, "loss": 1.0}\n')
+    (run / "evaluation" / "knn.json").write_text('{"protocol": "20-NN", "data": "birds", "step": 4, "top1": 0.625}')
+    export.main([str(run), "--to", "timm"])
+    folder = run / "export" / "timm"
+    assert f"wrote {folder}/encoder.safetensors: timm.create_model(" in capsys.readouterr().out
+    card = (folder / "encoder.md").read_text()
+    for part in (
+        "| 20-NN, birds | 4 | 62.50 % |",
+        "dino, 4 steps, 32 images",
+        "optim.lr: 0.25",
+        "me:***@host/train.tar",
+    ):
+        assert part in card
+    assert "secret" not in card
+    certificate = json.loads((folder / "encoder.certificate.json").read_text())
+    assert certificate["versions"]["timm"]
+    assert certificate["preprocessing"]["mean"] == list(encoders.IMAGENET.mean)
+    with pytest.raises(SystemExit, match="2"):
+        export.main([str(tmp_path / "none.safetensors"), "--to", "onnx"])
+    assert "is not a run folder. Give the file to write" in capsys.readouterr().err

@@ -10,9 +10,10 @@ from timm.models import eva, vision_transformer
 from torch import Tensor
 
 from tessera import encoders
-from tessera.encoders import build, load_weights, weights
+from tessera.encoders import build, load_weights
 from tessera.encoders.formats import rope_vit, vit
 from tessera.encoders.formats.transformers_export import to_transformers
+from tessera.pretrain import export
 from tests.encoders.helpers import scramble
 from tests.encoders.test_rope_vit import of_transformers, small
 
@@ -201,17 +202,17 @@ def test_files_of_dinov2_are_described_by_the_variant(variant):
 def test_the_command_converts_files_of_meta_and_back_to_timm(tmp_path, capsys):
     source = scramble(build("rope_vit_small", dim=128, heads=2, depth=2))
     torch.save({"teacher": {f"backbone.{name}": t for name, t in dinov3_of(source).items()}}, tmp_path / "meta.pth")
-    weights.main([str(tmp_path / "meta.pth"), str(tmp_path / "ours.safetensors")])
+    export.main([str(tmp_path / "meta.pth"), str(tmp_path / "ours.safetensors")])
     ours = encoders.load(tmp_path / "ours.safetensors")
     assert torch.equal(ours(IMAGES).pooled, source(IMAGES).pooled)
     assert json.loads((tmp_path / "ours.json").read_text())["registers"] == 4
     capsys.readouterr()
-    weights.main([str(tmp_path / "ours.safetensors"), str(tmp_path / "timm.safetensors"), "--to", "timm"])
+    export.main([str(tmp_path / "ours.safetensors"), str(tmp_path / "timm.safetensors"), "--to", "timm"])
     call = capsys.readouterr().out.partition("timm.create_model(")[2].strip()
     model = eval(f"timm.create_model({call}", {"timm": timm}).eval()
     images = torch.randn(1, 3, 224, 224)
     torch.testing.assert_close(model(images), ours(images).pooled, **CLOSE)
-    weights.main([str(tmp_path / "timm.safetensors"), str(tmp_path / "again.safetensors")])
+    export.main([str(tmp_path / "timm.safetensors"), str(tmp_path / "again.safetensors")])
     assert torch.equal(encoders.load(tmp_path / "again.safetensors")(images).pooled, ours(images).pooled)
 
 
@@ -241,7 +242,7 @@ def test_transformers_gives_the_same_features(tmp_path, variant, settings, capsy
     encoders.save(encoder, tmp_path / "ours.safetensors")
     output = tmp_path / "export" / "model.safetensors"
     output.parent.mkdir()
-    weights.main([str(tmp_path / "ours.safetensors"), str(output), "--to", "transformers"])
+    export.main([str(tmp_path / "ours.safetensors"), str(output), "--to", "transformers"])
     assert f'AutoModel.from_pretrained("{output.parent}")' in capsys.readouterr().out
     model, info = transformers.AutoModel.from_pretrained(output.parent, output_loading_info=True)
     assert not info["missing_keys"]

@@ -1,0 +1,81 @@
+"""Write the model card of an exported encoder: data, settings and scores of its run, in Markdown."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tessera.evaluation.reporting.runs import RunFolder, read_run
+from tessera.runtime.user_error import without_controls
+
+DATA = ("data.", "evaluation.train", "evaluation.val")
+"""Starts of the names of settings that the section about data shows."""
+TRAINING = ("method", "steps", "batch_size", "seed", "precision", "init_from", "optim.")
+"""Starts of the names of settings that the section about training shows, with those of the method."""
+
+
+def model_card(certificate: Mapping[str, Any], folder: Path | None) -> str:
+    """Return the model card of an export.
+
+    Args:
+        certificate: return value of `encoders.export.export`.
+        folder: folder of the run that trained the encoder, or None if it is not known.
+    """
+    encoder, tensors = certificate["encoder"], certificate["tensors"]
+    worst = {name: max(output[name] for output in certificate["outputs"]) for name in ("pooled", "tokens")}
+    shapes = ", ".join(" x ".join(map(str, output["images"])) for output in certificate["outputs"])
+    left_out = ", ".join(tensors["left_out"]) or "none"
+    mean, std = (certificate["preprocessing"][name] for name in ("mean", "std"))
+    lines = [
+        f"# {encoder['variant']}",
+        "",
+        f"{certificate['file']} ({certificate['format']}), sha256 `{certificate['sha256']}`.",
+        "",
+        "```python",
+        certificate["use"],
+        "```",
+        "",
+        "## Input and output",
+        "",
+        f"Images (B, C, H, W): pixels from 0 to 1, minus {mean}, divided by {std}.",
+        "Pooled features (B, D), and tokens (B, N, D) row by row.",
+        "",
+        "## Check",
+        "",
+        f"{tensors['exported']} tensors were written and loaded again. Left out: {left_out}.",
+        f"Largest difference from the encoder: pooled {worst['pooled']:.2g}, tokens {worst['tokens']:.2g}.",
+        f"Compared with images of {shapes}.",
+        "",
+    ]
+    run = None if folder is None else read_run(folder, folder.name)
+    if run is not None and run.settings:
+        lines += _run(run)
+    else:
+        lines += ["## Training", "", "The run folder of this encoder is not known.", ""]
+    lines += ["## Settings of the encoder", "", *_listed(encoder.items())]
+    lines += ["## Versions", "", *_listed(certificate["versions"].items())]
+    return "\n".join(lines)
+
+
+def _run(run: RunFolder) -> Iterable[str]:
+    """Yield the lines about the data, the scores and the settings of a run."""
+    settings = {name: value for name, value in run.settings.items() if value is not None}
+    images = run.records[-1].get("images") if run.records else None
+    yield from ["## Data", ""]
+    yield from _listed((name, value) for name, value in settings.items() if name.startswith(DATA))
+    yield from ["## Scores", ""]
+    if run.scores:
+        yield from ["| evaluation | step | score |", "|---|--:|--:|"]
+        for name, curve in run.scores.items():
+            step, score = list(curve.items())[-1]
+            yield f"| {name} | {step:,} | {100 * score:.2f} % |"
+    else:
+        yield "The run folder holds no scores."
+    seen = "" if images is None else f", {images:,} images"
+    yield from ["", "## Training", "", f"{run.method}, {run.last_step:,} steps{seen}.", ""]
+    training = (*TRAINING, f"{run.method}.")
+    yield from _listed((name, value) for name, value in settings.items() if name.startswith(training))
+
+
+def _listed(items: Iterable[tuple[str, Any]]) -> list[str]:
+    """Return a code block with a line for each item."""
+    return ["```yaml", *(without_controls(f"{name}: {value}") for name, value in items), "```", ""]
