@@ -159,7 +159,7 @@ def test_a_file_of_metas_default_settings_has_key_biases_and_another_epsilon(tmp
     state = without(dinov3_of(source), "bias_mask")
     assert not any("storage" in name or "reg_token" in name for name in state)
     torch.save({"teacher": {f"backbone.{name}": tensor for name, tensor in state.items()}}, tmp_path / "meta.pth")
-    weights.main([str(tmp_path / "meta.pth"), str(tmp_path / "ours.safetensors"), "--set", "heads=3"])
+    export.main([str(tmp_path / "meta.pth"), str(tmp_path / "ours.safetensors"), "--set", "heads=3"])
     encoder = encoders.load(tmp_path / "ours.safetensors")
     assert (encoder.settings["mask_key_bias"], encoder.settings["norm_eps"]) == (False, 1e-6)
     assert torch.equal(encoder(IMAGES).pooled, source(IMAGES).pooled)
