@@ -104,26 +104,37 @@ def results(settings: LearningBenchmark, runs: dict[tuple[str, int], Path]) -> s
 
 
 def draw(panels: dict[str, list[Path]], output: Path) -> None:
-    """Draw one panel per data set, with the accuracy of the raw pixels as a dashed line.
+    """Draw one panel per title, with the accuracy of the raw pixels as a dashed line.
+
+    The runs of a panel use one data set. If their encoders differ, the accuracy is drawn over the minutes of the runs,
+    which `seconds.json` contains, and the line style shows the encoder.
 
     Args:
-        panels: run folders by the title of the panel. The runs of a panel use one data set.
+        panels: run folders by the title of the panel.
         output: PNG file.
     """
     figure = Figure(figsize=(5 * len(panels), 3.6), dpi=120, layout="tight")
     for axes, (title, runs) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        drawn = set()
-        for run in runs:
-            method = yaml.safe_load((run / "config.yaml").read_text())["method"]
+        configs = [yaml.safe_load((run / "config.yaml").read_text()) for run in runs]
+        encoders = list(dict.fromkeys(config["encoder"]["variant"] for config in configs))
+        for run, config in zip(runs, configs, strict=True):
+            method, encoder = config["method"], config["encoder"]["variant"]
+            steps, accuracies = zip(*curve(run).items(), strict=True)
+            label = NAMES.get(method, method)
+            if len(encoders) > 1:
+                minutes = json.loads((run / "seconds.json").read_text()) / 60
+                steps, label = [step / config["steps"] * minutes for step in steps], f"{label}, {encoder}"
+            style = ("-", "--", ":", "-.")[encoders.index(encoder)]
             color = f"C{list(NAMES).index(method)}" if method in NAMES else "gray"
-            label = None if method in drawn else NAMES.get(method, method)
-            axes.plot(*zip(*curve(run).items(), strict=True), color=color, label=label)
-            drawn.add(method)
-        axes.axhline(curve(runs[0], "knn_pixels")[0], color="gray", linestyle="dashed", label="raw pixels")
-        axes.set(title=title, xlabel="step", ylabel="20-NN accuracy, %")
+            axes.plot(steps, accuracies, style, color=color, label=label)
+        axes.axhline(curve(runs[0], "knn_pixels")[0], color="gray", linewidth=0.8, label="raw pixels")
+        axes.set(title=title, xlabel="step" if len(encoders) == 1 else "minutes", ylabel="20-NN accuracy, %")
         axes.spines[["top", "right"]].set_visible(False)
+        lines, labels = axes.get_legend_handles_labels()
+        shown = dict(zip(labels, lines, strict=True))  # one entry for the runs of all seeds
         # put the legend below the axes, where it hides no curve
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=len(drawn) + 1, frameon=False)
+        columns = len(shown) if len(encoders) == 1 else 2
+        axes.legend(shown.values(), shown, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=columns, frameon=False)
     figure.savefig(output)
 
 

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec.config
-from fsspec.asyn import sync
 from fsspec.core import url_to_fs
 
 from tessera.data.shards.cache import Sink
@@ -330,6 +329,8 @@ def _s3_range(url: str, start: int, end: int, expected: int, config: SourceConfi
             return await answer["Body"].read()
         finally:
             answer["Body"].close()
+
+    from fsspec.asyn import sync  # here, because its import takes 0.1 s
 
     data = with_timeout(config.timeout + (end - start) / SLOWEST, lambda: sync(system.loop, read))
     _check_total(url, answer.get("ContentRange", ""), expected)

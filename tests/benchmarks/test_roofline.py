@@ -68,15 +68,15 @@ def test_counts_of_a_step(method: str, capsys: pytest.CaptureFixture[str]) -> No
     parts, total = counter.parts(), counter.total()
     assert total.host_reads == 1  # loss, norm, and the two flags, in one read
     values = 4 * 3 * (2 * 224**2 + 8 * 96**2 if method == "dino" else 224**2)
-    assert parts["colours"].kernels <= (334 if method == "dino" else 7)
+    assert parts["colours"].kernels <= (336 if method == "dino" else 7)
     statistics = 2 * 2 * 3 * 4  # the kernels that normalise read a mean and a standard deviation of each channel
-    assert parts["colours"].bytes <= (233 if method == "dino" else 21) * values + statistics
+    assert parts["colours"].bytes <= (217 if method == "dino" else 21) * values + statistics
     assert parts["AdamW"].kernels <= 8
     assert parts["clip"].kernels <= 12
     assert parts["EMA and centre" if method == "dino" else "backward"].flop >= 0
     if method == "dino":  # `tessera summary` counts 1.26e9 multiply-adds of an image by another route
         assert parts["teacher.encoder 224"].flop / (4 * 2) / 2 == pytest.approx(1.26e9, rel=0.02)
-    assert total.kernels <= (1625 if method == "dino" else 1188)
+    assert total.kernels <= (1682 if method == "dino" else 1188)
     roofline.show(counter, settings)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["kernels"] == total.kernels

@@ -181,18 +181,22 @@ def test_our_weights_come_back(variant):
     assert torch.equal(masking.mask_token, own)
 
 
+ANTIALIAS = {"interpolation": "antialias"}  # what weights with registers or a class head are assumed to need
 DESCRIBED: list[tuple[str, dict[str, Any]]] = [
     *((variant, {}) for variant in SMALL if variant not in ("vit_small", "twins_svt_vit_pytorch")),
     ("vit_small", {"dim": 192}),  # fewer channels do not tell the number of heads
     ("twins_svt_vit_pytorch", {"window_size": 7}),  # weights do not tell another size
-    ("vit_small", {"dim": 192, "layer_scale": 0.1, "qk_norm": True, "registers": 3}),
+    ("vit_small", {"dim": 192, "layer_scale": 0.1, "qk_norm": True, "registers": 3, **ANTIALIAS}),
     ("vit_small", {"dim": 192, "pool": "mean", "mlp_ratio": 2.0, "channels": 2}),
-    ("vit_small", {"dim": 192, "pool": "mean", "class_token": False, "registers": 2, "qkv_bias": False}),
+    (
+        "vit_small",
+        {"dim": 192, "pool": "mean", "class_token": False, "registers": 2, "qkv_bias": False, **ANTIALIAS},
+    ),
     ("vit_small", {"dim": 192, "pool": "all", "class_token": False}),
     ("vit_small", {"dim": 192, "heads": 4, "head_dim": 64, "mask_token": True}),
     ("vit_small", {"dim": 192, "qk_norm": True, "heads": 6}),
-    ("vit_small", {"dim": 192, "distillation_token": True, "classes": 4}),
-    ("vit_small", {"dim": 192, "representation_size": 10, "classes": 4}),
+    ("vit_small", {"dim": 192, "distillation_token": True, "classes": 4, **ANTIALIAS}),
+    ("vit_small", {"dim": 192, "representation_size": 10, "classes": 4, **ANTIALIAS}),
     ("vit_small", {"dim": 192, "patch_norm": True, "head_dim": 64}),
     ("sam_vit_b", {"image_size": (32, 20), "mask_token": True}),
     ("sam_vit_b", {"window_size": 0, "global_blocks": (0, 1, 2)}),
