@@ -134,7 +134,7 @@ def draw(panels: dict[str, list[Path]], output: Path) -> None:
         shown = dict(zip(labels, lines, strict=True))  # one entry for the runs of all seeds
         # put the legend below the axes, where it hides no curve
         columns = len(shown) if len(encoders) == 1 else 2
-        axes.legend(shown.values(), shown, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=columns, frameon=False)
+        axes.legend(shown.values(), shown, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncol=columns, frameon=False)
     figure.savefig(output)
 
 
