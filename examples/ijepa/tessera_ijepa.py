@@ -10,7 +10,7 @@ all images and blocks; D width of the encoder, E width of the predictor.
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -27,22 +27,14 @@ from tessera.encoders.base import Encoder
 from tessera.encoders.blocks import Block
 from tessera.encoders.images import Mask
 from tessera.encoders.layers import sincos_table
-from tessera.encoders.navit import NaViT
 from tessera.encoders.segments import Segments, copy_to_device
 from tessera.encoders.unused import freeze_unused
 from tessera.encoders.vit import ViT
-from tessera.pretrain.methods.method import Method, RunSize, full_precision
-from tessera.pretrain.monitoring.collapse import effective_rank
+from tessera.pretrain.methods.method import Method, RunSize
 from tessera.pretrain.optim import ema
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.optim.schedules import linear
 from tessera.runtime.settings import Derived, derived
-
-TRIES = 100
-"""Number of times that the blocks of an image are drawn until a token of the context remains."""
-
-ENCODERS: dict[type[Encoder], dict[str, Any]] = {ViT: {"positions": "sincos", "pool": "mean"}, NaViT: {"pool": "mean"}}
-"""Settings of encoders that have them."""
 
 
 class IJEPAConfig(RandomCropConfig):
@@ -81,11 +73,7 @@ def draw_block(side: int, scale: Areas, ratio: Ratios, rng: np.random.Generator)
 
 
 class BlockCrop:
-    """Draws one crop of an image, a mask that hides all but the context, and a mask of each target block.
-
-    The loader passes a generator that depends on the seed and on the position of the sample in the run, so that the
-    masks are the same for any number of processes and workers.
-    """
+    """Draws one crop of an image, a mask that hides all but the context, and a mask of each target block."""
 
     packing = None
 
@@ -96,7 +84,7 @@ class BlockCrop:
     def draw(self, size: tuple[int, int], rng: np.random.Generator) -> SampleParameters:
         """Draw the crop of an image of `size` (H, W), with K + 1 masks (1, h, w)."""
         (view,), c = self.crop.draw(size, rng), self.config
-        for _ in range(TRIES):
+        for _ in range(100):  # until a token of the context remains
             blocks = [draw_block(self.side, c.target_scale, c.target_ratio, rng) for _ in range(c.targets)]
             context = draw_block(self.side, c.context_scale, (1.0, 1.0), rng) & ~np.any(blocks, axis=0)
             if context.any():
@@ -124,10 +112,9 @@ class Predictor(nn.Module):
         x = self.embed(tokens) + self.positions[context.visible % tokens_per_image]  # (V, E)
         queries = self.mask_token + self.positions[target % tokens_per_image]  # (M, E)
         # One sequence for each block of each image, so that the predictions of blocks do not depend on each other.
-        flat = [context.visible] * len(targets) + [mask.hidden_indices for mask in targets]
-        shifts = [*range(len(targets))] * 2
-        parts = [index // tokens_per_image + images * k for index, k in zip(flat, shifts, strict=True)]
-        order = torch.cat(parts).argsort(stable=True)  # (K * V + M,)
+        blocks = [*enumerate([context.visible] * len(targets)), *enumerate(mask.hidden_indices for mask in targets)]
+        sequence = torch.cat([k * images + index // tokens_per_image for k, index in blocks])
+        order = sequence.argsort(stable=True)  # (K * V + M,)
         x = torch.cat([x] * len(targets) + [queries]).index_select(0, order)
         lengths = torch.cat([context.lengths + tokens_per_image - mask.lengths for mask in targets])  # (K * B,)
         segments = Segments(lengths, x.device)
@@ -137,14 +124,10 @@ class Predictor(nn.Module):
 
 
 def ijepa_loss(predicted: Tensor, target: Tensor, counts: Tensor) -> Tensor:
-    """Return the smooth L1 distance, as a mean over blocks of the mean over the tokens and channels of a block.
+    """Return the smooth L1 distance of predicted and target features, (M, D) float32 each, as a mean over blocks.
 
-    Every block has the same weight, so the loss does not depend on the split of images over processes.
-
-    Args:
-        predicted: predicted features (M, D) float32.
-        target: features of the teacher (M, D) float32.
-        counts: number of tokens of each block, (K * B,) int64 on the CPU.
+    `counts` (K * B,) int64, on the CPU, is the number of tokens of each block. Every block has the same weight, so the
+    loss does not depend on the split of images over processes.
     """
     distances = F.smooth_l1_loss(predicted, target, reduction="none").mean(1)  # (M,)
     weights = torch.repeat_interleave(1 / (counts * len(counts)), counts)  # (M,)
@@ -156,7 +139,6 @@ class IJEPA(Method):
 
     Config = IJEPAConfig
     small_settings: ClassVar[dict[str, Any]] = {"size": 16, "predictor_dim": 16, "predictor_depth": 1}
-    rank_hint = "Try a higher ijepa.momentum, a lower optim.lr, or a longer optim.warmup_steps."
 
     def __init__(self, encoder: Encoder, config: IJEPAConfig, steps: int) -> None:
         super().__init__()
@@ -168,7 +150,6 @@ class IJEPA(Method):
         self.encoder = encoder
         self.teacher = copy.deepcopy(encoder).requires_grad_(False).eval()
         self.predictor = Predictor(encoder.dim, config.predictor_dim, config.predictor_depth, side)
-        self._pooled: Tensor | None = None  # the teacher's pooled features of the last forward pass, for health()
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
@@ -187,8 +168,9 @@ class IJEPA(Method):
     @staticmethod
     def encoder_defaults(config: IJEPAConfig, variant: str, size: RunSize) -> dict[str, Any]:
         family = encoders.family(variant)
-        own = {"image_size": config.size, "mask_token": not family.can_drop}
-        return encoders.supported(variant, own | ENCODERS.get(family, {}))
+        positions = {"positions": "sincos"} if issubclass(family, ViT) else {}
+        own = {"image_size": config.size, "mask_token": not family.can_drop, "pool": "mean"}
+        return encoders.supported(variant, own | positions)
 
     def transform(self) -> BlockCrop:
         return BlockCrop(self.config, self.encoder.stride)
@@ -199,14 +181,11 @@ class IJEPA(Method):
         with torch.no_grad():
             whole = self.teacher(view.images)
             target = F.layer_norm(whole.tokens.float(), whole.tokens.shape[-1:])  # (T, D)
-        self._pooled = whole.pooled.float()
         seen = self.encoder.visible(view.images, context)  # tokens (V, D)
         predicted = self.predictor(seen.tokens, context, targets).float()  # (M, D)
         chosen = target.index_select(0, torch.cat([mask.hidden_indices for mask in targets]))  # (M, D)
         counts = torch.cat([whole.grids.prod(1) - mask.lengths for mask in targets])  # (K * B,)
-        with full_precision(predicted):
-            loss = ijepa_loss(predicted, chosen, counts)
-        return loss, {"target_spread": target.std(0).mean()}
+        return ijepa_loss(predicted, chosen, counts), {"target_spread": target.std(0).mean()}
 
     def after_step(self, step: int) -> None:
         ema.update(self.teacher, self.encoder, linear(step, self.steps, self.config.momentum, 1.0))
@@ -216,16 +195,3 @@ class IJEPA(Method):
 
     def trained_parts(self) -> list[nn.Module]:
         return [self.encoder, self.predictor]
-
-    def units(self) -> list[list[nn.Module]]:
-        return [*super().units(), list(self.predictor.blocks)]
-
-    @torch.no_grad()
-    def health(self) -> dict[str, Any]:
-        return {} if self._pooled is None else {"feature_rank": effective_rank(self._pooled)}
-
-    def collapse_signs(self, record: Mapping[str, float]) -> dict[str, str]:
-        if record["target_spread"] > 0.02:
-            return {}
-        spread = f"target_spread {record['target_spread']:.3f} is near 0"
-        return {"constant": f"{spread}: the teacher's features are the same for all tokens. {self.rank_hint}"}
