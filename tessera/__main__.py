@@ -9,8 +9,10 @@ forwards SIGTERM to the processes, and prints nothing after the last message of 
 """
 
 import difflib
+import importlib.metadata
 import runpy
 import sys
+from collections.abc import Iterable, Mapping
 
 from tessera.runtime import stdio
 
@@ -33,6 +35,8 @@ COMMANDS = {
     "slurm": ("tessera.launch.slurm", "submit SLURM jobs"),
 }
 """Maps the name of each command to its module and its purpose."""
+EVALUATIONS = "tessera.evaluations"
+"""Entry points of evaluations in installed packages. NAME = "MODULE" becomes the command `tessera NAME`."""
 NUM_PROCESSES = ("--gpus", "--num_gpus", "--devices", "--processes", "--nproc_per_node", "--nproc-per-node")
 """Flags that set the number of processes in other launchers. The error message suggests `--num_processes` instead."""
 
@@ -41,14 +45,18 @@ def main() -> None:
     """Run the command that the command line names."""
     stdio.protect()
     words = sys.argv[1:]
-    place = next((i for i, word in enumerate(words) if word in COMMANDS), None)
+    commands = COMMANDS
+    place = next((i for i, word in enumerate(words) if word in commands), None)
+    if place is None:  # only now, because the metadata of installed packages takes time to read
+        commands = COMMANDS | installed_evaluations()
+        place = next((i for i, word in enumerate(words) if word in commands), None)
     if place is None:
         asked_for_help = not words or words[0] in ("-h", "--help")
-        print(help_text(), file=sys.stdout if asked_for_help else sys.stderr)
+        print(help_text(commands), file=sys.stdout if asked_for_help else sys.stderr)
         if not asked_for_help:
-            print(f"\ntessera: {unknown(words)}", file=sys.stderr)
+            print(f"\ntessera: {unknown(words, commands)}", file=sys.stderr)
         raise SystemExit(0 if asked_for_help else 2)
-    module = COMMANDS[words[place]][0]
+    module = commands[words[place]][0]
     if place == 0:
         sys.argv = [f"tessera {words[0]}", *words[1:]]
         runpy.run_module(module, run_name="__main__", alter_sys=False)
@@ -66,21 +74,28 @@ def main() -> None:
     accelerate_launch.main()
 
 
-def unknown(words: list[str]) -> str:
+def installed_evaluations() -> dict[str, tuple[str, str]]:
+    """Return the evaluations of installed packages in the form of `COMMANDS`, without the names in `COMMANDS`."""
+    points = importlib.metadata.entry_points(group=EVALUATIONS)
+    found = {point.name: (point.value, f"evaluation of {point.dist.name}") for point in points if point.dist}
+    return {name: found[name] for name in sorted(found.keys() - COMMANDS.keys())}
+
+
+def unknown(words: list[str], commands: Iterable[str]) -> str:
     """Return an error message for a command line that contains no command.
 
     The message suggests a command if one of the words is similar to its name.
     """
     for word in words:
-        if close := difflib.get_close_matches(word, COMMANDS, n=1):
+        if close := difflib.get_close_matches(word, commands, n=1):
             return f"{word!r} is not a command. Did you mean {close[0]!r}?"
     return f"{words[0]!r} is not a command."
 
 
-def help_text() -> str:
+def help_text(commands: Mapping[str, tuple[str, str]]) -> str:
     """Return the list of commands."""
     lines = ["usage: tessera [FLAGS OF accelerate launch] COMMAND [--SETTING VALUE ...]", "", "commands:"]
-    lines += [f"  {name:<14}{purpose}" for name, (_, purpose) in COMMANDS.items()]
+    lines += [f"  {name:<14}{purpose}" for name, (_, purpose) in commands.items()]
     return "\n".join([*lines, "", "`tessera COMMAND --help` lists the settings of a command."])
 
 

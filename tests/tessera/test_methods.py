@@ -1,5 +1,7 @@
 """A method in one's own loop trains as a run of the same settings, and the tutorial and its programs run."""
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -7,18 +9,21 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from sklearn.neighbors import NearestCentroid
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import tessera
 from tessera import encoders
+from tessera.data.demo import demo_shards
 from tessera.encoders.registry import VARIANTS
 from tessera.pretrain.command_line import load
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.monitoring.sinks import SINKS
-from tests.installed import IJEPA, install_ijepa
+from tests.installed import IJEPA, install_ijepa, write_metadata
 from tests.launched import ROOT
 from tests.ranks import on_processes
 
@@ -97,7 +102,7 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     source = (IJEPA / "tessera_ijepa.py").read_text()
     space: dict[str, Any] = {}
-    programs = [block for block in blocks("python") if block not in source]
+    programs = [block for block in blocks("python") if block not in source and "__main__" not in block]
     assert len(programs) == 3
     try:
         for program in programs:
@@ -111,6 +116,43 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (declared,) = blocks("toml")
     points = tomllib.loads((IJEPA / "pyproject.toml").read_text())["project"]["entry-points"]
     assert tomllib.loads(declared)["project"]["entry-points"] == points
+
+
+def install_evaluation(folder: Path) -> dict[str, str]:
+    """Install the evaluation of the tutorial in `folder`. Return the environment in which it is found."""
+    (module,) = (block for block in blocks("python") if "__main__" in block)
+    (folder / "my_package").mkdir(parents=True)
+    (folder / "my_package/class_means.py").write_text(module)
+    write_metadata(folder, "my-package", {"tessera.evaluations": {"class_means": "my_package.class_means"}})
+    return os.environ | {"PYTHONPATH": str(folder), "COLUMNS": "200"}
+
+
+@pytest.mark.slow
+def test_the_evaluation_of_the_tutorial_is_a_command(tmp_path: Path) -> None:
+    environment = install_evaluation(tmp_path / "installed")
+    train, val = demo_shards()
+
+    def command(*words: str) -> subprocess.CompletedProcess[str]:
+        started = [sys.executable, "-m", "tessera", *words]
+        return subprocess.run(started, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert "class_means" in command("--help").stdout
+    assert "Did you mean 'class_means'?" in command("class_mean").stderr
+    run = tmp_path / "run"
+    tessera.pretrain("mae", encoder="vit_micro", steps=2, batch_size=16, output=str(run))
+    done = command("class_means", "--checkpoint", str(run), "--train", train, "--val", val)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(next((run / "evaluation").glob("class_means-*.json")).read_text())
+    parts = []
+    for name, data in (("train", train), ("val", val)):
+        assert command("embed", "--checkpoint", str(run), "--data", data, "--output", f"{name}.npz").returncode == 0
+        parts.append(np.load(tmp_path / f"{name}.npz"))
+    bank, queries = parts
+    oracle = NearestCentroid().fit(bank["features"], bank["labels"])
+    assert result["top1"] == pytest.approx(oracle.score(queries["features"], queries["labels"]), abs=1e-6)
+    report = tmp_path / "report.html"
+    assert command("report", str(run), "--output", str(report)).returncode == 0
+    assert "class means" in report.read_text()
 
 
 def test_the_commands_of_the_tutorial_have_existing_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
