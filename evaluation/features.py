@@ -22,6 +22,7 @@ from tessera.data.crops import CenterCrop
 from tessera.data.loader import Reading, evaluation_batches
 from tessera.data.shards import DEFAULT, ShardError, Shards, SourceConfig
 from tessera.data.shards.source import SampleForm
+from tessera.data.stages import load_stages
 from tessera.data.workers import free_cores
 from tessera.encoders import published
 from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
@@ -74,6 +75,13 @@ class FeatureSettings(EncoderSettings):
     resize: int | None = Field(None, ge=1)
     """short side to which images are resized before the centre crop, in pixels; default: 8/7 of image_size if
     image_size is at least 128, else image_size"""
+    stages: str | list[str] | None = None
+    """stages of your own, as module:function, as for data.stages of a run"""
+
+    @property
+    def access(self) -> SourceConfig:
+        """Settings for access to shards, with the form of samples. Modules of the user's stages are imported."""
+        return self.source.with_form(SampleForm(self.image, self.label, load_stages(self.stages)))
 
     def options(self) -> dict[str, Any]:
         """Return the settings as arguments for `extract`."""

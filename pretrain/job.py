@@ -285,9 +285,14 @@ def finish_run(run: TrainingRun) -> None:
         after = f"{100 * scores.history[-1].accuracy:.1f} % after {run.steps} steps"
         print(f"\n{evaluation.k}-NN accuracy on held-out images: {after} ({baselines(scores)}){linear(scores)}")
     command = f"tessera linear_probe --checkpoint {run.output} --train '{train}' --val '{val}'"
+    data = run.config.data
+    stages = [data.stages] if isinstance(data.stages, str) else data.stages or []
+    form = {"image": data.image, "label": data.label}
+    form["stages"] = ",".join("MODULE:FUNCTION" if is_name(one) else one for one in stages)
+    command += "".join(f" --{name} {value}" for name, value in form.items() if value)
     # Suggest no augmentation for the digits, because mirroring changes the class of a digit, or on a CPU, because new
     # crops for each of 100 epochs would take longer than the run.
-    if run.config.data.shards is None or run.accelerator.device.type == "cpu":
+    if data.shards is None or run.accelerator.device.type == "cpu":
         command += " --no-augment --batch_norm"
     print(f"encoder: {paths}")
     print(without_controls(f"next:    {command}"))

@@ -145,8 +145,8 @@ def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[s
     Raises:
         UserError: a setting is wrong, the encoder cannot be used, or the shards cannot be read.
     """
-    with _named(checkpoint, train, val) as given:
-        return knn_command.run(validate(knn_command.KNNSettings, given | settings))
+    with _named(checkpoint, train, val, settings) as given:
+        return knn_command.run(validate(knn_command.KNNSettings, given))
 
 
 def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
@@ -155,8 +155,8 @@ def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) 
     Like the command, the function also writes the result to a file. Arguments and errors are the same as
     for `knn`.
     """
-    with _named(checkpoint, train, val) as given:
-        return probe_command.run(validate(probe_command.ProbeSettings, given | settings))
+    with _named(checkpoint, train, val, settings) as given:
+        return probe_command.run(validate(probe_command.ProbeSettings, given))
 
 
 def transform(encoder: Encoder, image_size: int | None = None) -> Callable[[Image.Image], Tensor]:
@@ -210,10 +210,7 @@ def _values(method: str, data: Any, settings: dict[str, Any], name: Callable[[An
     section = dict(data) if is_section else {} if data is None else {"shards": data}
     section |= {key: settings.pop(key) for key in (*CODE, "augment_replaces") if key in settings}
     section |= _with_names(section, ("shards",), name)
-    for key in CODE:
-        if section.get(key) is not None:
-            functions = section[key] if isinstance(section[key], list | tuple) else [section[key]]
-            section[key] = [one if isinstance(one, str) else name(one) for one in functions]
+    section |= _code_names(section, name)
     if section:
         settings["data"] = section
     if isinstance(evaluation := settings.get("evaluation"), Mapping):
@@ -222,10 +219,18 @@ def _values(method: str, data: Any, settings: dict[str, Any], name: Callable[[An
 
 
 @contextmanager
-def _named(checkpoint: str | Path, train: Any, val: Any) -> Iterator[dict[str, Any]]:
-    """Yield these settings of an evaluation. Data sets keep their names meanwhile."""
+def _named(checkpoint: str | Path, train: Any, val: Any, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the settings of an evaluation. Data sets and functions keep their names meanwhile."""
     with naming() as name:
-        yield {"checkpoint": str(checkpoint), "train": with_names(train, name), "val": with_names(val, name)}
+        shards = {"train": with_names(train, name), "val": with_names(val, name)}
+        yield {"checkpoint": str(checkpoint)} | shards | dict(settings) | _code_names(settings, name)
+
+
+def _code_names(settings: Mapping[str, Any], name: Callable[[Any], str]) -> dict[str, list[str]]:
+    """Return the settings that contain functions of the user, with a name in place of each function."""
+    given = {key: settings[key] for key in CODE if settings.get(key) is not None}
+    lists = {key: value if isinstance(value, list | tuple) else [value] for key, value in given.items()}
+    return {key: [one if isinstance(one, str) else name(one) for one in value] for key, value in lists.items()}
 
 
 def _with_names(section: Mapping[str, Any], keys: Sequence[str], name: Callable[[Any], str]) -> dict[str, Any]:
