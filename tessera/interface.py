@@ -210,7 +210,7 @@ def _values(method: str, data: Any, settings: dict[str, Any], name: Callable[[An
     section = dict(data) if is_section else {} if data is None else {"shards": data}
     section |= {key: settings.pop(key) for key in (*CODE, "augment_replaces") if key in settings}
     section |= _with_names(section, ("shards",), name)
-    section |= _code_names(section, name)
+    section |= _code_names(section, CODE, name)
     if section:
         settings["data"] = section
     if isinstance(evaluation := settings.get("evaluation"), Mapping):
@@ -223,12 +223,12 @@ def _named(checkpoint: str | Path, train: Any, val: Any, settings: Mapping[str, 
     """Yield the settings of an evaluation. Data sets and functions keep their names meanwhile."""
     with naming() as name:
         shards = {"train": with_names(train, name), "val": with_names(val, name)}
-        yield {"checkpoint": str(checkpoint)} | shards | dict(settings) | _code_names(settings, name)
+        yield {"checkpoint": str(checkpoint)} | shards | dict(settings) | _code_names(settings, ("stages",), name)
 
 
-def _code_names(settings: Mapping[str, Any], name: Callable[[Any], str]) -> dict[str, list[str]]:
-    """Return the settings that contain functions of the user, with a name in place of each function."""
-    given = {key: settings[key] for key in CODE if settings.get(key) is not None}
+def _code_names(settings: Mapping[str, Any], keys: Sequence[str], name: Callable[[Any], str]) -> dict[str, list[str]]:
+    """Return the settings `keys`, which contain functions of the user, with a name in place of each function."""
+    given = {key: settings[key] for key in keys if settings.get(key) is not None}
     lists = {key: value if isinstance(value, list | tuple) else [value] for key, value in given.items()}
     return {key: [one if isinstance(one, str) else name(one) for one in value] for key, value in lists.items()}
 
