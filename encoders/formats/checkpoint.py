@@ -180,7 +180,8 @@ def format_of(encoder: Encoder) -> Format:
     form = _format_of(encoder)
     if form is None:
         raise WeightsError(
-            f"{type(encoder).__name__} has no weight format. Add a format to FORMATS in encoders.formats.checkpoint."
+            f"{type(encoder).__name__} has no weight format of another library. Export it with --to ours, and "
+            "load it from a file of this project."
         )
     return form
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tessera import encoders
 from tessera.data.batch import Batch
 from tessera.data.crops import RandomCrop, RandomCropConfig
+from tessera.encoders import published
 from tessera.encoders.base import Encoder, Features, Preprocessing
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.randomness import restarted_draws
@@ -38,8 +39,8 @@ class DistillConfig(RandomCropConfig):
     """Settings of distillation from a frozen encoder."""
 
     teacher: str | None = None
-    """encoder to learn from: a run folder, a checkpoint in it, a weight file of this project, or a published weight
-    file"""
+    """encoder to learn from: a run folder, a checkpoint in it, a weight file of this project, a published weight file,
+    or `timm:NAME` for a pretrained model of timm"""
     teacher_hash: str | None = None
     """SHA-256 of the teacher's weights and settings; the run stops if the teacher's hash differs; default: computed
     from the teacher"""
@@ -87,7 +88,7 @@ def resolve(config: DistillConfig, optim: OptimConfig, size: RunSize) -> tuple[D
     if not config.pooled_weight and not config.token_weight:
         raise SettingsError("distill.pooled_weight and distill.token_weight are both 0. Set one of them to 1.")
     try:
-        found = teacher_hash(teacher_file(config.teacher))
+        found = teacher_hash(config.teacher)
     except (OSError, ValueError) as error:
         raise SettingsError(f"distill.teacher: {error}") from error
     if config.teacher_hash not in (None, found):
@@ -141,8 +142,8 @@ def teacher_file(path: str | None) -> Path:
     """
     if path is None:
         raise ValueError(
-            "The teacher is not set. Set distill.teacher to a run folder, an encoder.safetensors or a published weight "
-            "file."
+            "The teacher is not set. Set distill.teacher to a run folder, an encoder.safetensors, a published weight "
+            "file or timm:NAME."
         )
     given = Path(path).expanduser()
     for file in (given, *encoders.places(given)):
@@ -151,9 +152,21 @@ def teacher_file(path: str | None) -> Path:
     raise ValueError(f"No encoder found at {given}. Give a run folder, an encoder.safetensors or a weight file.")
 
 
-def teacher_hash(file: Path) -> str:
-    """Return the SHA-256 of a weight file and of the .json file beside it, if there is one."""
+def teacher_hash(path: str | None) -> str:
+    """Return the SHA-256 of a weight file and of the .json file beside it, if there is one.
+
+    For `timm:NAME`, return the SHA-256 of the tensors.
+
+    Raises:
+        ValueError: there is no encoder at `path`, or `path` is None.
+    """
     digest = hashlib.sha256()
+    if path is not None and published.is_name(path):
+        for name, tensor in sorted(encoders.load(path).state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+    file = teacher_file(path)
     for part in (file, file.with_suffix(".json")):
         if part.is_file():
             with part.open("rb") as opened:
@@ -208,7 +221,10 @@ def load_teacher(path: str | None, size: int) -> Teacher:
         ValueError: there is no encoder at `path`, its format is not recognised, or an image is smaller than a token.
     """
     with torch.device("cpu"):  # the teacher needs its weights, even if an export builds the method on the meta device
-        encoder, _ = fitting(teacher_file(path), None, {})
+        if path is not None and published.is_name(path):
+            encoder = encoders.load(path)
+        else:
+            encoder, _ = fitting(teacher_file(path), None, {})
     if min(encoder.grid(size, size)) < 1:
         raise ValueError(
             f"Images of {size} pixels are smaller than a token of the teacher, whose side is {encoder.stride} pixels. "
