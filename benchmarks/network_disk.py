@@ -53,7 +53,7 @@ class NetworkDiskBenchmark(Settings):
 class SlowDisk(Operations):
     """Files of a folder whose shards have made-up members, with a delay in each operation, and counters."""
 
-    def __init__(self, folder: Path, counts: "ctypes.Array[ctypes.c_int64]", delay: float) -> None:
+    def __init__(self, folder: Path, counts: Any, delay: float) -> None:
         self.folder, self.counts, self.delay = folder, counts, delay
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, float]:
@@ -115,9 +115,7 @@ def main(settings: NetworkDiskBenchmark) -> None:
     publish(["# Reading from a network disk", title, f"{machine()}.", how, table(headings, rows)], settings.output)
 
 
-def measure(
-    folder: Path, limit: int, counts: "ctypes.Array[ctypes.c_int64]", settings: NetworkDiskBenchmark, cache: Path
-) -> list[str]:
+def measure(folder: Path, limit: int, counts: Any, settings: NetworkDiskBenchmark, cache: Path) -> list[str]:
     """Return a row of the table. Modules read the limit when they are loaded, so each row is a new process."""
     ours = resource.getrlimit(resource.RLIMIT_NOFILE)
     spawn = multiprocessing.get_context("spawn")
