@@ -1,11 +1,14 @@
 """Build the method of a run with its encoder, and load their initial weights."""
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from accelerate import Accelerator
+from rich.filesize import decimal
 from torch import Tensor
 
 from tessera import encoders
@@ -19,8 +22,9 @@ from tessera.pretrain.config import RunConfig
 from tessera.pretrain.export import load_run
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method
-from tessera.pretrain.preflight import dry_forward
+from tessera.pretrain.preflight import dry_forward, state_bytes
 from tessera.runtime.collectives import broadcast_object, patient_group, rank
+from tessera.runtime.machine import memory
 from tessera.runtime.settings import SettingsError
 
 T = TypeVar("T")
@@ -51,6 +55,44 @@ def build_method(config: RunConfig, *, fresh: bool, main: bool | None = None) ->
         if other is not None:
             _on_main(lambda: take_weights(method, other, folder), main)
     return method
+
+
+def check_memory(config: RunConfig, accelerator: Accelerator, *, sharded: bool) -> None:
+    """Check that weights, gradients and optimizer state fit in the memory of the device, before they are made.
+
+    Without this check, the kernel kills a process that takes too much memory of the machine, without a message.
+
+    Args:
+        sharded: True if the engine shards them over the processes.
+
+    Raises:
+        SettingsError: they do not fit.
+    """
+    try:
+        with torch.device("meta"):
+            method = _build(config, fresh=False, check=False)
+    except (
+        RuntimeError,
+        TypeError,
+        SettingsError,
+    ):  # `build_method` raises the error, or builds without the meta device
+        return
+    needed, device = state_bytes(method), accelerator.device
+    if sharded:
+        needed //= accelerator.num_processes
+    if device.type == "cuda":
+        size, where = torch.cuda.get_device_properties(device).total_memory, "a GPU"
+    else:
+        size, where = memory(), "this machine"
+        needed *= int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    if needed > size:
+        advice = (
+            "" if sharded else ", or shard them over several processes (tessera --num_processes N --config_file fsdp2)"
+        )
+        raise SettingsError(
+            f"Weights, gradients and optimizer state take {decimal(needed)}, but {where} has {decimal(size)} of "
+            f"memory. Choose a smaller encoder{advice}."
+        )
 
 
 def _build(config: RunConfig, *, fresh: bool, check: bool = True) -> Method:

@@ -15,7 +15,7 @@ from tessera.data.loader import Reading, training_batches
 from tessera.data.sampler import BatchSampler, batch_ranges
 from tessera.data.shards import ShardError, Sources, WeightedShards, describe_remote, open_sources
 from tessera.data.workers import free_cores
-from tessera.pretrain.build import build_method
+from tessera.pretrain.build import build_method, check_memory
 from tessera.pretrain.checkpoints import resume
 from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.checkpoints.save import Saver
@@ -109,6 +109,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     settings = config.model_dump(mode="json") | {"shards": prepared.fingerprint, "shard_counts": counts}
     if newest:
         resume.check_fits(newest, settings | same)
+    check_memory(config, accelerator, sharded=engine_class.sharded)
     torch.manual_seed(config.seed)  # all processes use the same seed to build equal weights
     main = accelerator.is_main_process if engine_class.sends_weights else None
     method = build_method(config, fresh=newest is None, main=main)

@@ -26,6 +26,7 @@ from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.engines.meta_copy import meta_parameters
 from tessera.pretrain.methods.method import Method
 from tessera.runtime.collectives import alone
+from tessera.runtime.machine import memory
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +156,7 @@ def print_plan(config: RunConfig, method: Method, run: Plan) -> None:
         "images per forward pass of a process": f"{each}",
         "memory per process: weights, gradients, optimizer": f"{state_bytes(method) / 1e9:.2f} GB",
         "memory per process: activations (estimate)": f"{activations / 1e9:.2f} GB",
+        "memory of this machine": decimal(memory()),
         "cache": _cache(config),
         "checkpoint": f"{(state_bytes(method) - 4 * trained) / 1e9:.2f} GB",
         "checkpoints": f"{checkpoints}, of which the newest {config.checkpoint.keep} are kept",
@@ -164,3 +166,11 @@ def print_plan(config: RunConfig, method: Method, run: Plan) -> None:
         table.add_row(quantity, value)
     print(to_yaml(config))
     Console().print(table)
+    needed = run.processes * (state_bytes(method) + activations)
+    if not torch.cuda.is_available() and needed > memory():
+        log.warning(
+            "This run takes about %s, but this machine has %s of memory. Lower batch_size, or raise accumulate, or set "
+            "encoder.checkpoint_activations to true.",
+            decimal(needed),
+            decimal(memory()),
+        )

@@ -25,6 +25,8 @@ heap."""
 LIBC = ctypes.CDLL(None)
 """The C library. It is opened here, because a forked process must not open a library: the process fails if another
 thread of its parent was opening one during the fork."""
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""File in a container that holds the memory that the container may use, in bytes."""
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """File in a container that holds the CPU time, and the time in which the container may use it, in microseconds."""
 PACKAGES = ("tessera-ssl", "torch", "torchvision", "accelerate", "numpy", "pillow")
@@ -46,6 +48,14 @@ def cores() -> int:
         quota, period = map(int, CPU_QUOTA.read_text().split())
         count = min(count, max(quota // period, 1))
     return count
+
+
+def memory() -> int:
+    """Return the size in bytes of the memory of this machine, or of the part of it that its container may use."""
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # without a container or a limit, no file, or the text "max"
+        size = min(size, int(MEMORY_LIMIT.read_text()))
+    return size
 
 
 def machine_id() -> str:

@@ -14,7 +14,7 @@ from tessera import encoders
 from tessera.data.batch import Batch
 from tessera.data.crops import MultiCrop, MultiCropConfig
 from tessera.data.shards import open_sources
-from tessera.pretrain import preflight
+from tessera.pretrain import build, preflight
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.methods import METHODS
@@ -22,6 +22,7 @@ from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.preflight import Plan, activation_bytes, dry_forward, print_plan, state_bytes
 from tessera.pretrain.resolve import resolve
+from tessera.pretrain.run import main
 from tests.evaluation.conftest import write_shard
 from tests.pretrain import small
 from tests.views import batch_of
@@ -206,3 +207,22 @@ def test_crops_that_the_encoder_does_not_take_are_refused_before_the_start(argum
     config = resolve(load(["--data", "x.tar", "--encoder", "vit_micro", "--dino.global_size", "16", *chosen]), 1000)
     with pytest.raises(ValueError, match=message):
         dry_forward(dino(config))
+
+
+def test_a_run_that_cannot_fit_in_memory_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--method", "dino", "--encoder", "vit_micro", "--output", str(tmp_path / "run"), "--workers", "0"]
+    needed = state_bytes(dino(settings()))
+    assert needed < 10**8
+    monkeypatch.setattr(preflight, "memory", lambda: 10**8)
+    assert main([*words, "--dry_run", "--batch_size", "1024"]) == 0
+    assert "this machine has 100.0 MB of memory. Lower batch_size" in caplog.text
+    monkeypatch.setattr(build, "memory", lambda: 10**6)
+    for more in ([], ["--dry_run"]):
+        assert main([*words, *more]) == 2
+        assert "but this machine has 1.0 MB of memory. Choose a smaller encoder" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
