@@ -13,6 +13,7 @@ that accelerate takes as `--config_file`, such as configs/accelerate/zero2.yaml.
 import argparse
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -111,6 +112,17 @@ def add_submit_options(new: argparse.ArgumentParser) -> None:
         metavar="OPTIONS",
         help="further options of sbatch for all jobs, such as --sbatch='--constraint=a100 --reservation=x'",
     )
+    new.add_argument(
+        "--setup",
+        metavar="LINES",
+        help="shell lines at the start of each job, such as --setup='source venv/bin/activate' or "
+        "--setup='module load cuda; conda activate tessera'",
+    )
+    new.add_argument(
+        "--python",
+        metavar="COMMAND",
+        help="command that starts Python in each job, such as --python='apptainer exec --nv tessera.sif python'",
+    )
     names = ",".join(EVALUATIONS)
     new.add_argument("--after-pretraining", default="", metavar=names, help="evaluations to run after pretraining")
     often = ",".join(name for name in EVALUATIONS if name not in FINAL_ONLY)
@@ -138,6 +150,7 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
     for name in set(every) & set(FINAL_ONLY):
         raise LaunchError(f"{name} runs only after pretraining. Give --after-pretraining {name}.")
     check_options(options, settings, flags)
+    check_settings(options.config, flags)
     default = Path("runs") / f"{options.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(options.output or settings.get("output") or default).expanduser().absolute()
     check_folder(output, options.resume)
@@ -147,6 +160,8 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
         record["flags"][kind] = evaluation_shards(options.config, settings, flags, own) + own
     jobs = [pretraining_job(options, output, flags)]
     jobs += [evaluation_job(kind, record, output) for kind in after]
+    for job in jobs:  # the pretraining job passes its environment to the evaluations that it submits
+        job.environment |= environment_of_jobs(options)
     if options.dry_run:
         print_plan(options, output, jobs, record)
         return
@@ -212,6 +227,48 @@ def check_options(options: argparse.Namespace, settings: dict[str, Any], flags: 
             "--processes is only for nodes without GPUs (--gpus 0), because each GPU has exactly one trainer. Remove "
             "--processes."
         )
+
+
+CHECK = """
+import os
+import sys
+from tessera.data.shards import ShardError
+from tessera.data.shards.open import expand
+from tessera.data.shards.remote import is_remote
+from tessera.pretrain.command_line import load
+from tessera.runtime.user_error import UserError
+
+try:
+    shards = load(sys.argv[1:]).data.shards
+    for one in shards if isinstance(shards, dict) else [shards]:
+        try:
+            missing = [path for path in expand(one) if not (is_remote(path) or os.path.exists(path))]
+        except ShardError as error:
+            missing = [str(error)]
+        if missing:
+            print(f"this machine does not have all data of the run: {missing[0]}")
+except UserError as error:
+    sys.exit(f"settings: {error}")
+"""
+"""Program that checks the settings of a run. It needs torch, which the other commands of this module do without."""
+
+
+def check_settings(config: Path, flags: Sequence[str]) -> None:
+    """Check the settings of a run as `tessera pretrain` does. Print a warning if this machine does not have the data.
+
+    Without an installation of torch on this machine, nothing is checked, and a warning is printed.
+
+    Raises:
+        LaunchError: a setting is unknown or has a wrong value.
+    """
+    words = [sys.executable, "-c", CHECK, "--config", str(config), *flags]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    message = done.stderr.strip()
+    if done.returncode and message.startswith("settings: "):
+        raise LaunchError(f"{config} or the flags after -- are wrong. {message.removeprefix('settings: ')}")
+    warning = done.stdout.strip() if done.returncode == 0 else f"the settings were not checked: {message[-500:]}"
+    if warning:
+        print(f"tessera slurm: {warning}", file=sys.stderr)
 
 
 def check_folder(output: Path, resume: bool) -> None:
@@ -281,6 +338,12 @@ def pretraining_shards(settings: dict[str, Any], flags: Sequence[str]) -> Any:
     given = flag_values("data", flags) or flag_values("data.shards", flags) or settings.get("data")
     given = given.get("shards") if isinstance(given, dict) else given
     return None if isinstance(given, dict) else given
+
+
+def environment_of_jobs(options: argparse.Namespace) -> dict[str, str]:
+    """Return the environment variables with which each job finds its Python."""
+    given = {"TESSERA_PROLOGUE": options.setup, "TESSERA_PYTHON": options.python}
+    return {name: value for name, value in given.items() if value}
 
 
 def common_options(options: argparse.Namespace) -> list[str]:

@@ -30,7 +30,7 @@ from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method, RunSize
 from tessera.runtime import processes
 from tessera.runtime.collectives import broadcast_object, gather_objects, patient_group
-from tessera.runtime.machine import keep_freed_memory
+from tessera.runtime.machine import keep_freed_memory, limit_kernel_caches
 from tessera.runtime.settings import SettingsError, validate
 
 CONTINUED = 0.1
@@ -192,6 +192,7 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     if accelerator.device.type == "cpu":
+        limit_kernel_caches()
         keep_freed_memory()  # each step allocates tensors of the same sizes, and can reuse the freed memory
     return accelerator, engines.select(accelerator, precision, config.accumulate)
 

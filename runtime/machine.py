@@ -29,6 +29,8 @@ MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """File in a container that holds the memory that the container may use, in bytes."""
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """File in a container that holds the CPU time, and the time in which the container may use it, in microseconds."""
+CACHED_KERNELS = 256
+"""Largest number of kernels in each of oneDNN's caches; a step of Swin with DINOv2 uses about 200."""
 PACKAGES = ("tessera-ssl", "torch", "torchvision", "accelerate", "numpy", "pillow")
 
 
@@ -166,6 +168,16 @@ def return_freed_memory() -> None:
     if _keeps_freed_memory:
         _mallopt({M_MMAP_MAX: 65_536, M_TRIM_THRESHOLD: 128 * 1024})
         _keeps_freed_memory = False
+
+
+def limit_kernel_caches() -> None:
+    """Let the CPU keep at most `CACHED_KERNELS` compiled kernels per cache, unless the user set the size of a cache.
+
+    For matrix products in bf16, oneDNN compiles a kernel of up to 1 MB for each new shape. By default, each of its two
+    caches keeps 1,024 of them. If shapes change from step to step, as with random masks, that takes gigabytes.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # both are read at the first product
+        os.environ.setdefault(name, str(CACHED_KERNELS))
 
 
 def _mallopt(values: dict[int, int]) -> bool:

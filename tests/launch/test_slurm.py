@@ -193,6 +193,51 @@ def test_wrong_options_are_refused_before_submission(
     assert not (slurm.folder / "run").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("metod: dino", "unknown setting 'metod'; did you mean 'method'?"),
+        ("encoder: vit_smal", "unknown encoder 'vit_smal'"),
+        ("method: mae\nmae: {mask_ratio: 7}", "mae.mask_ratio"),
+    ],
+)
+def test_settings_are_checked_before_submission(slurm: Slurm, settings: str, said: str) -> None:
+    (slurm.folder / "x.yaml").write_text(f"data: d.tar\n{settings}\n")
+    for more in ([], ["--dry_run"]):
+        done = slurm.run("submit", "--config", "x.yaml", "--output", "run", *more, checked=True)
+        assert done.returncode == 2
+        assert said in done.stderr
+    assert not slurm.submitted()
+
+
+@pytest.mark.slow
+def test_data_that_only_the_nodes_have_is_a_warning(slurm: Slurm) -> None:
+    (slurm.folder / "x.yaml").write_text("data: [d.tar, photos/]\nmethod: dino")
+    done = slurm.run("submit", "--config", "x.yaml", "--output", "run", "--dry_run", checked=True)
+    assert done.returncode == 0
+    assert "this machine does not have all data of the run: d.tar" in done.stderr
+
+
+def test_each_job_gets_its_environment(slurm: Slurm) -> None:
+    setup, python = "module load cuda\nconda activate tessera", "apptainer exec --nv 'my image.sif' python"
+    slurm.accepted(
+        "--after-pretraining",
+        "knn",
+        "--setup",
+        setup,
+        "--python",
+        python,
+        "--",
+        "--evaluation.train=t.tar",
+        "--evaluation.val",
+        "v.tar",
+    )
+    for call in slurm.commands.calls("sbatch"):
+        assert call["environment"]["TESSERA_PROLOGUE"] == setup
+        assert call["environment"]["TESSERA_PYTHON"] == python
+
+
 def test_shards_may_be_flags(slurm: Slurm) -> None:
     (slurm.folder / "x.yaml").write_text("steps: 3")
     shards = ["--data", "d.tar", "--evaluation.train=t.tar", "--evaluation.val", "v.tar", "w.tar", "--seed", "3"]
