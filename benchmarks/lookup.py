@@ -84,7 +84,7 @@ def write_shards(folder: Path, counts: list[int]) -> None:
 def measure(index: str, settings: LookupBenchmark) -> list[str]:
     """Return the cells of a row: mean time per sample in the warm-up, median and range of the rounds."""
     sources, weights = open_sources(index, progress=False)
-    sampler = mixture_sampler(sources, weights, 0, StreamConfig())
+    sampler = mixture_sampler(sources, weights, 0, StreamConfig(), BATCH)
     (source,) = in_blocks(sources, sampler)
     step = 0
 

@@ -22,6 +22,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -33,12 +34,16 @@ STREAMS = 64
 BUFFER = 1024
 """Default number of samples in the shuffle buffer of a virtual stream."""
 PATTERN = 1024
-"""Number of entries in the repeating pattern that assigns a source to each sample of a mixture. Weights are rounded to
+"""Number of entries in the repeating pattern that assigns a source to each sample of a mixture. Shares are rounded to
 multiples of 1 / PATTERN."""
+LARGEST_ROUNDING = 0.01
+"""Largest error of a share that is rounded to a multiple of 1 / PATTERN, relative to the share."""
 REPEATS = 64
 """Number of samples that are compared with those of a batch, to find one that the batch does not contain."""
 SHORTEST_ROUND, LONGEST_ROUND = 64, 2**20
-"""Smallest and largest number of positions in a round of a mixture whose weights change."""
+"""Smallest and largest number of positions in a round of `ScheduledMixtureSampler`."""
+KEPT_ROUNDS = 2
+"""Number of rounds whose tables are kept in memory. Those of the longest rounds take 17 MB each."""
 
 BLOCK = 16
 """Number of neighbouring samples per block for large data sets. Reading longer blocks would not be faster."""
@@ -288,7 +293,7 @@ AnySampler = ShuffledSampler | GrowingSampler
 
 
 class MixtureSampler:
-    """Sampler that mixes the samples of several sources in fixed shares.
+    """Sampler that mixes the samples of several sources in fixed shares, which are multiples of 1 / 1,024.
 
     A shuffled pattern of 1,024 entries names the source of each position. The pattern repeats over the run. Each source
     counts only the positions that it gets, and therefore has its own epochs. A single source gets all positions.
@@ -317,7 +322,7 @@ class MixtureSampler:
                 "weight per source."
             )
         self.quotas = quotas(weights)  # (S,)
-        self.largest_shares = self.quotas / PATTERN  # (S,)
+        self.shares = self.quotas[None] / PATTERN  # (1, S): a single phase
         pattern = np.repeat(np.arange(len(samplers)), self.quotas)
         self._pattern = pattern[_permutation(PATTERN, _philox(seed, _MIXTURE, 0))]  # (1024,)
         self._turns = _earlier(self._pattern)  # (1024,)
@@ -425,9 +430,10 @@ class MixtureSampler:
 
 def _earlier(pattern: np.ndarray) -> np.ndarray:
     """Return, for each entry of a pattern of sources (L,), the number of earlier entries of the same source: (L,)."""
+    order = np.argsort(pattern, kind="stable")
+    counts = np.bincount(pattern)
     turns = np.empty(len(pattern), dtype=np.int64)
-    for source, quota in enumerate(np.bincount(pattern)):
-        turns[pattern == source] = np.arange(quota)
+    turns[order] = np.arange(len(pattern)) - np.repeat(np.cumsum(counts) - counts, counts)
     return turns
 
 
@@ -437,8 +443,21 @@ def _codes(sampler: AnySampler, positions: np.ndarray) -> np.ndarray:
     return (shards << 32) + samples
 
 
+class _Round(NamedTuple):
+    """A round of `ScheduledMixtureSampler`."""
+
+    start: int
+    """First position of the round."""
+    before: np.ndarray
+    """(S,) int64: number of earlier positions of each source."""
+    pattern: np.ndarray
+    """(L,) int64: source of each position of the round."""
+    turns: np.ndarray
+    """(L,) int64: number of earlier positions of the same source in the round."""
+
+
 class ScheduledMixtureSampler(MixtureSampler):
-    """Sampler that mixes the samples of several sources in shares that change during the run.
+    """Sampler that mixes the samples of several sources in exact shares, which may change during the run.
 
     In a phase, the shares are constant. A phase is divided into rounds of at least 64 positions, and the sources of a
     round are shuffled. At the end of a round, the number of positions that a source had so far differs from the sum
@@ -469,11 +488,9 @@ class ScheduledMixtureSampler(MixtureSampler):
                 "0 at a step. Correct the weights of the mixture."
             )
         self._seed = seed
-        self._prepare(samplers, batch_size, np.full(len(samplers), batch_size))
         self._ends = np.cumsum(weights, axis=1)
         self._ends /= self._ends[:, -1:]  # (phases, S): sum of the shares of a source and of all sources before it
-        shares = weights / weights.sum(1, keepdims=True)
-        self.largest_shares = shares.max(0)  # (S,)
+        self.shares = shares = weights / weights.sum(1, keepdims=True)  # (phases, S)
         self._starts = np.array([start for start, _ in phases], dtype=np.int64)  # (phases,)
         lengths = np.diff(self._starts)
         smallest = np.where(shares > 0, shares, np.inf).min(1)
@@ -486,6 +503,11 @@ class ScheduledMixtureSampler(MixtureSampler):
                 f"or of {LONGEST_ROUND} samples. Set this weight to 0 or to a larger number, or let the phase have "
                 "more steps."
             )
+        # A batch belongs to one phase. The rounds at its ends have up to three round lengths outside of the batch, and
+        # the count at the border of a round is rounded.
+        most = np.ceil((shares * (batch_size + 3 * self._rounds[:, None])).max(0)).astype(np.int64) + 4
+        self._prepare(samplers, batch_size, most)
+        self._tables: OrderedDict[tuple[int, int], _Round] = OrderedDict()
         self._before, self._offsets = np.zeros_like(weights, dtype=np.int64), np.zeros_like(weights)  # (phases, S)
         exact = np.zeros(len(samplers))
         for phase, length in enumerate(lengths.tolist(), start=1):
@@ -496,27 +518,23 @@ class ScheduledMixtureSampler(MixtureSampler):
             self._offsets[phase] = np.cumsum(-(active * excess) - shares[phase] * excess[~active].sum())
 
     def counts(self, position: int) -> np.ndarray:
-        start, before, pattern = self._round(position)
-        return before + np.bincount(pattern[: position - start], minlength=len(self.samplers))
+        found = self._round(position)
+        return found.before + np.bincount(found.pattern[: position - found.start], minlength=len(self.samplers))
 
     def _own(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         sources, own = np.empty_like(positions), np.empty_like(positions)
         left = np.arange(len(positions))
         while len(left):
-            start, before, pattern = self._round(int(positions[left[0]]))
-            entries = positions[left] - start
-            inside = (entries >= 0) & (entries < len(pattern))
+            found = self._round(int(positions[left[0]]))
+            entries = positions[left] - found.start
+            inside = (entries >= 0) & (entries < len(found.pattern))
             here, entries, left = left[inside], entries[inside], left[~inside]
-            sources[here] = pattern[entries]
-            own[here] = before[sources[here]] + _earlier(pattern)[entries]
+            sources[here] = found.pattern[entries]
+            own[here] = found.before[sources[here]] + found.turns[entries]
         return sources, own
 
-    def _round(self, position: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return the round that contains a position.
-
-        The result is the first position of the round, the number of earlier positions of each source (S,), and the
-        source of each position of the round (L,).
-        """
+    def _round(self, position: int) -> _Round:
+        """Return the round that contains a position."""
         phase = int(np.searchsorted(self._starts, position, side="right")) - 1
         start, length = int(self._starts[phase]), int(self._rounds[phase])
         number = (position - start) // length
@@ -526,10 +544,15 @@ class ScheduledMixtureSampler(MixtureSampler):
             number = min(number, max((last - start) // length - 1, 0))
             end = start + (number + 1) * length
             end = last if end + length > last else end
-        before = self._counts(phase, start + number * length)
-        pattern = np.repeat(np.arange(len(before)), self._counts(phase, end) - before)
-        bits = _philox(self._seed, _MIXTURE, 0, phase + 1, number)
-        return start + number * length, before, pattern[_permutation(len(pattern), bits)]
+        if (phase, number) not in self._tables:
+            before = self._counts(phase, start + number * length)
+            pattern = np.repeat(np.arange(len(before)), self._counts(phase, end) - before)
+            pattern = pattern[_permutation(len(pattern), _philox(self._seed, _MIXTURE, 0, phase + 1, number))]
+            self._tables[phase, number] = _Round(start + number * length, before, pattern, _earlier(pattern))
+            if len(self._tables) > KEPT_ROUNDS:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end((phase, number))
+        return self._tables[phase, number]
 
     def _counts(self, phase: int, position: int) -> np.ndarray:
         """Return the number of positions of each source below the border of a round: (S,) int64."""
@@ -540,19 +563,30 @@ class ScheduledMixtureSampler(MixtureSampler):
         return self._before[phase] + np.diff(sums, prepend=0)
 
 
-def phases(weights: Sequence[Weight]) -> list[tuple[int, list[float]]] | None:
-    """Return the phases of a mixture as (first step, weight of each source), or None if all weights are constant.
+def phases(weights: Sequence[Weight]) -> list[tuple[int, list[float]]]:
+    """Return the phases of a mixture, as (first step, weight of each source). Constant weights form a single phase.
 
     Raises:
         ValueError: the weights of a source do not begin at step 0, or a step is negative.
     """
-    if not any(isinstance(weight, Mapping) for weight in weights):
-        return None
     tables = [dict(weight) if isinstance(weight, Mapping) else {0: weight} for weight in weights]
     if any(0 not in table or min(table) < 0 for table in tables):
         raise ValueError("The weights of a source must begin at step 0, as in {0: 1.0, 10000: 0.2}.")
     steps = sorted({step for table in tables for step in table})
     return [(step, [table[max(one for one in table if one <= step)] for table in tables]) for step in steps]
+
+
+def rounds_well(weights: Sequence[Weight]) -> bool:
+    """Return True for constant weights whose shares change by at most 1 % if rounded to multiples of 1 / 1,024.
+
+    Raises:
+        ValueError: a constant weight is not a positive number.
+    """
+    if len(weights) > PATTERN or any(isinstance(weight, Mapping) for weight in weights):
+        return False
+    rounded = quotas(weights) / PATTERN
+    shares = np.array(weights, dtype=np.float64) / sum(weights)
+    return bool((np.abs(rounded - shares) <= LARGEST_ROUNDING * shares).all())
 
 
 def quotas(weights: Sequence[float]) -> np.ndarray:

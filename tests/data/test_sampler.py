@@ -17,6 +17,7 @@ from tessera.data.sampler import (
     bounded_buffers,
     phases,
     quotas,
+    rounds_well,
     sample_rng,
 )
 from tests.data.batches import step_positions
@@ -278,8 +279,40 @@ def test_later_phases_do_not_change_earlier_steps():
     assert (two(np.arange(4096, 6000))[0] == 1).all()
 
 
+@pytest.mark.parametrize("weights", [[0.9999, 0.0001], [0.001, 3, 0.2], [1.0] * 50, [1.0] * 1100])
+def test_shares_that_1024_entries_do_not_represent_are_exact(weights):
+    assert not rounds_well(weights)
+    share = np.array(weights) / sum(weights)
+    orders = [ShuffledSampler([5000], 3, source=source) for source in range(len(weights))]
+    mixture = ScheduledMixtureSampler(orders, phases(weights), 3, 96)
+    np.testing.assert_allclose(mixture.shares[0], share)
+    length = round(96 * np.ceil(4 / share.min() / 96))
+    smallest = int(share.argmin())
+    for start in (0, 7 * length, 10**9):
+        assert abs(mixture.counts(start)[smallest] - start * share[smallest]) < 7
+    sources, shards, samples = mixture(np.arange(length))
+    np.testing.assert_array_equal(np.bincount(sources, minlength=len(weights)), mixture.counts(length))
+    batches = np.stack([sources, shards, samples], axis=1).reshape(-1, 96, 3)
+    assert all(len(np.unique(batch, axis=0)) == 96 for batch in batches[-50:])
+
+
+def test_shares_that_1024_entries_represent_keep_their_order():
+    assert all(rounds_well(weights) for weights in ([0.3], [0.7, 0.3], [2, 1, 1], [1, 1, 1], [0.05, 0.95]))
+    assert not any(rounds_well(weights) for weights in ([{0: 0.7}, 0.3], [0.999, 0.001], [1, 1023, 0.4]))
+
+
+def test_small_sources_of_exact_shares_repeat_no_image_in_a_batch():
+    orders = [ShuffledSampler([4000], 3, streams=8), ShuffledSampler([90], 3, streams=8, source=1)]
+    positions = np.arange(600 * 64)
+    found, plain = (
+        np.stack(ScheduledMixtureSampler(orders, [(0, [0.95, 0.05])], 3, size)(positions)) for size in (64, 1)
+    )
+    repeated = [sum(len(np.unique(one, axis=0)) < 64 for one in o.T.reshape(-1, 64, 3)) for o in (found, plain)]
+    assert repeated[0] == 0 < repeated[1]
+
+
 def test_phases_are_the_steps_at_which_a_weight_changes():
-    assert phases([0.5, 2]) is None
+    assert phases([0.5, 2]) == [(0, [0.5, 2])]
     assert phases([0.5, {0: 1.0, 10: 0.25}, {0: 0, 20: 1}]) == [
         (0, [0.5, 1.0, 0]),
         (10, [0.5, 0.25, 0]),
