@@ -24,11 +24,9 @@ from tessera.data.sampler import (
     BatchSampler,
     GrowingSampler,
     MixtureSampler,
-    ScheduledMixtureSampler,
     ShuffledSampler,
     bounded_buffers,
     phases,
-    rounds_well,
 )
 from tessera.data.shards import (
     DEFAULT,
@@ -205,10 +203,8 @@ def mixture_sampler(
             one = ShuffledSampler(part.counts, seed, streams=streams, block=stream.block, buffer=buffer, source=number)
             stages.append((epoch, one))
         samplers.append(GrowingSampler(stages))
-    table = phases(weights)
-    if rounds_well(weights):
-        return MixtureSampler(samplers, table[0][1], seed, batch_size)
-    return ScheduledMixtureSampler(samplers, [(step * batch_size, row) for step, row in table], seed, batch_size)
+    table = [(step * batch_size, row) for step, row in phases(weights)]
+    return MixtureSampler(samplers, table, seed, batch_size)
 
 
 def evaluation_batches(
