@@ -20,12 +20,10 @@ from tessera.data.dataset import Decoding, EvaluationDataset, TrainDataset
 from tessera.data.decode import MAX_PIXELS
 from tessera.data.sampler import (
     BUFFER,
-    PATTERN,
     STREAMS,
     BatchSampler,
     GrowingSampler,
     MixtureSampler,
-    ScheduledMixtureSampler,
     ShuffledSampler,
     bounded_buffers,
     phases,
@@ -168,8 +166,6 @@ def training_batches(
     mixture = mixture_sampler(sources, weights, seed, stream, batches.batch_size, batches.streams)
     if batches.rank == 0:
         _warn_of_small_cache(sources, [sampler.buffer * batches.streams for sampler in mixture.samplers])
-        if not isinstance(mixture, ScheduledMixtureSampler):
-            _warn_of_rounded_weights(weights, mixture)
     _check_enough(mixture, batches.batch_size)
     read = {"decoding": reading.decoding, "classes": reading.classes, "augment": reading.augment}
     dataset = TrainDataset(sources, mixture, transform, seed, batches.batch_size, **read)
@@ -207,10 +203,8 @@ def mixture_sampler(
             one = ShuffledSampler(part.counts, seed, streams=streams, block=stream.block, buffer=buffer, source=number)
             stages.append((epoch, one))
         samplers.append(GrowingSampler(stages))
-    table = phases(weights)
-    if table is None:
-        return MixtureSampler(samplers, weights, seed, batch_size)
-    return ScheduledMixtureSampler(samplers, [(step * batch_size, row) for step, row in table], seed, batch_size)
+    table = [(step * batch_size, row) for step, row in phases(weights)]
+    return MixtureSampler(samplers, table, seed, batch_size)
 
 
 def evaluation_batches(
@@ -290,28 +284,13 @@ def _warn_of_small_cache(sources: Sequence[Source], spans: Sequence[int]) -> Non
         )
 
 
-def _warn_of_rounded_weights(weights: Sequence[float], mixture: MixtureSampler) -> None:
-    """Log a warning for each source whose share of the images differs from its weight by more than a tenth."""
-    for number, (weight, quota) in enumerate(zip(weights, mixture.quotas, strict=True)):
-        wanted, used = weight / sum(weights), int(quota) / PATTERN
-        if abs(used - wanted) > wanted / 10:
-            log.warning(
-                "Source %d of the mixture gives %.3g %% of the images instead of %.3g %%, because shares are multiples "
-                "of 1/%d.",
-                number + 1,
-                100 * used,
-                100 * wanted,
-                PATTERN,
-            )
-
-
 def _check_enough(mixture: MixtureSampler, batch_size: int) -> None:
     """Check that each source has enough images for one batch. With fewer images, every batch would repeat a sample.
 
     Raises:
         ValueError: a source has fewer images than a batch takes from this source.
     """
-    for sampler, share in zip(mixture.samplers, mixture.largest_shares.tolist(), strict=True):
+    for sampler, share in zip(mixture.samplers, mixture.shares.max(0).tolist(), strict=True):
         needed = int(batch_size * share)
         if sampler.images < needed:
             raise ValueError(

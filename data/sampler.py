@@ -22,6 +22,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -33,12 +34,16 @@ STREAMS = 64
 BUFFER = 1024
 """Default number of samples in the shuffle buffer of a virtual stream."""
 PATTERN = 1024
-"""Number of entries in the repeating pattern that assigns a source to each sample of a mixture. Weights are rounded to
-multiples of 1 / PATTERN."""
+"""Number of entries in the repeating pattern that assigns a source to each sample of a mixture. Shares are multiples of
+1 / PATTERN."""
+LARGEST_ROUNDING = 0.01
+"""Largest error of a share that is rounded to a multiple of 1 / PATTERN, relative to the share."""
 REPEATS = 64
 """Number of samples that are compared with those of a batch, to find one that the batch does not contain."""
 SHORTEST_ROUND, LONGEST_ROUND = 64, 2**20
-"""Smallest and largest number of positions in a round of a mixture whose weights change."""
+"""Smallest and largest number of positions in a round with exact shares."""
+KEPT_ROUNDS = 2
+"""Number of rounds whose tables are kept in memory. Those of the longest rounds take 17 MB each."""
 
 BLOCK = 16
 """Number of neighbouring samples per block for large data sets. Reading longer blocks would not be faster."""
@@ -288,10 +293,15 @@ AnySampler = ShuffledSampler | GrowingSampler
 
 
 class MixtureSampler:
-    """Sampler that mixes the samples of several sources in fixed shares.
+    """Sampler that mixes the samples of several sources in shares that may change during the run.
 
-    A shuffled pattern of 1,024 entries names the source of each position. The pattern repeats over the run. Each source
-    counts only the positions that it gets, and therefore has its own epochs. A single source gets all positions.
+    In a phase, the shares are constant. A phase is divided into rounds, and the sources of a round are shuffled. The
+    last round of a phase may be cut, so that later phases do not change the order of earlier ones. Each source counts
+    only the positions that it gets, and therefore has its own epochs. A single source gets all positions.
+
+    The rounds of the first phase have 1,024 positions and equal patterns, if this changes no share by more than 1 %. In
+    the other rounds, shares are exact: at the end of a round, the number of positions that a source had in the phase
+    differs from the sum of its shares by at most 1. These rounds have at least 64 positions.
 
     No batch contains an image twice, if each source has at least three times as many images as a batch takes from it,
     rounded up to a multiple of the number of streams. If a batch contains the end of an epoch of a source, and an image
@@ -300,36 +310,60 @@ class MixtureSampler:
 
     Args:
         samplers: one sampler per source.
-        weights: relative share of each source. Shares are rounded to multiples of 1 / 1,024, and are never 0.
+        phases: first position of each phase, and the weight of each source in the phase, as `phases` returns them. A
+            weight may be 0, but not in all phases.
         seed: 0 to 2**64 - 1.
-        batch_size: number of positions of a batch.
+        batch_size: number of positions of a batch. A phase begins at the start of a batch.
 
     Raises:
-        ValueError: the numbers of sources and weights differ, or a weight is not positive.
+        ValueError: the numbers of sources and weights differ, a weight is negative, not finite or too small, or a
+            source or a phase has no weight above 0.
     """
 
     def __init__(
-        self, samplers: Sequence[AnySampler], weights: Sequence[float], seed: int, batch_size: int = 1
+        self,
+        samplers: Sequence[AnySampler],
+        phases: Sequence[tuple[int, Sequence[float]]],
+        seed: int,
+        batch_size: int = 1,
     ) -> None:
-        if len(samplers) != len(weights) or not 1 <= len(samplers) <= PATTERN:
+        if {len(row) for _, row in phases} != {len(samplers)}:
+            raise ValueError(f"There are {len(samplers)} sources. Give one weight per source.")
+        weights = np.array([row for _, row in phases], dtype=np.float64)  # (phases, S)
+        if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any(1).all() and weights.any(0).all()):
             raise ValueError(
-                f"There are {len(samplers)} sources and {len(weights)} weights. Give 1 to {PATTERN} sources, and one "
-                "weight per source."
+                "A weight is negative or not finite, a source always has the weight 0, or all sources have the weight "
+                "0 at a step. Correct the weights of the mixture."
             )
-        self.quotas = quotas(weights)  # (S,)
-        self.largest_shares = self.quotas / PATTERN  # (S,)
-        pattern = np.repeat(np.arange(len(samplers)), self.quotas)
-        self._pattern = pattern[_permutation(PATTERN, _philox(seed, _MIXTURE, 0))]  # (1024,)
-        self._turns = _earlier(self._pattern)  # (1024,)
-        self._prepare(samplers, batch_size, self.quotas * -(-batch_size // PATTERN))
-
-    def _prepare(self, samplers: Sequence[AnySampler], batch_size: int, most: np.ndarray) -> None:
-        """Set what replacements and exchanges use. `most` (S,) limits the samples of a source in a batch."""
-        self.samplers, self.batch_size = list(samplers), batch_size
-        most = np.minimum(most, batch_size)
-        # Numbers of positions of a source after which a position of the same stream is in another batch.
-        self._jumps = [-(-int(n) // one.streams) * one.streams for n, one in zip(most, samplers, strict=True)]
+        self.samplers, self.batch_size, self._seed = list(samplers), batch_size, seed
+        self.shares = weights / weights.sum(1, keepdims=True)  # (phases, S)
+        self._ends = np.cumsum(weights, axis=1)
+        self._ends /= self._ends[:, -1:]  # (phases, S): sum of the shares of a source and of all sources before it
+        self._starts = np.array([start for start, _ in phases], dtype=np.int64)  # (phases,)
+        smallest = np.where(self.shares > 0, self.shares, np.inf).min(1)
+        # A round is so long that each source gets four of its positions. Otherwise, the rounded numbers of positions
+        # in `_counts` could decrease.
+        self._rounds = np.maximum(np.ceil(4 / smallest), SHORTEST_ROUND).astype(np.int64)  # (phases,)
+        # A batch belongs to one phase. The rounds at its two ends have positions outside of the batch.
+        most = np.ceil(self.shares * (batch_size + 2 * self._rounds[:, None])).astype(np.int64) + 2  # (phases, S)
+        self._quotas = quotas(self.shares[0])
+        if self._quotas is not None:
+            self.shares[0], self._rounds[0] = self._quotas / PATTERN, PATTERN
+            most[0] = self._quotas * -(-batch_size // PATTERN)
+        if (self._rounds > LONGEST_ROUND).any():
+            raise ValueError(
+                f"A weight of the mixture is so small that its source gets fewer than four of {LONGEST_ROUND} samples. "
+                "Set this weight to 0 or to a larger number."
+            )
+        # (phases, S): numbers of positions of a source after which a position of the same stream is in another batch.
+        streams = np.array([sampler.streams for sampler in samplers])
+        self._jumps = -(-np.minimum(most, batch_size) // streams) * streams
+        self._tables: OrderedDict[tuple[int, int], _Round] = OrderedDict()
         self._exchanges: OrderedDict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = OrderedDict()
+        self._before = np.zeros((len(phases), len(samplers)), dtype=np.int64)
+        for phase in range(1, len(phases)):
+            last = self._round(int(self._starts[phase]) - 1)
+            self._before[phase] = last.before + np.bincount(last.pattern, minlength=len(samplers))
 
     def replacements(self, position: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yield, without end, the source, the shard and the index of samples that may replace a corrupt one: (1,) each.
@@ -354,10 +388,11 @@ class MixtureSampler:
         """
         positions = np.asarray(positions, dtype=np.int64)
         sources, own = self._own(positions)
+        jumps = self._jumps[self._phases(positions), sources]
         shards, samples = np.empty_like(positions), np.empty_like(positions)
         for source in np.unique(sources):
             here = sources == source
-            moved = self._exchanged(int(source), own[here] + later * self._jumps[source])
+            moved = self._exchanged(int(source), own[here] + later * jumps[here])
             _, shards[here], samples[here] = self.samplers[source](moved)
         return sources, shards, samples
 
@@ -380,12 +415,15 @@ class MixtureSampler:
 
         The results count the positions of the source.
         """
-        sampler, jump = self.samplers[source], self._jumps[source]
+        sampler, none = self.samplers[source], np.empty(0, dtype=np.int64)
+        if self.batch_size == 1:
+            return none, none
         start = sampler.start(epoch)
-        stop = sampler.start(epoch + 1) - jump  # the last batch takes no part, so that the next epoch is not affected
-        if self.batch_size == 1 or stop <= start:
-            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
         first = self._position_of(source, start) // self.batch_size * self.batch_size
+        jump = int(self._jumps[self._phases(np.array([first]))[0], source])
+        stop = sampler.start(epoch + 1) - jump  # the last batch takes no part, so that the next epoch is not affected
+        if stop <= start:
+            return none, none
         begin, end = (int(self.counts(p)[source]) for p in (first, first + self.batch_size))
         old = _codes(sampler, np.arange(begin, start))
         later = np.arange(start, end)
@@ -413,21 +451,76 @@ class MixtureSampler:
 
     def counts(self, position: int) -> np.ndarray:
         """Return how many of the positions below `position` each source gets: (S,) int64."""
-        rounds, entries = divmod(position, PATTERN)
-        return rounds * self.quotas + np.bincount(self._pattern[:entries], minlength=len(self.samplers))
+        found = self._round(position)
+        return found.before + np.bincount(found.pattern[: position - found.start], minlength=len(self.samplers))
 
     def _own(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each position, and how many earlier positions this source gets: (P,) int64 each."""
-        rounds, entries = np.divmod(positions, PATTERN)
-        sources = self._pattern[entries]
-        return sources, rounds * self.quotas[sources] + self._turns[entries]
+        sources, own = np.empty_like(positions), np.empty_like(positions)
+        left = np.arange(len(positions))
+        while len(left):
+            found = self._round(int(positions[left[0]]))
+            entries = positions[left] - found.start
+            inside = (entries >= 0) & (entries < len(found.pattern))
+            here, entries, left = left[inside], entries[inside], left[~inside]
+            sources[here] = found.pattern[entries]
+            own[here] = found.before[sources[here]] + found.turns[entries]
+        return sources, own
+
+    def _phases(self, positions: np.ndarray) -> np.ndarray:
+        """Return the phase of each position: (P,) -> (P,)."""
+        return np.searchsorted(self._starts, positions, side="right") - 1
+
+    def _round(self, position: int) -> "_Round":
+        """Return the round that contains a position."""
+        phase = int(self._phases(np.array([position]))[0])
+        number = (position - int(self._starts[phase])) // int(self._rounds[phase])
+        if (phase, number) not in self._tables:
+            self._tables[phase, number] = self._table(phase, number)
+            if len(self._tables) > KEPT_ROUNDS:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end((phase, number))
+        return self._tables[phase, number]
+
+    def _table(self, phase: int, number: int) -> "_Round":
+        """Return a round of a phase."""
+        before = self._counts(phase, number)
+        pattern = np.repeat(np.arange(len(before)), self._counts(phase, number + 1) - before)
+        is_equal = phase == 0 and self._quotas is not None  # all rounds of the phase are equal
+        counter = () if is_equal else (phase + 1, number)
+        pattern = pattern[_permutation(len(pattern), _philox(self._seed, _MIXTURE, 0, *counter))]
+        start = int(self._starts[phase]) + number * len(pattern)
+        if phase + 1 < len(self._starts):
+            pattern = pattern[: int(self._starts[phase + 1]) - start]
+        return _Round(start, before, pattern, _earlier(pattern))
+
+    def _counts(self, phase: int, number: int) -> np.ndarray:
+        """Return the number of positions of each source before a round of a phase: (S,) int64."""
+        if phase == 0 and self._quotas is not None:
+            return number * self._quotas
+        sums = np.floor(number * int(self._rounds[phase]) * self._ends[phase] + 0.5).astype(np.int64)
+        return self._before[phase] + np.diff(sums, prepend=0)
+
+
+class _Round(NamedTuple):
+    """A round of a mixture."""
+
+    start: int
+    """First position of the round."""
+    before: np.ndarray
+    """(S,) int64: number of earlier positions of each source."""
+    pattern: np.ndarray
+    """(L,) int64: source of each position of the round."""
+    turns: np.ndarray
+    """(L,) int64: number of earlier positions of the same source in the round."""
 
 
 def _earlier(pattern: np.ndarray) -> np.ndarray:
     """Return, for each entry of a pattern of sources (L,), the number of earlier entries of the same source: (L,)."""
+    order = np.argsort(pattern, kind="stable")
+    counts = np.bincount(pattern)
     turns = np.empty(len(pattern), dtype=np.int64)
-    for source, quota in enumerate(np.bincount(pattern)):
-        turns[pattern == source] = np.arange(quota)
+    turns[order] = np.arange(len(pattern)) - np.repeat(np.cumsum(counts) - counts, counts)
     return turns
 
 
@@ -437,117 +530,12 @@ def _codes(sampler: AnySampler, positions: np.ndarray) -> np.ndarray:
     return (shards << 32) + samples
 
 
-class ScheduledMixtureSampler(MixtureSampler):
-    """Sampler that mixes the samples of several sources in shares that change during the run.
-
-    In a phase, the shares are constant. A phase is divided into rounds of at least 64 positions, and the sources of a
-    round are shuffled. At the end of a round, the number of positions that a source had so far differs from the sum
-    of its shares by at most 1, or by less than 2 if another source has the weight 0.
-
-    Args:
-        samplers: one sampler per source.
-        phases: first position of each phase, and the weight of each source in the phase. A weight may be 0.
-        seed: 0 to 2**64 - 1.
-        batch_size: number of positions of a batch.
-
-    Raises:
-        ValueError: a weight is negative or not finite, all weights of a phase are 0, or a phase is too short for the
-            weight of a source.
-    """
-
-    def __init__(
-        self,
-        samplers: Sequence[AnySampler],
-        phases: Sequence[tuple[int, Sequence[float]]],
-        seed: int,
-        batch_size: int = 1,
-    ) -> None:
-        weights = np.array([row for _, row in phases], dtype=np.float64)  # (phases, S)
-        if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any(1).all() and weights.any(0).all()):
-            raise ValueError(
-                "A weight is negative or not finite, a source always has the weight 0, or all sources have the weight "
-                "0 at a step. Correct the weights of the mixture."
-            )
-        self._seed = seed
-        self._prepare(samplers, batch_size, np.full(len(samplers), batch_size))
-        self._ends = np.cumsum(weights, axis=1)
-        self._ends /= self._ends[:, -1:]  # (phases, S): sum of the shares of a source and of all sources before it
-        shares = weights / weights.sum(1, keepdims=True)
-        self.largest_shares = shares.max(0)  # (S,)
-        self._starts = np.array([start for start, _ in phases], dtype=np.int64)  # (phases,)
-        lengths = np.diff(self._starts)
-        smallest = np.where(shares > 0, shares, np.inf).min(1)
-        # A round is so long that each source gets four of its positions. Otherwise, the rounded numbers of positions
-        # in `_counts` could decrease.
-        self._rounds = np.maximum(np.ceil(4 / smallest), SHORTEST_ROUND).astype(np.int64)  # (phases,)
-        if (self._rounds > LONGEST_ROUND).any() or (lengths * smallest[:-1] < 4).any():
-            raise ValueError(
-                "A weight of the mixture is so small that its source gets fewer than four of the samples of a phase, "
-                f"or of {LONGEST_ROUND} samples. Set this weight to 0 or to a larger number, or let the phase have "
-                "more steps."
-            )
-        self._before, self._offsets = np.zeros_like(weights, dtype=np.int64), np.zeros_like(weights)  # (phases, S)
-        exact = np.zeros(len(samplers))
-        for phase, length in enumerate(lengths.tolist(), start=1):
-            exact += length * shares[phase - 1]
-            self._before[phase] = self._counts(phase - 1, int(self._starts[phase]))
-            # Sources with a share make up for what the rounding of earlier phases gave to all sources.
-            excess, active = self._before[phase] - exact, shares[phase] > 0
-            self._offsets[phase] = np.cumsum(-(active * excess) - shares[phase] * excess[~active].sum())
-
-    def counts(self, position: int) -> np.ndarray:
-        start, before, pattern = self._round(position)
-        return before + np.bincount(pattern[: position - start], minlength=len(self.samplers))
-
-    def _own(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        sources, own = np.empty_like(positions), np.empty_like(positions)
-        left = np.arange(len(positions))
-        while len(left):
-            start, before, pattern = self._round(int(positions[left[0]]))
-            entries = positions[left] - start
-            inside = (entries >= 0) & (entries < len(pattern))
-            here, entries, left = left[inside], entries[inside], left[~inside]
-            sources[here] = pattern[entries]
-            own[here] = before[sources[here]] + _earlier(pattern)[entries]
-        return sources, own
-
-    def _round(self, position: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return the round that contains a position.
-
-        The result is the first position of the round, the number of earlier positions of each source (S,), and the
-        source of each position of the round (L,).
-        """
-        phase = int(np.searchsorted(self._starts, position, side="right")) - 1
-        start, length = int(self._starts[phase]), int(self._rounds[phase])
-        number = (position - start) // length
-        end = start + (number + 1) * length
-        if phase + 1 < len(self._starts):  # the last round of a phase also has the positions that are left
-            last = int(self._starts[phase + 1])
-            number = min(number, max((last - start) // length - 1, 0))
-            end = start + (number + 1) * length
-            end = last if end + length > last else end
-        before = self._counts(phase, start + number * length)
-        pattern = np.repeat(np.arange(len(before)), self._counts(phase, end) - before)
-        bits = _philox(self._seed, _MIXTURE, 0, phase + 1, number)
-        return start + number * length, before, pattern[_permutation(len(pattern), bits)]
-
-    def _counts(self, phase: int, position: int) -> np.ndarray:
-        """Return the number of positions of each source below the border of a round: (S,) int64."""
-        length = position - self._starts[phase]
-        if length == 0:
-            return self._before[phase]
-        sums = np.floor(length * self._ends[phase] + self._offsets[phase] + 0.5).astype(np.int64)
-        return self._before[phase] + np.diff(sums, prepend=0)
-
-
-def phases(weights: Sequence[Weight]) -> list[tuple[int, list[float]]] | None:
-    """Return the phases of a mixture as (first step, weight of each source), or None if all weights are constant.
+def phases(weights: Sequence[Weight]) -> list[tuple[int, list[float]]]:
+    """Return the phases of a mixture, as (first step, weight of each source). Constant weights form a single phase.
 
     Raises:
         ValueError: the weights of a source do not begin at step 0, or a step is negative.
     """
-    if not any(isinstance(weight, Mapping) for weight in weights):
-        return None
     tables = [dict(weight) if isinstance(weight, Mapping) else {0: weight} for weight in weights]
     if any(0 not in table or min(table) < 0 for table in tables):
         raise ValueError("The weights of a source must begin at step 0, as in {0: 1.0, 10000: 0.2}.")
@@ -555,24 +543,19 @@ def phases(weights: Sequence[Weight]) -> list[tuple[int, list[float]]] | None:
     return [(step, [table[max(one for one in table if one <= step)] for table in tables]) for step in steps]
 
 
-def quotas(weights: Sequence[float]) -> np.ndarray:
-    """Return the number of pattern entries of each source: (S,) int64. Each is at least 1, and the sum is 1,024.
+def quotas(shares: np.ndarray) -> np.ndarray | None:
+    """Return the number of pattern entries of each source: (S,) -> (S,) int64, with the sum 1,024.
 
-    The shares are rounded by the method of largest remainders.
-
-    Raises:
-        ValueError: a weight is not a positive number.
+    The shares are rounded by the method of largest remainders. Return None if this changes a share by more than 1 %.
     """
-    shares = np.asarray(weights, dtype=np.float64)
-    if not (np.isfinite(shares).all() and (shares > 0).all()):
-        raise ValueError(f"Weights must be positive numbers, not {list(weights)}.")
-    shares = shares / shares.sum() * PATTERN
-    parts = np.maximum(np.floor(shares).astype(np.int64), 1)
+    exact = shares * PATTERN
+    parts = np.maximum(np.floor(exact).astype(np.int64), 1)
     while parts.sum() < PATTERN:
-        parts[np.argmax(shares - parts)] += 1
-    while parts.sum() > PATTERN:
-        parts[np.argmin(np.where(parts > 1, shares - parts, np.inf))] -= 1
-    return parts
+        parts[np.argmax(exact - parts)] += 1
+    while parts.sum() > PATTERN and parts.max() > 1:
+        parts[np.argmin(np.where(parts > 1, exact - parts, np.inf))] -= 1
+    is_close = np.abs(parts - exact) <= LARGEST_ROUNDING * exact
+    return parts if is_close.all() and parts.sum() == PATTERN else None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tessera.data.batches import Batches
 from tessera.data.decode import jpeg_decoder
 from tessera.data.given import is_name
 from tessera.data.loader import Reading, training_batches
-from tessera.data.sampler import BatchSampler, batch_ranges
+from tessera.data.sampler import BatchSampler, batch_ranges, phases
 from tessera.data.shards import ShardError, Sources, WeightedShards, describe_remote, open_sources
 from tessera.data.workers import free_cores
 from tessera.pretrain.build import build_method, check_memory
@@ -106,7 +106,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         config, same = continued(config, prepared.sources, newest)
         position = resume.read_train_state(newest)
     counts = [len(source.shards) for source in prepared.sources.lists]
-    settings = config.model_dump(mode="json") | {"shards": prepared.fingerprint, "shard_counts": counts}
+    order = {"shards": prepared.fingerprint, "shard_counts": counts, "mixture": phases(prepared.sources.weights)}
+    settings = config.model_dump(mode="json") | order
     if newest:
         resume.check_fits(newest, settings | same)
     check_memory(config, accelerator, sharded=engine_class.sharded)

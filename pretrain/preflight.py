@@ -18,6 +18,8 @@ from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.collate import Transform, collate
 from tessera.data.crops import MixedCrops
+from tessera.data.loader import mixture_sampler
+from tessera.data.sampler import phases
 from tessera.data.shards import ShardError, Sources, cache_folder, is_on_network
 from tessera.encoders.attention import only_torchs_kernel
 from tessera.encoders.base import IMAGENET, Encoder
@@ -136,6 +138,15 @@ def _cache(config: RunConfig) -> str:
     return f"{text}. It is on a network disk: set TESSERA_CACHE to a local folder" if is_on_network(folder) else text
 
 
+def _shares(config: RunConfig, shards: Sources) -> str:
+    """Return the shares of the images that the sources of a mixture give, for each phase of the mixture."""
+    sampler = mixture_sampler(shards.lists, shards.weights, config.seed, config.stream, config.batch_size)
+    rows = [", ".join(f"{100 * share:.4g} %" for share in row) for row in sampler.shares.tolist()]
+    if len(rows) == 1:
+        return rows[0]
+    return "; ".join(f"{row} from step {step}" for row, (step, _) in zip(rows, phases(shards.weights), strict=True))
+
+
 def print_plan(config: RunConfig, method: Method, run: Plan) -> None:
     """Print the resolved settings of the run, and a table of its length, data and memory use."""
     each = config.batch_size // run.processes // config.accumulate
@@ -161,6 +172,8 @@ def print_plan(config: RunConfig, method: Method, run: Plan) -> None:
         "checkpoint": f"{(state_bytes(method) - 4 * trained) / 1e9:.2f} GB",
         "checkpoints": f"{checkpoints}, of which the newest {config.checkpoint.keep} are kept",
     }
+    if len(run.shards.lists) > 1:
+        rows["shares of the sources"] = _shares(config, run.shards)
     table = Table("quantity", "value", title="this run")
     for quantity, value in rows.items():
         table.add_row(quantity, value)

@@ -17,7 +17,7 @@ from tessera import encoders
 from tessera.data.augment import ColorConfig, colors_for
 from tessera.data.demo import demo_shards
 from tessera.data.loader import mixture_sampler
-from tessera.data.sampler import BatchSampler, batch_ranges
+from tessera.data.sampler import BatchSampler, batch_ranges, phases
 from tessera.data.shards import MOST_LISTED, ShardError, Source, Sources, WeightedShards
 from tessera.data.statistics import count_classes, pixel_statistics
 from tessera.encoders.base import Preprocessing
@@ -262,6 +262,16 @@ def continued(config: RunConfig, sources: Sources, checkpoint: Path) -> tuple[Ru
         raise CheckpointError(
             f"--skip_batches {config.skip_batches} does not fit {checkpoint}, which has used or skipped other batches "
             f"up to step {step}. To skip a batch, continue from a checkpoint before it: move later checkpoints away."
+        )
+    past_weights, weights = saved.get("mixture"), phases(sources.weights)
+    done = batches.batch(step - 1) if step else -1
+    if past_weights and [row for row in past_weights if row[0] <= done] != [
+        [*row] for row in weights if row[0] <= done
+    ]:
+        log.warning(
+            "the order of the samples changes, because the weights of steps that are done changed. The order stays if "
+            "only the weights of later steps change, as in {0: OLD, %d: NEW}.",
+            done + 2,
         )
     saved_stream: dict[str, Any] = saved.get("stream") or {}
     past = [tuple(row) for row in saved_stream.get("growth") or ()]

@@ -48,7 +48,9 @@ TRAINER_BYTES = 2**26
 """Largest size of trainer.json in bytes."""
 LARGEST_COUNT = 2**53
 """Largest number of steps or images in trainer.json. JSON readers represent larger numbers inexactly."""
-NOT_COMPARED = ("resume", "config", "output", "dry_run", "workers", "source.commands", "loader.crops", "shard_counts")
+NOT_COMPARED = (
+    "resume", "config", "output", "dry_run", "workers", "source.commands", "loader.crops", "shard_counts", "mixture",
+)  # fmt: skip
 """Settings that may change between a run and its continuation without a warning."""
 
 
@@ -300,6 +302,11 @@ def _wrong_order(settings: dict[str, Any]) -> str | None:
     growth = stream.get("growth") or [] if isinstance(stream, dict) else None
     if not isinstance(growth, list) or not all(_is_counts(row) and len(row) == 3 for row in growth):
         return "settings.stream"
+    mixture = settings.get("mixture", [])
+    if not isinstance(mixture, list) or not all(
+        isinstance(row, list) and row and _is_counts(row[:1]) for row in mixture
+    ):
+        return "settings.mixture"
     return None if _is_counts(settings.get("shard_counts", [])) else "settings.shard_counts"
 
 

@@ -59,7 +59,7 @@ def run(shards, **settings):
 def test_a_batch_is_what_the_order_says(write_shards):
     counts = [10, 23, 1]
     batches = run(write_shards(counts))
-    order = MixtureSampler([ShuffledSampler(counts, seed=1, streams=4)], [1], seed=1, batch_size=12)
+    order = MixtureSampler([ShuffledSampler(counts, seed=1, streams=4)], [(0, [1])], seed=1, batch_size=12)
     first = np.cumsum([0, *counts])
     for step, batch in enumerate(batches):
         positions = step_positions(step, 12, streams=4)
@@ -277,10 +277,9 @@ def test_settings_of_older_runs_are_dropped(old):
         LoaderConfig.model_validate(dict.fromkeys(old, "elsewhere"))
 
 
-def test_weights_that_shares_cannot_reach_are_named(write_shards, caplog):
+def test_small_weights_are_exact_or_refused(write_shards):
     one, two = write_shards([20, 20])
-    run({one: 1.0, two: 0.0001}, batch_size=4, steps=1)
-    assert "Source 2 of the mixture gives 0.0977 % of the images instead of 0.01 %" in caplog.text
-    caplog.clear()
-    run({one: 0.7, two: 0.3}, batch_size=4, steps=1)
-    assert "of the mixture" not in caplog.text
+    batches = run({one: 1.0, two: 0.0015}, batch_size=16, steps=167)  # 2 / 1,024 would give five or six images
+    assert sum((batch.sources == 1).sum() for batch in batches) == 4
+    with pytest.raises(ValueError, match="Set this weight to 0 or to a larger number"):
+        run({one: 1.0, two: 1e-7}, batch_size=4, steps=1)

@@ -1,6 +1,6 @@
 import time
 import tracemalloc
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ from tessera.data.sampler import (
     BatchSampler,
     GrowingSampler,
     MixtureSampler,
-    ScheduledMixtureSampler,
     ShuffledSampler,
     batch_ranges,
     bounded_buffers,
@@ -54,7 +53,7 @@ def test_order_is_what_it_was():
     _, shards, samples = ShuffledSampler([6, 3], seed=2, streams=2, block=2, buffer=3)(np.arange(9, 18))
     assert shards.tolist() == [1, 0, 1, 0, 1, 0, 0, 0, 0]
     assert samples.tolist() == [0, 3, 1, 2, 2, 0, 5, 1, 4]
-    sources, _, _ = MixtureSampler([ShuffledSampler([9], 0)] * 3, [1, 2, 3], 0)(np.arange(12))
+    sources, _, _ = MixtureSampler([ShuffledSampler([9], 0)] * 3, [(0, [1, 2, 3])], 0)(np.arange(12))
     assert sources.tolist() == [1, 0, 2, 1, 2, 1, 2, 0, 2, 2, 1, 2]
     assert sample_rng(5, 10**12).bit_generator.random_raw(2).tolist() == [4578702850448300773, 14842475959918514088]
 
@@ -138,13 +137,14 @@ def test_batches_of_equally_many_samples_of_each_stream_keep_their_order():
 
 def test_a_mixture_has_whole_epochs_of_its_sources():
     counts = [[30, 50], [700], [20]]
-    mixture = MixtureSampler([ShuffledSampler(c, 9, source=s) for s, c in enumerate(counts)], [0.2, 3, 0.001], seed=9)
-    assert mixture.quotas.tolist() == [64, 959, 1]
+    quota = [64, 959, 1]
+    mixture = MixtureSampler([ShuffledSampler(c, 9, source=s) for s, c in enumerate(counts)], [(0, quota)], seed=9)
+    np.testing.assert_array_equal(mixture.shares[0] * 1024, quota)
     positions = np.arange(20 * 1024)
     sources, shards, samples = mixture(positions)
     for source in range(3):
         drawn = list(zip(shards[sources == source].tolist(), samples[sources == source].tolist(), strict=True))
-        assert len(drawn) == 20 * mixture.quotas[source]
+        assert len(drawn) == 20 * quota[source]
         images = sum(counts[source])
         for epoch in range(len(drawn) // images):
             assert sorted(drawn[epoch * images : (epoch + 1) * images]) == everything(counts[source])
@@ -155,7 +155,7 @@ def test_a_mixture_has_whole_epochs_of_its_sources():
 def test_a_mixture_of_one_source_is_its_order():
     order = ShuffledSampler([100, 37], 4)
     positions = np.arange(400)
-    mixture = MixtureSampler([order], [0.3], 4)
+    mixture = MixtureSampler([order], [(0, [0.3])], 4)
     np.testing.assert_array_equal(np.stack(mixture(positions)[1:]), np.stack(order(positions)[1:]))
     np.testing.assert_array_equal(np.stack(mixture(positions, later=2)[1:]), np.stack(order(positions + 128)[1:]))
 
@@ -166,9 +166,9 @@ def test_a_mixture_of_one_source_is_its_order():
 )
 def test_no_batch_repeats_an_image_where_an_epoch_ends(counts, weights, batch_size):
     orders = [ShuffledSampler(one, 3, streams=8, source=source) for source, one in enumerate(counts)]
-    mixture = MixtureSampler(orders, weights, 3, batch_size)
+    mixture = MixtureSampler(orders, [(0, weights)], 3, batch_size)
     positions = np.arange(40 * 1024 // batch_size * batch_size)
-    found, plain = np.stack(mixture(positions)), np.stack(MixtureSampler(orders, weights, 3)(positions))
+    found, plain = np.stack(mixture(positions)), np.stack(MixtureSampler(orders, [(0, weights)], 3)(positions))
 
     def repeated(samples: np.ndarray) -> list[int]:
         batches = samples.T.reshape(-1, batch_size, 3)
@@ -194,7 +194,7 @@ def test_no_batch_repeats_an_image_if_sources_grow_and_shares_change():
     orders = [GrowingSampler([(0, grown[0]), (3, grown[1])]), ShuffledSampler([300], 3, streams=8, source=1)]
     shares = [(0, [0.7, 0.3]), (1200, [0, 1]), (2400, [0.5, 0.5])]
     positions = np.arange(120 * 60)
-    found, plain = (np.stack(ScheduledMixtureSampler(orders, shares, 3, size)(positions)) for size in (60, 1))
+    found, plain = (np.stack(MixtureSampler(orders, shares, 3, size)(positions)) for size in (60, 1))
     repeated = [sum(len(np.unique(one, axis=0)) < 60 for one in o.T.reshape(-1, 60, 3)) for o in (found, plain)]
     assert repeated[0] == 0 < repeated[1]
     np.testing.assert_array_equal(found[0], plain[0])
@@ -206,7 +206,7 @@ def test_no_batch_repeats_an_image_if_sources_grow_and_shares_change():
 
 @pytest.mark.parametrize(("images", "every"), [(5000, 37), (1100, 256)])  # 1,100 have no room for a later batch
 def test_replacements_are_not_in_the_batch_and_differ(images, every):
-    mixture = MixtureSampler([ShuffledSampler([images], 0)], [1], 0, batch_size=1024)
+    mixture = MixtureSampler([ShuffledSampler([images], 0)], [(0, [1])], 0, batch_size=1024)
     for step in (0, 1, 4):
         positions = np.arange(step * 1024, (step + 1) * 1024)
         batch = set(mixture(positions)[2].tolist())
@@ -217,23 +217,19 @@ def test_replacements_are_not_in_the_batch_and_differ(images, every):
 
 
 def test_replacements_of_a_batch_of_all_images_end():
-    mixture = MixtureSampler([ShuffledSampler([64], 0)], [1], 0, batch_size=64)
+    mixture = MixtureSampler([ShuffledSampler([64], 0)], [(0, [1])], 0, batch_size=64)
     assert len(list(islice(mixture.replacements(5), 3))) == 3
 
 
-@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=30))
-def test_quotas_are_the_weights_rounded(weights):
-    parts = quotas(weights)
+@given(st.lists(st.floats(1e-3, 1), min_size=1, max_size=30))
+def test_quotas_are_the_shares_rounded(weights):
     exact = 1024 * np.array(weights) / sum(weights)
-    assert parts.sum() == 1024
-    assert parts.min() >= 1
-    assert (np.abs(parts - exact)[exact >= 1] <= max(1, (exact < 1).sum())).all()
-
-
-@pytest.mark.parametrize("weights", [[0.0, 1.0], [-1.0, 1.0], [float("nan"), 1.0]])
-def test_weights_must_be_positive(weights):
-    with pytest.raises(ValueError, match="positive"):
-        quotas(weights)
+    parts = quotas(exact / 1024)
+    if parts is None:  # it must then be impossible to give every source a whole number of entries near its share
+        assert (np.abs(np.round(exact) - exact) > 0.01 * exact).any() or np.round(exact).sum() != 1024
+    else:
+        assert parts.sum() == 1024
+        assert (np.abs(parts - exact) <= np.minimum(1, 0.01 * exact)).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -247,16 +243,19 @@ def test_weights_of_steps_give_exact_counts_and_whole_epochs(rows, lengths):
     starts = np.cumsum([0, *lengths])[: len(rows)]
     counts = [[30, 50], [90], [7]]
     samplers = [ShuffledSampler(one, 9, source=source) for source, one in enumerate(counts)]
-    mixture = ScheduledMixtureSampler(samplers, list(zip(starts.tolist(), rows, strict=True)), seed=9)
+    mixture = MixtureSampler(samplers, list(zip(starts.tolist(), rows, strict=True)), seed=9)
     positions = np.arange(starts[-1] + 3 * 1024)
     sources, shards, samples = mixture(positions)
-    # the naive sum of the shares, position for position
     share = np.array([np.array(row) / sum(row) for row in rows])[np.searchsorted(starts, positions, side="right") - 1]
-    exact = np.cumsum(share, axis=0)
-    had = np.cumsum(sources[:, None] == np.arange(3), axis=0)
-    borders = [start - 1 for start in starts[1:]]
-    assert np.abs(had - exact)[borders].max(initial=0) <= (2 if (share == 0).any() else 1 + 1e-6)
-    assert np.abs(had - exact).max() < 40  # within a shuffled round
+    for phase, (start, stop) in enumerate(pairwise([*starts.tolist(), len(positions)])):
+        # the naive sum of the shares, position for position
+        exact, had = np.cumsum(share[start:stop], 0), np.cumsum(sources[start:stop, None] == np.arange(3), 0)
+        smallest = share[start][share[start] > 0].min()
+        length = max(int(np.ceil(4 / smallest)), 64)
+        if phase == 0 and quotas(share[0]) is not None:
+            length, exact = 1024, exact + np.arange(1, stop + 1)[:, None] * (mixture.shares[0] - share[0])
+        assert np.abs(had - exact)[length - 1 :: length].max(initial=0) <= 1 + 1e-6
+        assert np.abs(had - exact).max() < 70  # within a shuffled round
     assert not (share == 0)[np.arange(len(sources)), sources].any()
     for source in range(3):
         drawn = list(zip(shards[sources == source].tolist(), samples[sources == source].tolist(), strict=True))
@@ -269,17 +268,8 @@ def test_weights_of_steps_give_exact_counts_and_whole_epochs(rows, lengths):
         np.testing.assert_array_equal(mixture.counts(position), np.bincount(sources[:position], minlength=3))
 
 
-def test_later_phases_do_not_change_earlier_steps():
-    samplers = [ShuffledSampler([50], 9, source=source) for source in range(2)]
-    one = ScheduledMixtureSampler(samplers, [(0, [1, 3])], seed=1)
-    two = ScheduledMixtureSampler(samplers, [(0, [1, 3]), (4096, [0, 1])], seed=1)
-    positions = np.arange(4096)
-    np.testing.assert_array_equal(np.stack(one(positions)), np.stack(two(positions)))
-    assert (two(np.arange(4096, 6000))[0] == 1).all()
-
-
 def test_phases_are_the_steps_at_which_a_weight_changes():
-    assert phases([0.5, 2]) is None
+    assert phases([0.5, 2]) == [(0, [0.5, 2])]
     assert phases([0.5, {0: 1.0, 10: 0.25}, {0: 0, 20: 1}]) == [
         (0, [0.5, 1.0, 0]),
         (10, [0.5, 0.25, 0]),
@@ -289,6 +279,21 @@ def test_phases_are_the_steps_at_which_a_weight_changes():
         phases([1.0, {5: 1.0}])
 
 
+@pytest.mark.parametrize("first", [[0.7, 0.3], [0.99991, 0.00009], [0.06, 1]])
+def test_later_phases_leave_the_order_and_the_exchanges_of_earlier_steps(first):
+    orders = [ShuffledSampler([200 + 90 * source], 3, streams=8, source=source) for source in range(2)]
+    begun = np.stack(MixtureSampler(orders, [(0, first)], 3, 60)(np.arange(4980)))
+    for start in (60, 1200, 4980):
+        for rows in ([[0, 1]], [[1, 0], [0.2, 0.9]]):
+            table = [(0, first), *((start + 600 * number, row) for number, row in enumerate(rows))]
+            changed = np.stack(MixtureSampler(orders, table, 3, 60)(np.arange(start + 2400)))
+            np.testing.assert_array_equal(changed[:, :start], begun[:, :start])
+            for source in range(2):  # the epochs of a source continue over the change
+                own = changed[1:, changed[0] == source].T
+                for part in np.split(own, np.arange(200 + 90 * source, len(own), 200 + 90 * source))[:-1]:
+                    assert len(np.unique(part, axis=0)) == len(part)
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -296,14 +301,14 @@ def test_phases_are_the_steps_at_which_a_weight_changes():
         ([[1, 0]], "always has the weight 0"),
         ([[1, 1], [0, 0]], "negative or not finite"),
         ([[1, float("nan")]], "not finite"),
-        ([[1, 0.001], [1, 1]], "fewer than four"),
+        ([[1], [1]], "one weight per source"),
         ([[1, 1e-9]], "fewer than four"),
     ],
 )
 def test_weights_of_steps_that_cannot_be_used(rows, message):
     samplers = [ShuffledSampler([50], 9, source=source) for source in range(2)]
     with pytest.raises(ValueError, match=message):
-        ScheduledMixtureSampler(samplers, [(64 * number, row) for number, row in enumerate(rows)], seed=1)
+        MixtureSampler(samplers, [(64 * number, row) for number, row in enumerate(rows)], seed=1)
 
 
 def test_a_growing_list_keeps_the_order_of_earlier_epochs():

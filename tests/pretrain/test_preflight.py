@@ -135,6 +135,14 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     print_plan(config, method, Plan(open_sources(str(tmp_path / "*.tar")), 50, 2, 3))
     said = re.sub(r"[ │┃\n]+", " ", capsys.readouterr().out)
     assert "It is on a network disk: set TESSERA_CACHE to a local folder" in said
+    shards = [str(tmp_path / "a.tar"), str(tmp_path / "b.tar")]
+    for weights, shares in (
+        ([2, 1], "66.7 %, 33.3 %"),  # multiples of 1 / 1,024
+        ([0.9999, 0.0001], "99.99 %, 0.01 %"),
+        ([{0: 1, 4: 1}, {0: 0, 4: 3}], "100 %, 0 % from step 0; 25 %, 75 % from step 4"),
+    ):
+        print_plan(config, method, Plan(open_sources(dict(zip(shards, weights, strict=True))), 50, 2, 3))
+        assert f"shares of the sources {shares} " in re.sub(r"[ │┃\n]+", " ", capsys.readouterr().out)
 
 
 def broken() -> None:

@@ -112,3 +112,37 @@ def test_shards_that_are_added_join_with_the_next_epoch_and_the_run_can_be_repea
     assert main(["--resume", str(refused), "--data", old, new, other]) == 0
     assert "Source 0 has 3 shards instead of 2" in caplog.text
     assert yaml.safe_load((refused / "config.yaml").read_text())["stream"]["growth"] == [[0, 1, 1], [0, 2, 2]]
+
+
+def test_new_weights_an_added_shard_and_skipped_batches_at_a_resume_are_those_of_one_process_without_a_stop(
+    launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    first, second, new = shards(tmp_path, [60, 90, 40])
+    glob = tmp_path / "first" / "*.tar"  # a source to which a shard is added
+    glob.parent.mkdir()
+    Path(first).rename(glob.parent / "part-0.tar")
+    begun = tmp_path / "begun"
+    assert main(digits(begun, f'{{"{glob}": 0.7, "{second}": 0.3}}')) == 0
+    Path(new).rename(glob.parent / "part-1.tar")
+    changed = f'{{"{glob}": {{"0": 0.7, "7": 0.2}}, "{second}": {{"0": 0.3, "7": 0.8}}}}'
+    order = ["--skip_batches", "5,9-10"]
+
+    run = interrupted_copy(begun, "run")
+    launch(["--resume", str(run), "--data", changed, *order, "--workers", "2"], processes=2).wait()
+    growth = yaml.safe_load((run / "config.yaml").read_text())["stream"]["growth"]
+    assert growth == [[0, 1, 2]]
+    whole = tmp_path / "whole"
+    assert main([*digits(whole, changed), *order, "--stream.growth", "[[0,1,2]]"]) == 0
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-4)
+    assert [losses(begun)[step] == losses(whole)[step] for step in (4, 5)] == [True, False]
+    alone = interrupted_copy(begun, "alone")
+    assert main(["--resume", str(alone), "--data", changed, *order]) == 0
+    after = [[record for record in timeless(one) if record["step"] > 4] for one in (alone, whole)]
+    assert after[0] == after[1]
+    assert losses(alone) == losses(whole)
+    assert same_encoder(alone, whole)
+    assert "the order of the samples changes" not in caplog.text
+    earlier = f'{{"{glob}": {{"0": 0.7, "2": 0.2}}, "{second}": 0.3}}'
+    assert main(["--resume", str(interrupted_copy(begun, "earlier")), "--data", earlier, *order]) == 0
+    assert "The order stays if only the weights of later steps change, as in {0: OLD, 5: NEW}" in caplog.text
