@@ -147,3 +147,12 @@ def test_cores_are_bounded_by_the_quota_of_a_container(
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     assert machine.cores() == expected
+
+
+def test_the_size_of_kernel_caches_is_that_of_the_user_if_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "1")
+    monkeypatch.delenv("LRU_CACHE_CAPACITY")
+    machine.limit_kernel_caches()
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "7"
+    assert os.environ["LRU_CACHE_CAPACITY"] == "256"
