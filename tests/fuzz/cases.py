@@ -31,13 +31,17 @@ def seeds(count: int) -> range:
     return range(1000, 1000 + count * int(os.environ.get("FUZZ_ROUNDS", "1")))
 
 
-def run(case: Callable[..., None], cases: int, seed: int) -> None:
-    """Run generated cases of a test made by `hypothesis.given`, which prints the smallest case that fails."""
+def run(case: Callable[..., None], cases: int, seed: int, shrink: bool = True) -> None:
+    """Run generated cases of a test made by `hypothesis.given`, which prints the smallest case that fails.
+
+    With `shrink=False`, the first failure ends the run, and no smaller case is searched for.
+    """
     chosen = hypothesis.settings(
         max_examples=cases,
         deadline=None,
         database=None,
-        phases=[Phase.generate, Phase.shrink],
+        phases=[Phase.generate, *([Phase.shrink] if shrink else [])],
+        report_multiple_bugs=shrink,
         suppress_health_check=list(HealthCheck),
     )
     hypothesis.seed(seed)(chosen(case))()

@@ -36,12 +36,12 @@ from tessera.pretrain.resolve import resolve
 from tessera.runtime.user_error import UserError
 from tests.evaluation.reporting.made import add_result, make_run, record
 from tests.fuzz.cases import MOST_BYTES, bounded, damage, damaged, limited_addresses, run, seeds, status
-from tests.pretrain.small import make, saver
+from tests.pretrain.small import make, saver, walk
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 3
 
-large = [10**9, 2**31, 2**53, 2**63 - 1, 2**70, -(2**70), 1e300]
+large = [10**9, 2**31, 2**53, 2**63 - 1, 2**70, -(2**70), 10**400, 1e300]
 numbers = st.sampled_from([0, -1, 1, 2, 3, 16, 0.5, -0.0, 1e-30, float("nan"), float("inf"), float("-inf"), *large])
 special = st.sampled_from([None, True, False, "", "auto", "nan", "1e9", "\0"])
 names = st.sampled_from(["variant", "dim", "depth", "heads", "vit_micro", "../x", "a" * 300, "\x1b[31m\nx"])
@@ -50,19 +50,21 @@ values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=4), max_leaves=8
 )
 kinds_of_change = st.sampled_from(["set", "delete", "rename", "add"])
-changes = st.lists(st.tuples(st.integers(0, 10**6), kinds_of_change, values), max_size=3)
+ways = st.lists(st.integers(0, 10**6), min_size=1, max_size=4)
+"""Ways to a value in nested lists and dictionaries: one number for each level."""
+changes = st.lists(st.tuples(ways, kinds_of_change, values), max_size=3)
 some_damage = st.lists(damage, max_size=3)
 refused = contextlib.suppress(UserError)
 
 
-def changed(value: Any, edits: list[tuple[int, str, Any]]) -> Any:
+def changed(value: Any, edits: list[tuple[list[int], str, Any]]) -> Any:
     """Return a copy of nested lists and dictionaries in which some values are replaced, removed, renamed or added."""
     value = json.loads(json.dumps(value))
-    for place, kind, new in edits:
-        spots = list(_spots(value))
-        if not spots:
+    for way, kind, new in edits:
+        spot = _spot(value, way)
+        if spot is None:
             return new
-        holder, key = spots[place % len(spots)]
+        holder, key = spot
         if kind == "delete":
             del holder[key]
         elif kind == "rename" and isinstance(holder, dict):
@@ -74,11 +76,15 @@ def changed(value: Any, edits: list[tuple[int, str, Any]]) -> Any:
     return value
 
 
-def _spots(value: Any) -> list[tuple[Any, Any]]:
-    """Return each list and dictionary in a value, with each of its keys."""
-    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    own = [(value, key) for key in keys]
-    return own + [spot for _, key in own for spot in _spots(value[key])]
+def _spot(value: Any, way: list[int]) -> tuple[Any, Any] | None:
+    """Return the list or dictionary to which a way leads, and the key in it; None if `value` is neither or empty."""
+    spot = None
+    for number in way:
+        if not isinstance(value, list | dict) or not value:
+            break
+        key = sorted(value)[number % len(value)] if isinstance(value, dict) else number % len(value)
+        spot, value = (value, key), value[key]
+    return spot
 
 
 def settings_files(folder: Path) -> Callable[..., None]:
@@ -130,12 +136,17 @@ def weight_files(folder: Path) -> Callable[..., None]:
     torch.save(encoder.state_dict(), folder / "old.pth", _use_new_zipfile_serialization=False)
     valid["old.pth"] = (folder / "old.pth").read_bytes()
 
-    @given(st.sampled_from(sorted(valid)), some_damage, st.floats(0, 0.05))
+    @given(st.sampled_from(sorted(valid)), some_damage, st.floats(-0.05, 0.05), st.none() | values)
     @bounded
-    def case(kind: str, bytes_: list, head: float) -> None:
+    def case(kind: str, bytes_: list, part: float, other: Any) -> None:
         path = folder / f"damaged.{kind}"
-        # the first bytes hold the structure, and the others numbers
-        path.write_bytes(damaged(valid[kind], [(how, where * head, what) for how, where, what in bytes_]))
+        # the first and the last bytes hold the structure, and the others numbers
+        places = [(how, where * part if part >= 0 else 1 + where * part, what) for how, where, what in bytes_]
+        content = valid[kind]
+        if other is not None and kind != "safetensors":  # a file of something else than weights
+            torch.save(other, path)
+            content = path.read_bytes()
+        path.write_bytes(damaged(content, places))
         with refused:
             read(path)
         with refused:
@@ -181,6 +192,35 @@ def checkpoints(folder: Path) -> Callable[..., None]:
     return case
 
 
+def train_states(folder: Path) -> Callable[..., None]:
+    """Return a test case for trainer.json files with wrong values, which are restored, trained on and evaluated."""
+    accelerator, engine = make()
+    found = {"history": [[0, 0.1]], "linear": [[0, 0.1]], "pixels": 0.2, "newest": {"step": 0, "knn_top1": 0.1}}
+    alarm = {"in_a_row": {"rank": 1}, "largest_rank": 1.0, "rung": ["rank"]}
+    state = resume.TrainState(STEPS, 12, alarm=alarm, scores=found, unscored={"loss": 1.0})
+    saver(folder / "run", accelerator, engine).save(state, engine.method.trained_encoder())
+    (step,) = (folder / "run" / "checkpoints").glob("step-*")
+    content = (step / "trainer.json").read_text()
+    others = manifest.describe([path for path in step.iterdir() if path.name not in (manifest.NAME, "trainer.json")])
+    places = st.sampled_from([(), (), ("position",), ("position", "scores"), ("position", "alarm"), ("settings",)])
+
+    @given(places, st.lists(st.tuples(ways, kinds_of_change, values), min_size=1, max_size=2))
+    @bounded
+    def case(place: tuple[str, ...], edits: list) -> None:
+        trainer = holder = {"all": json.loads(content)}
+        for name in (within := ("all", *place))[:-1]:
+            holder = holder[name]
+        holder[within[-1]] = changed(holder[within[-1]], edits)
+        (step / "trainer.json").write_text(json.dumps(trainer["all"]))
+        manifest.write(step, others | manifest.describe([step / "trainer.json"]))
+        with refused:
+            state = resume.restore(step, accelerator, engine)
+            walk(engine)
+            go_on(state)
+
+    return case
+
+
 def go_on(state: resume.TrainState) -> None:
     """Use a restored train state as the next evaluation does."""
     scores = verdict.Scores(state.scores)
@@ -191,44 +231,64 @@ def go_on(state: resume.TrainState) -> None:
     assert verdict.line(scores, 20, 100, outcome, ["advice"])
 
 
-def records_of_runs(folder: Path) -> Callable[..., None]:
-    """Return a test case for damaged records of a run, which `tessera report` and a resumed run read."""
+def reports(folder: Path) -> Callable[..., None]:
+    """Return a test case for damaged records of a run, which `tessera report` reads."""
     lines = [record(step, 1.0 / step, knn_top1=0.1 * step) for step in (1, 2, 3)]
     good = make_run(folder / "good", lines)
     other = make_run(folder / "other", lines, method="mae")
     add_result(good, "knn.json", protocol="20-NN", data="val", top1=0.5, step=3, time="2026-11-22T10:00:00+00:00")
-    (good / "skipped.jsonl").write_text('{"step": 2, "reason": "loss nan", "samples": ["a"]}\n')
-    (good / "metrics.csv").write_text("step,loss\n1,1.0\n2,0.5\n3,\n")
-    names = ["config.yaml", "metrics.jsonl", "metrics.csv", "machine.jsonl", "skipped.jsonl", "evaluation/knn.json"]
+    names = ["config.yaml", "metrics.jsonl", "metrics.jsonl", "machine.jsonl", "evaluation/knn.json"]
     copy = folder / "copy"
+    edit = st.tuples(ways, kinds_of_change, st.sampled_from([10**400, 1e308, float("nan"), -1]) | values)
+    draws = st.sampled_from([True, *[False] * 7])  # charts take most of the time
 
-    @given(st.sampled_from(names), changes, some_damage)
+    @given(st.sampled_from(names), st.lists(edit, max_size=3), some_damage | st.just([]), draws)
     @bounded
-    def case(name: str, edits: list, bytes_: list) -> None:
+    def case(name: str, edits: list, bytes_: list, draw: bool) -> None:
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(good, copy)
         text = (copy / name).read_text()
         if name.endswith("jsonl"):
-            text = "".join(
-                json.dumps(one) + "\n" for one in changed([*map(json.loads, text.splitlines())], edits) or []
-            )
+            text = changed_lines(text, edits)
         elif name.endswith("json"):
             text = json.dumps(changed(json.loads(text), edits))
-        elif name.endswith("yaml"):
+        else:
             text = yaml.safe_dump(changed(yaml.safe_load(text), edits))
         (copy / name).write_bytes(damaged(text.encode(errors="replace"), bytes_))
         runs, _ = read_runs([copy, other])
         table = make_table(runs)
         assert "other" in to_csv(table)
         assert "other" in to_markdown(table)
-        assert "other" in render("title", table, [], *run_pictures(runs))
-        for path in (copy / "metrics.jsonl", copy / "skipped.jsonl"):
-            keep_lines(path, 2)
-        CSV(copy, 2, {}).write(3, {"loss": 1.0})
-        with (copy / "metrics.csv").open(newline="") as file:
+        if draw:
+            assert "other" in render("title", table, [], *run_pictures(runs))
+
+    return case
+
+
+def logs(folder: Path) -> Callable[..., None]:
+    """Return a test case for damaged logs, to which a resumed run appends."""
+    rows = [{"step": step, "loss": 1.0 / step, "reason": "nan", "samples": ["a"]} for step in (1, 2, 3)]
+    good = {"metrics.jsonl": "".join(f"{json.dumps(row)}\n" for row in rows), "metrics.csv": "step,loss\n1,1.0\n2,\n"}
+
+    @given(changes, some_damage)
+    @bounded
+    def case(edits: list, bytes_: list) -> None:
+        texts = good | {"metrics.jsonl": changed_lines(good["metrics.jsonl"], edits)}
+        for name, text in texts.items():
+            (folder / name).write_bytes(damaged(text.encode(errors="replace"), bytes_))
+        keep_lines(folder / "metrics.jsonl", 2)
+        assert all(json.loads(line)["step"] <= 2 for line in (folder / "metrics.jsonl").read_bytes().splitlines())
+        CSV(folder, 2, {}).write(3, {"loss": 1.0})
+        with (folder / "metrics.csv").open(newline="") as file:
             assert [row["step"] for row in csv.DictReader(file)][-1] == "3"
 
     return case
+
+
+def changed_lines(text: str, edits: list) -> str:
+    """Return a copy of a JSON lines file with changed values."""
+    lines = changed([*map(json.loads, text.splitlines())], edits)
+    return "".join(f"{json.dumps(line)}\n" for line in (lines if isinstance(lines, list) else [lines]))
 
 
 def pickles(folder: Path) -> Callable[..., None]:
@@ -258,9 +318,11 @@ def pickles(folder: Path) -> Callable[..., None]:
 KINDS = [
     (settings_files, 200),
     (descriptions, 300),
-    (weight_files, 300),
+    (weight_files, 500),
     (checkpoints, 100),
-    (records_of_runs, 60),
+    (train_states, 400),
+    (reports, 200),
+    (logs, 200),
     (pickles, 100),
 ]
 

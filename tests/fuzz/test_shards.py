@@ -29,12 +29,16 @@ PIXELS = [decode(content) for _, content in CORPUS]
 FIELDS = {"name": (0, 100), "mode": (100, 8), "size": (124, 12), "type": (156, 1), "link": (157, 100)}
 """Offset and size in bytes of some fields of a tar header."""
 
-sizes = st.sampled_from([b"77777777777", b"\x80" + b"\xff" * 11, b"00000000000", b"00000001000"])
+sizes = st.sampled_from(
+    [b"77777777777", b"\x80" + b"\xff" * 11, b"\xff" * 10 + b"\xfe\0", b"00000000000", b"00000001000"]
+)
+extreme = st.sampled_from([2**15, 2**31, 2**62, 2**63 - 1, -(2**63)])
 types = st.sampled_from([b"x", b"g", b"L", b"K", b"S", b"2", b"5", b"3"])  # extended headers, sparse files, links, ...
 names = st.sampled_from([b"../../a.jpg\0", b"/a.png\0", b"\0", b"sample0.jpg\0"])
 header = st.one_of(
     st.tuples(st.integers(0, 9), st.sampled_from(sorted(FIELDS)), st.binary(min_size=1, max_size=12)),
     st.tuples(st.integers(0, 9), st.just("size"), sizes),
+    st.tuples(st.integers(0, 9), st.just("size"), st.just(b"\xff" * 12)),  # -1
     st.tuples(st.integers(0, 9), st.just("type"), types),
     st.tuples(st.integers(0, 9), st.just("name"), names),
 )
@@ -100,13 +104,21 @@ def tars(folder: Path) -> Callable[..., None]:
         st.lists(st.integers(0, len(CORPUS) - 1), min_size=1, max_size=5),
         st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
         st.lists(header, max_size=2),
-        st.lists(damage, max_size=2),
+        st.just([]) | st.lists(damage, max_size=2),
+        st.none() | st.integers(-600, 600),
+        st.booleans(),
         st.booleans(),
     )
     @bounded
-    def case(kinds: list[int], format: int, lies: list, changes: list, long: bool) -> None:
-        files = [(("l" * 120 if long else "") + name, content) for name, content in members(kinds)]
-        raw = damaged(with_false_headers(tar(files, format), lies), changes)
+    def case(
+        kinds: list[int], format: int, lies: list, changes: list, end: int | None, empty: bool, long: bool
+    ) -> None:
+        files = [*members(kinds), *([("empty.jpg", b"")] if empty else [])]
+        files = [(("l" * 120 if long else "") + name, content) for name, content in files]
+        raw = with_false_headers(tar(files, format), lies)
+        if end is not None:  # cut off near the end of the last member
+            raw = raw[: raw.rindex(files[-1][1]) + len(files[-1][1]) + end]
+        raw = damaged(raw, changes)
         path = folder / "tar.tar"
         path.write_bytes(raw)
         if not raw:
@@ -119,13 +131,16 @@ def tars(folder: Path) -> Callable[..., None]:
         if opened is None:
             assert str(path) in refusal, "the message does not name the shard"
             return
+        for offset, size in scan_tar(str(path), "tar.tar").images.tolist():
+            assert offset >= 512, "an image before the first header"
+            assert 0 <= size <= len(raw) - offset, "an image outside of the tar"
         for number in range(opened.images):
             try:
                 decode(opened.image(number), max_pixels=MOST_PIXELS)
             except (ImageError, ShardError):
                 continue
-        if not lies and not changes:
-            assert opened.images == len(kinds)
+        if not lies and not changes and end is None:
+            assert opened.images == len(files)
 
     return case
 
@@ -134,32 +149,42 @@ def indices(folder: Path) -> Callable[..., None]:
     """Return a test case for damaged index files."""
     path = folder / "good.tar"
     path.write_bytes(tar(members([0, 5, 8])))
-    buffer = io.BytesIO()
-    np.savez(buffer, **scan_tar(str(path), "good.tar")._asdict())
-    table = buffer.getvalue()
+    arrays = scan_tar(str(path), "good.tar")._asdict()
+    which = st.just("images") | st.sampled_from(sorted(arrays))
+    places = st.tuples(which, st.integers(0, 9), st.integers(-600, 600) | extreme)
     entry = ShardEntry(url="good.tar", nsamples=3, filesize=path.stat().st_size, labelled=0)
     listing = FolderIndex(shardlist=[entry]).model_dump_json(by_alias=True).encode()
 
-    @given(st.booleans(), st.lists(damage, max_size=3))
+    @given(st.booleans(), st.lists(damage, max_size=3), st.lists(places, max_size=1))
     @bounded
-    def case(folder_index: bool, changes: list) -> None:
+    def case(folder_index: bool, changes: list, edits: list[tuple[str, int, int]]) -> None:
         try:
             if folder_index:
                 parse_folder(damaged(listing, changes), "index.json")
-            else:
-                parse_table(damaged(table, changes), "good.tar.index")
+                return
+            edited = {name: array.copy() for name, array in arrays.items()}
+            for name, place, number in edits:  # a valid file of numbers that contradict each other
+                if edited[name].size:
+                    flat = edited[name].reshape(-1)
+                    flat[place % len(flat)] += np.int64(number).astype(flat.dtype)
+            buffer = io.BytesIO()
+            np.savez(buffer, **edited)
+            table = parse_table(damaged(buffer.getvalue(), [] if edits else changes), "good.tar.index")
         except ShardError:
-            refused = True
-        else:
-            refused = False
-        assert changes or not refused, "a good index was refused"
+            assert changes or edits, "a good index was refused"
+            return
+        for offset, size in table.images.tolist():
+            assert 512 <= offset <= offset + size <= table.summary[2], "an image outside of the shard"
 
     return case
 
 
+KINDS = [(images, 400), (tars, 300), (indices, 400)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(2))
-@pytest.mark.parametrize(("kind", "cases"), [(images, 400), (tars, 300), (indices, 100)])
+@pytest.mark.parametrize(("kind", "cases"), KINDS)
 def test_damage_is_named_and_good_images_are_read(
     kind: Callable[[Path], Callable[..., None]], cases: int, seed: int, tmp_path: Path
 ) -> None:
