@@ -235,17 +235,20 @@ def _check_file(path: Path) -> None:
         raise WeightsError(f"There is no file {path}. Give the path of a weight file, or timm:NAME.")
     if not stat.S_ISREG(path.stat().st_mode):
         raise WeightsError(f"{path} is not a file. Give the path of a weight file.")
-    if path.suffix != ".safetensors" and zipfile.is_zipfile(path):
-        try:
-            with zipfile.ZipFile(path) as archive:
-                size = sum(entry.file_size for entry in archive.infolist())
-        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-            raise WeightsError(f"{path} is a damaged archive: {error}. Copy the file again.") from error
-        if size > path.stat().st_size:
-            raise WeightsError(
-                f"{path} is a compressed archive, which could expand to {size} bytes. Save the weights with "
-                "torch.save, which does not compress."
-            )
+    if path.suffix == ".safetensors":
+        return
+    try:
+        if not zipfile.is_zipfile(path):  # raises BadZipFile for some damaged archives
+            return
+        with zipfile.ZipFile(path) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise WeightsError(f"{path} is a damaged archive: {error}. Copy the file again.") from error
+    if size > path.stat().st_size:
+        raise WeightsError(
+            f"{path} is a compressed archive, which could expand to {size} bytes. Save the weights with "
+            "torch.save, which does not compress."
+        )
 
 
 def unwrap(checkpoint: Any, source: Source, report: Report) -> State:

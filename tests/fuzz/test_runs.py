@@ -318,7 +318,7 @@ def pickles(folder: Path) -> Callable[..., None]:
 KINDS = [
     (settings_files, 200),
     (descriptions, 300),
-    (weight_files, 500),
+    (weight_files, 800),
     (checkpoints, 100),
     (train_states, 400),
     (reports, 200),

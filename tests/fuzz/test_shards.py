@@ -38,7 +38,7 @@ names = st.sampled_from([b"../../a.jpg\0", b"/a.png\0", b"\0", b"sample0.jpg\0"]
 header = st.one_of(
     st.tuples(st.integers(0, 9), st.sampled_from(sorted(FIELDS)), st.binary(min_size=1, max_size=12)),
     st.tuples(st.integers(0, 9), st.just("size"), sizes),
-    st.tuples(st.integers(0, 9), st.just("size"), st.just(b"\xff" * 12)),  # -1
+    st.tuples(st.integers(-1, 0), st.just("size"), st.just(b"\xff" * 12)),  # -1, in the last or the first header
     st.tuples(st.integers(0, 9), st.just("type"), types),
     st.tuples(st.integers(0, 9), st.just("name"), names),
 )
@@ -179,7 +179,7 @@ def indices(folder: Path) -> Callable[..., None]:
     return case
 
 
-KINDS = [(images, 400), (tars, 300), (indices, 400)]
+KINDS = [(images, 400), (tars, 1000), (indices, 1000)]
 
 
 @pytest.mark.slow
