@@ -151,7 +151,8 @@ def indices(folder: Path) -> Callable[..., None]:
     path.write_bytes(tar(members([0, 5, 8])))
     arrays = scan_tar(str(path), "good.tar")._asdict()
     which = st.just("images") | st.sampled_from(sorted(arrays))
-    places = st.tuples(which, st.integers(0, 9), st.integers(-600, 600) | extreme)
+    numbers = st.integers(-600, 600) | st.sampled_from([2**14, 2**15, 2**17]) | extreme
+    places = st.tuples(which, st.integers(0, 9), numbers)
     entry = ShardEntry(url="good.tar", nsamples=3, filesize=path.stat().st_size, labelled=0)
     listing = FolderIndex(shardlist=[entry]).model_dump_json(by_alias=True).encode()
 
