@@ -84,7 +84,7 @@ def export(
         else:
             exported = {"onnx": to_onnx, "torch": to_torch}[form](encoder, file, dynamic_size)
         certificate = certify(encoder, exported, file, form, tolerance)
-        certificate["use"] = exported.use.replace(folder, str(output.parent))
+        certificate["use"] = exported.use.replace(str(Path(folder)), str(output.parent))
         for written in Path(folder).iterdir():
             os.replace(written, output.with_name(written.name))
     with atomic_write(output.with_suffix(".certificate.json")) as temporary:
