@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,12 @@ from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError
 from tessera.data.shared_memory import BufferRing, SharedBatch
 from tessera.data.workers import POLL, WorkerStates, receive, start_worker
+from tessera.runtime.machine import memory
 
 AHEAD = 2
-"""Number of batches that each worker prepares in advance."""
+"""Number of batches that each worker prepares in advance, if their buffers fit in `BUFFERED` of the memory."""
+BUFFERED = 0.25
+"""Largest share of the machine's memory for the buffers of the loaders of all processes."""
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +49,14 @@ class Batches:
     ) -> None:
         self.total, self.dataset, self.batches, self.collator = total, dataset, batches, collator
         self._workers = min(workers, len(batches))
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        fits = processes * self._workers * (AHEAD + 1) * collator.size <= BUFFERED * memory()
+        self._ahead = AHEAD if fits else 1
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Size in bytes of the shared memory in which the workers of this process prepare batches."""
+        return self._workers * (self._ahead + 1) * self.collator.size
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -76,7 +88,7 @@ class Batches:
         if not self._workers:
             return None
         try:
-            return BufferRing(self._workers, AHEAD + 1, self.collator.size)
+            return BufferRing(self._workers, self._ahead + 1, self.collator.size)
         except OSError as error:
             log.warning(
                 "The system refuses shared memory for loader workers (%s). Batches will be sent more slowly.",
@@ -93,7 +105,7 @@ class Batches:
             batch_sampler=self.batches,  # pyright: ignore[reportArgumentType] - torch expects lists
             collate_fn=_SharedCollator(self.collator, self._ring(), states),
             num_workers=workers,
-            prefetch_factor=AHEAD if workers else None,
+            prefetch_factor=self._ahead if workers else None,
             # Workers must be children of this process, and must set signal handlers before they start threads. Only the
             # start method `fork` guarantees both.
             multiprocessing_context="fork" if workers else None,

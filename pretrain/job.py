@@ -121,7 +121,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     batches = loader(config, method, prepared.sources, position.step, accelerator)
     if config.dry_run:
         if accelerator.is_main_process:
-            own = Plan(prepared.sources, images, accelerator.num_processes, workers(config, accelerator))
+            processes, each = accelerator.num_processes, workers(config, accelerator)
+            own = Plan(prepared.sources, images, processes, each, batches.buffered_bytes)
             print_plan(config, method, own)
         return
     accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder

@@ -43,6 +43,8 @@ class Plan:
     processes: int
     workers: int
     """Number of loader workers per process."""
+    buffered_bytes: int
+    """Size of the shared memory of the loader workers of a process."""
 
 
 def dry_forward(method: Method) -> None:
@@ -167,6 +169,7 @@ def print_plan(config: RunConfig, method: Method, run: Plan) -> None:
         "images per forward pass of a process": f"{each}",
         "memory per process: weights, gradients, optimizer": f"{state_bytes(method) / 1e9:.2f} GB",
         "memory per process: activations (estimate)": f"{activations / 1e9:.2f} GB",
+        "shared memory per process: batches of the workers": decimal(run.buffered_bytes),
         "memory of this machine": decimal(memory()),
         "cache": _cache(config),
         "checkpoint": f"{(state_bytes(method) - 4 * trained) / 1e9:.2f} GB",

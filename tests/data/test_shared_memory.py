@@ -133,6 +133,18 @@ def test_workers_leave_pixels_in_the_buffers(pictures, monkeypatch):
     assert set(opened) <= set(range(6))
 
 
+def test_the_buffers_take_at_most_a_quarter_of_the_memory(pictures, monkeypatch):
+    three = batches(pictures, 2)
+    size = three.collator.size
+    assert three.buffered_bytes == 2 * 3 * size
+    monkeypatch.setattr("tessera.data.batches.memory", lambda: 4 * 2 * 3 * size)
+    assert batches(pictures, 2).buffered_bytes == 2 * 3 * size
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    two = batches(pictures, 2)
+    assert two.buffered_bytes == 2 * 2 * size
+    assert contents(two) == contents(three)
+
+
 def test_batches_larger_than_their_buffers_arrive(pictures, monkeypatch):
     expected = contents(batches(pictures, 0))
     ring = tessera.data.batches.BufferRing

@@ -116,7 +116,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         write_shard(tmp_path / f"{name}.tar", np.zeros((count, 16, 16, 3), np.uint8), None)
     config = settings("--accumulate", "2", "--checkpoint_every", "3", "--checkpoint.keep", "1")
     method = dino(config)
-    print_plan(config, method, Plan(open_sources(str(tmp_path / "*.tar")), 50, 2, 3))
+    print_plan(config, method, Plan(open_sources(str(tmp_path / "*.tar")), 50, 2, 3, 9_000_000))
     said = re.sub(r"[ │┃]+", " ", capsys.readouterr().out)
     trained = sum(p.numel() for p in method.student.parameters() if p.requires_grad)
     for part in (
@@ -128,11 +128,12 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         "images per forward pass of a process 2",
         f"cache {tmp_path / 'cache'}, at most 64 GB on each node",
         "checkpoints 3, of which the newest 1 are kept",
+        "shared memory per process: batches of the workers 9.0 MB",
         "prototypes: 64",
     ):
         assert part in said, part
     monkeypatch.setattr(preflight, "is_on_network", lambda folder: folder == tmp_path / "cache")
-    print_plan(config, method, Plan(open_sources(str(tmp_path / "*.tar")), 50, 2, 3))
+    print_plan(config, method, Plan(open_sources(str(tmp_path / "*.tar")), 50, 2, 3, 9_000_000))
     said = re.sub(r"[ │┃\n]+", " ", capsys.readouterr().out)
     assert "It is on a network disk: set TESSERA_CACHE to a local folder" in said
     shards = [str(tmp_path / "a.tar"), str(tmp_path / "b.tar")]
@@ -141,7 +142,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         ([0.9999, 0.0001], "99.99 %, 0.01 %"),
         ([{0: 1, 4: 1}, {0: 0, 4: 3}], "100 %, 0 % from step 0; 25 %, 75 % from step 4"),
     ):
-        print_plan(config, method, Plan(open_sources(dict(zip(shards, weights, strict=True))), 50, 2, 3))
+        print_plan(config, method, Plan(open_sources(dict(zip(shards, weights, strict=True))), 50, 2, 3, 9_000_000))
         assert f"shares of the sources {shares} " in re.sub(r"[ │┃\n]+", " ", capsys.readouterr().out)
 
 

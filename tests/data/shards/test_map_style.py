@@ -99,6 +99,7 @@ def test_torchvision_folder(photos):
 
 def test_hugging_face():
     import datasets
+
     features = datasets.Features({"img": datasets.Image(), "fine": datasets.ClassLabel(names=["x", "y"])})
     rows = {
         "img": [{"bytes": saved(pixels(n), "PNG"), "path": None} for n in range(14)],
