@@ -63,6 +63,8 @@ class LabelledData(NamedTuple):
     val: LabelledFeatures
     """This process's part of the scored set. Equal to `train` if no scored set is given."""
     train_shards: Source
+    val_shards: Source
+    """Shards of the scored set. Equal to `train_shards` if no scored set is given."""
     encoder: Encoder
     file: Path | None
     """File of the encoder, or None for `pixels` and for `timm:NAME`."""
@@ -125,7 +127,8 @@ def evaluate(
         "classes": int(labels.max()) + 1,
         "settings": settings.model_dump(mode="json") | facts,
     }
-    evaluation = Evaluation(name, data.file, settings.val or settings.train, settings.output)
+    content = data.val_shards.content()
+    evaluation = Evaluation(name, data.file, settings.val or settings.train, settings.output, content)
     return write_result(evaluation, result.entries | entries, result.columns, result.rows)
 
 
@@ -152,4 +155,4 @@ def labelled_data(settings: LabelledSettings, accelerator: Accelerator) -> Label
     if settings.checkpoint == PIXELS and settings.centre_pixels:
         centred = subtract_mean(train.features, val.features)
         train, val = (part._replace(features=one) for part, one in zip((train, val), centred, strict=True))
-    return LabelledData(train, val, opened[0], encoder, file)
+    return LabelledData(train, val, opened[0], opened[-1], encoder, file)

@@ -36,6 +36,8 @@ class Evaluation(NamedTuple):
     """SHARDS of the images that are scored."""
     output: str | None
     """Path of the result file (`--output`). None selects the path that `result_path` returns."""
+    content: str | None = None
+    """Hash of the images that are scored (`Source.content`), by which reports recognise a data set; None if unknown."""
 
 
 def check_output(output: str | None) -> None:
@@ -106,10 +108,10 @@ def write_result(
 ) -> dict[str, Any]:
     """Print a result as a table, write it to a new file, and return the contents of the file.
 
-    The file contains `result`, the name of the evaluation, the name of the data set, the step of the encoder, the time,
-    the versions of Python and of packages, and the name of the device. In a run folder, a second file with a short
-    name, such as `evaluation/knn.json`, always contains the newest result. If the encoder has no file and `--output` is
-    not given, no file is written. Call this function only on the main process.
+    The file contains `result`, the name of the evaluation, the name and hash of the data set, the step of the encoder,
+    the time, the versions of Python and of packages, and the name of the device. In a run folder, a second file with a
+    short name, such as `evaluation/knn.json`, always contains the newest result. If the encoder has no file and
+    `--output` is not given, no file is written. Call this function only on the main process.
 
     Args:
         evaluation: evaluation that determines the name of the file.
@@ -126,6 +128,7 @@ def write_result(
     content = {
         "evaluation": evaluation.name,
         "data": data_name(evaluation.data),
+        "data_content": evaluation.content,
         "step": None if evaluation.encoder is None else encoders.read_step(evaluation.encoder),
         **result,
         "time": time.isoformat(timespec="seconds"),

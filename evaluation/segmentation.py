@@ -398,7 +398,7 @@ def run(settings: SegmentationSettings) -> dict[str, Any]:
         "checkpoint": str(file or settings.checkpoint),
         "settings": settings.model_dump(mode="json") | facts,
     }
-    evaluation = Evaluation("segmentation", file, settings.val, settings.output)
+    evaluation = Evaluation("segmentation", file, settings.val, settings.output, val.content())
     row = [len(kept), result["pixel_accuracy"], result["mean_iou"]]
     return write_result(evaluation, result, ["classes", "pixel accuracy", "mean IoU"], [row])
 

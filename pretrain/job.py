@@ -141,7 +141,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         with atomic_write(output / "config.yaml") as part:  # written atomically, because --resume reads this file
             part.write_text(to_yaml(config))
         recorder = Recorder(output, position.step, config.metrics, settings)
-        record_start(output, position.step, engine, config.precision)
+        evaluation = knn or accuracy
+        record_start(output, position.step, engine, config.precision, evaluation and evaluation.val.content())
         announce(given, config, images, engine)
     with (
         saving_on_interrupt(),
@@ -276,8 +277,8 @@ def finish_run(run: TrainingRun) -> None:
     run.recorder.close()
     evaluation, scores = run.config.evaluation, Scores(run.state.scores)
     if run.method.supervised:
-        if scores.history:
-            write_accuracy(run.config, run.output, scores)
+        if run.accuracy is not None and scores.history:
+            write_accuracy(run.config, run.output, scores, run.accuracy.val.content())
         print(f"encoder: {paths}")
         return
     train_shards, val_shards = evaluation.train or run.config.data.shards, evaluation.val

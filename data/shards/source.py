@@ -399,6 +399,18 @@ class Source:
         """Name and number of samples of each shard. Sources of equal identity have their samples in the same order."""
         return [(shard.name, int(count)) for shard, count in zip(self.shards, self.counts, strict=True)]
 
+    def content(self) -> str | None:
+        """Return a hash of the sizes in bytes of all images, or None if the sizes are not known.
+
+        The same image files have the same hash in a folder, in shards, and in any order. The sizes of the images of
+        Parquet files, of data sets of the user and of shards that cannot be read are not known.
+        """
+        try:
+            sizes = np.concatenate([shard.index().images[:, 1] for shard in self.shards])
+        except ShardError:
+            return None
+        return hashlib.sha256(np.sort(sizes).tobytes()).hexdigest()[:16] if sizes.all() else None
+
     def number(self, shard: np.ndarray, sample: np.ndarray) -> np.ndarray:
         """Return the index in the source of each sample, given its shard and its index in the shard."""
         return (np.cumsum(self.counts) - self.counts)[shard] + sample

@@ -77,7 +77,7 @@ def charts(runs: Sequence[RunFolder]) -> list[Chart]:
     for name in dict.fromkeys(name for run in runs for name in run.scores):
         scores = {run.name: run.scores.get(name, {}) for run in runs}
         lines = {run: {step: 100 * score for step, score in curve.items()} for run, curve in scores.items()}
-        pixels = [run.curve("knn_pixels").get(0) for run in runs if run.online_name("knn_top1") == name]
+        pixels = [run.curve("knn_pixels").get(0) for run in runs if run.names.get(run.online("knn_top1")) == name]
         reference = next((100 * score for score in pixels if score is not None), None)
         if any(len(line) > 1 for line in lines.values()):
             found.append(Chart(f"{name}, %", lines, reference))

@@ -101,7 +101,7 @@ def examine(
             by_shards.setdefault(json.dumps(shards), []).append(run)
         else:
             problems.append(f"{run.name}: neighbours are not shown, because the run has no evaluation.val. Give --val.")
-    groups = []
+    by_content: dict[str, tuple[str, Source, list[RunFolder]]] = {}
     for key, some in by_shards.items():
         shards = json.loads(key)
         try:
@@ -111,6 +111,9 @@ def examine(
         except ShardError as error:
             problems.append(f"{', '.join(run.name for run in some)}: neighbours are not shown. {error}")
             continue
+        by_content.setdefault(opened.content() or key, (data_name(shards), opened, []))[2].extend(some)
+    groups = []
+    for name, opened, some in by_content.values():
         encoded: dict[str, _Encoded] = {}
         for run in some:
             try:
@@ -120,10 +123,10 @@ def examine(
         if encoded:
             colours_of_runs = common_colours([one.projected for one in encoded.values()])
             seen = [
-                Seen(name, _neighbours(one, neighbours), [_bytes(image) for image in tokens])
-                for (name, one), tokens in zip(encoded.items(), colours_of_runs, strict=True)
+                Seen(run, _neighbours(one, neighbours), [_bytes(image) for image in tokens])
+                for (run, one), tokens in zip(encoded.items(), colours_of_runs, strict=True)
             ]
-            groups.append(Group(data_name(shards), len(next(iter(encoded.values())).tiles), seen))
+            groups.append(Group(name, len(next(iter(encoded.values())).tiles), seen))
     return groups, problems
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from tessera.encoders import WEIGHTS
 from tessera.evaluation.results import data_name
@@ -38,6 +38,17 @@ class ReportError(UserError, ValueError):
     """Raised when a report cannot be made."""
 
 
+class Test(NamedTuple):
+    """An evaluation on a data set."""
+
+    protocol: str
+    """Name of the evaluation and its settings, such as `20-NN`."""
+    data: str
+    """Name of the data set; empty if unknown."""
+    content: str | None
+    """Hash of the images of the data set (`Source.content`); None if unknown."""
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The readable contents of a run folder."""
@@ -49,9 +60,10 @@ class RunFolder:
     """Settings of config.yaml with dotted names."""
     records: list[dict[str, Any]] = field(default_factory=list)
     """Lines of metrics.jsonl, in the order of the steps."""
-    scores: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Scores (0 to 1) of result files and of evaluations during training, by the name of the evaluation and by the
-    step. The name consists of protocol and data set, such as `20-NN, cifar10-test`."""
+    found: dict[Test, dict[int, float]] = field(default_factory=dict)
+    """Scores (0 to 1) of result files and of evaluations during training, by the evaluation and by the step."""
+    names: dict[Test, str] = field(default_factory=dict)
+    """Names of the evaluations, which consist of protocol and data set, such as `20-NN, cifar10-test`."""
     pictures: dict[str, Path] = field(default_factory=dict)
     """Newest pictures by name."""
     machines: list[dict[str, Any]] = field(default_factory=list)
@@ -93,11 +105,21 @@ class RunFolder:
         """Return a dictionary from steps to values of a metric. Steps without a finite value are left out."""
         return {int(r["step"]): r[metric] for r in self.records if is_number(r.get(metric))}
 
-    def online_name(self, metric: str) -> str:
-        """Return the name of the evaluation during training to which a metric of `ONLINE` belongs."""
+    @property
+    def scores(self) -> dict[str, dict[int, float]]:
+        """Scores (0 to 1) by the name of the evaluation and by the step."""
+        curves: dict[str, dict[int, float]] = {}
+        for test, curve in self.found.items():
+            curves[self.names[test]] = dict(sorted((curves.get(self.names[test], {}) | curve).items()))
+        return curves
+
+    def online(self, metric: str) -> Test:
+        """Return the evaluation during training to which a metric of `ONLINE` belongs."""
         setting, name = ONLINE[metric]
         val = self.settings.get("evaluation.val")
-        return name.format(self.settings.get(setting, "?")) + (f", {data_name(val)}" if val else "")
+        content = self.machines[-1].get("evaluation.val") if self.machines else None
+        protocol = name.format(self.settings.get(setting, "?"))
+        return Test(protocol, data_name(val) if val else "", content if isinstance(content, str) else None)
 
 
 def read_runs(folders: Sequence[str | Path]) -> tuple[list[RunFolder], list[str]]:
@@ -117,7 +139,32 @@ def read_runs(folders: Sequence[str | Path]) -> tuple[list[RunFolder], list[str]
     if not found:
         raise ReportError(" ".join(problems) or "No run was given. Give one or more run folders.")
     names = short_names(list(found))
-    return [read_run(folder, name) for folder, name in zip(found, names, strict=True)], problems
+    runs = [read_run(folder, name) for folder, name in zip(found, names, strict=True)]
+    tests = test_names([test for run in runs for test in run.found])
+    for run in runs:
+        run.names.update((test, tests[test]) for test in run.found)
+    return runs, problems
+
+
+def test_names(tests: Sequence[Test]) -> dict[Test, str]:
+    """Return the names of evaluations, for example `20-NN, cifar10-test`.
+
+    A data set has one name, which is the first of its names in `tests`, whatever its path is in each run. If different
+    data sets have the same name, the beginning of their hashes is added. A data set without a hash is recognised by its
+    name.
+    """
+    known: dict[str, str] = {}  # name of each data set, by its hash
+    for test in tests:
+        if test.content:
+            known.setdefault(test.content, test.data)
+    ambiguous = {name for name in known.values() if list(known.values()).count(name) > 1}
+    named = {}
+    for test in tests:
+        data = known.get(test.content, test.data) if test.content else test.data
+        if test.content and data in ambiguous:
+            data += f" ({test.content[:6]})"
+        named[test] = test.protocol + (f", {data}" if data else "")
+    return named
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -187,12 +234,13 @@ def read_run(folder: Path, name: str) -> RunFolder:
         machines=list(read_lines(folder / "machine.jsonl", problems)),
         problems=problems,
     )
-    found: dict[str, dict[int, float]] = {}
-    for _, evaluation, step, score in sorted(read_results(folder, problems), key=lambda result: result[0]):
+    found: dict[Test, dict[int, float]] = {}
+    for _, test, step, score in sorted(read_results(folder, problems), key=lambda result: result[0]):
         # A score without a step is assigned to the last step of the run. A newer score replaces an older one.
-        found.setdefault(evaluation, {})[run.last_step if step is None else step] = score
-    found |= {run.online_name(metric): curve for metric in ONLINE if (curve := run.curve(metric))}
-    run.scores.update({evaluation: dict(sorted(curve.items())) for evaluation, curve in found.items()})
+        found.setdefault(test, {})[run.last_step if step is None else step] = score
+    found |= {run.online(metric): curve for metric in ONLINE if (curve := run.curve(metric))}
+    run.found.update({test: dict(sorted(curve.items())) for test, curve in found.items()})
+    run.names.update(test_names(list(run.found)))
     return run
 
 
@@ -218,8 +266,8 @@ def read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
             problems.append(f"Line {number} of {path} is not a JSON object. The line is left out.")
 
 
-def read_results(folder: Path, problems: list[str]) -> Iterator[tuple[str, str, int | None, float]]:
-    """Yield time, name, step and score of the results in the JSON files below RUN/evaluation.
+def read_results(folder: Path, problems: list[str]) -> Iterator[tuple[str, Test, int | None, float]]:
+    """Yield time, evaluation, step and score of the results in the JSON files below RUN/evaluation.
 
     The time is ISO 8601 text, or an empty string if the file has no time. The step is None if it cannot be determined.
     A damaged file adds a sentence to `problems`.
@@ -239,9 +287,10 @@ def read_results(folder: Path, problems: list[str]) -> Iterator[tuple[str, str, 
         if key is None:
             problems.append(f"{path} contains none of the scores {', '.join(SCORES)}. The result is left out.")
             continue
-        protocol, data = str(found.get("protocol") or found.get("evaluation") or path.stem), found.get("data")
-        name = protocol + SCORES[key] + (f", {data}" if data and isinstance(data, str) else "")
-        yield str(found.get("time", "")), name, _step(found, path), float(found[key])
+        protocol = str(found.get("protocol") or found.get("evaluation") or path.stem)
+        data, content = (one if isinstance(one, str) else "" for one in (found.get("data"), found.get("data_content")))
+        test = Test(protocol + SCORES[key], data, content or None)
+        yield str(found.get("time", "")), test, _step(found, path), float(found[key])
 
 
 def _step(found: dict[str, Any], path: Path) -> int | None:

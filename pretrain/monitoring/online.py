@@ -199,13 +199,14 @@ def _check_classes(labels: Tensor, classes: int) -> None:
         )
 
 
-def write_accuracy(config: RunConfig, output: Path, scores: Scores) -> None:
+def write_accuracy(config: RunConfig, output: Path, scores: Scores, content: str | None) -> None:
     """Print the accuracies of a finished run, and write them to a result file. Call it only on the main process.
 
     The result describes the encoder from which the run started. If `init_from` is a run, a checkpoint or an encoder of
     this project, `evaluation.results.result_path` determines the path of the result file. Otherwise, the path is
     OUTPUT/evaluation/finetune.json. `top1` and `top5` are the accuracies of the last step. The accuracy of the best
-    step is not an unbiased result, because this step is chosen on the same images.
+    step is not an unbiased result, because this step is chosen on the same images. `content` is the hash of the scored
+    images (`Source.content`).
     """
     last, best = scores.memory["last"], scores.best
     result = {
@@ -226,6 +227,6 @@ def write_accuracy(config: RunConfig, output: Path, scores: Scores) -> None:
     own = source is None or not source.with_suffix(".json").is_file()
     file = str(output / "evaluation" / "finetune.json") if own else None
     assert config.evaluation.val is not None
-    evaluation = Evaluation("finetune", None if own else source, config.evaluation.val, file)
+    evaluation = Evaluation("finetune", None if own else source, config.evaluation.val, file, content)
     rows = [["last", config.steps, last["val_top1"], last["val_top5"]], ["best", best.step, best.accuracy, ""]]
     write_result(evaluation, result, ["", "step", "top-1", "top-5"], rows)

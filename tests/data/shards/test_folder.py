@@ -72,6 +72,23 @@ def test_the_stream_is_that_of_a_shard(photos, shards):
     assert len(batches(mixed, classes=None, steps=2)[0][0]) == 8
 
 
+def test_the_hash_of_the_images_depends_on_no_path_and_order(photos, shards, tmp_path):
+    make(photos, tmp_path / "shuffled", "--shuffle", "true")
+    make(photos, tmp_path / "smaller", "--resize", "12")
+    kinds = {
+        name: open_shards(path).content()
+        for name, path in (
+            ("folder", photos),
+            ("shards", shards),
+            ("shuffled", tmp_path / "shuffled"),
+            ("smaller", tmp_path / "smaller"),
+        )
+    }
+    assert kinds["folder"] == kinds["shards"] == kinds["shuffled"] != kinds["smaller"]
+    (photos / "bee" / "new.png").write_bytes(picture(99, size=(20, 20)))
+    assert open_shards(photos).content() != kinds["folder"]
+
+
 def test_a_changed_file_is_refused(photos, tmp_path):
     opened = open_shards(photos)
     expected = opened.image(5)

@@ -1,6 +1,7 @@
 """Neighbours against scikit-learn."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,16 @@ def test_the_bank_is_spread_over_all_shards(tmp_path: Path, shards: Path, accele
     rows = group.seen[0].rows
     assert {len(row) for row in rows} == {16}
     assert [row[0].label for row in rows] == ["0", str(10 % 3)]  # the first image of all, and the last
+
+
+def test_runs_on_copies_of_the_same_images_share_a_gallery(
+    tmp_path: Path, shards: Path, accelerator: Accelerator
+) -> None:
+    shutil.copytree(shards, tmp_path / "copy")
+    folders = [run_with_encoder(tmp_path / "a", str(shards / "train-*.tar"))]
+    folders += [run_with_encoder(tmp_path / "b", str(tmp_path / "copy" / "train-*.tar"))]
+    (group,), _ = examine(read_runs(folders)[0], accelerator, images=2, neighbours=2)
+    assert [seen.run for seen in group.seen] == ["a", "b"]
 
 
 def test_runs_that_cannot_be_examined_are_named(tmp_path: Path, shards: Path, accelerator: Accelerator) -> None:

@@ -1,11 +1,13 @@
 """Reading run folders: complete, unfinished and damaged ones."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tessera.evaluation.reporting.runs import ReportError, read_runs, short_names
-from tests.evaluation.reporting.made import add_result, make_run, record
+from tessera.evaluation.results import data_name
+from tests.evaluation.reporting.made import MACHINE, add_result, make_run, record
 
 
 def test_a_run_is_read(tmp_path: Path) -> None:
@@ -42,6 +44,26 @@ def test_results_of_all_layouts_are_read_by_step(tmp_path: Path) -> None:
         "linear probe, cifar10-test": {10: 0.6, 20: 0.7},
     }
     assert run.problems == []
+
+
+def test_a_data_set_has_one_name_wherever_it_is_stored(tmp_path: Path) -> None:
+    for name, val, content in (
+        ("a", "photos", "11aa22bb"),
+        ("b", "shards/val-*.tar", "11aa22bb"),
+        ("c", "photos", "33"),
+    ):
+        folder = make_run(tmp_path / name, [record(10, 1.0, knn_top1=0.5)], evaluation={"val": f"x/{val}", "k": 20})
+        (folder / "machine.jsonl").write_text(json.dumps(MACHINE | {"evaluation.val": content}) + "\n")
+        protocol = {"protocol": "linear probe", "step": 10, "data": data_name(f"x/{val}")}
+        add_result(folder, "probe.json", top1=0.6, data_content=content, **protocol)
+    runs, _ = read_runs([tmp_path])
+    columns = ["20-NN in training, photos (11aa22)", "linear probe, photos (11aa22)"]
+    assert [sorted(run.scores) for run in runs[:2]] == [columns] * 2, "a folder and shards of the same images"
+    assert sorted(runs[2].scores) == [one.replace("11aa22", "33") for one in columns], "other images, the same name"
+    assert sorted(read_runs([tmp_path / "b"])[0][0].scores) == [
+        "20-NN in training, shards-val",
+        "linear probe, shards-val",
+    ]
 
 
 def test_damaged_files_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
