@@ -195,8 +195,8 @@ class RunConfig(Settings, frozen=True):
     fp32"""
     compile: bool = False
     """apply torch.compile to each block of the encoder and to the colour changes"""
-    record_every: int = Field(default=50, ge=1)
-    """number of steps between two records of metrics"""
+    record_every: Derived[int] = derived(ge=1)
+    """number of steps between two records of metrics; default: 50, or a tenth of a run of less than 500 steps"""
     checkpoint_every: int = Field(default=1000, ge=1)
     """number of steps between two checkpoints; the last step always gets a checkpoint"""
     evaluate_every: int | None = Field(default=None, ge=1)

@@ -86,6 +86,7 @@ def resolve(
     own = {"steps": steps, "epochs": None, "batch_size": batch_size, "optim": optim, "data": data, "encoder": encoder}
     own["precision"] = precision
     own[config.method] = method_config
+    own["record_every"] = config.record_every or max(min(steps // 10, 50), 1)
     if method.supervised and config.evaluate_every is None:
         own["evaluate_every"] = size.epoch
     return validate(type(config), given | own)

@@ -74,6 +74,12 @@ def test_the_length_in_steps_or_in_epochs(tmp_path: Path) -> None:
     assert steps("--config", str(file)) == 31
 
 
+@pytest.mark.parametrize(("steps", "every"), [(4, 1), (100, 10), (500, 50), (50_000, 50)])
+def test_a_short_run_has_at_least_ten_records(steps: int, every: int) -> None:
+    assert resolve(load([*SHARDS, "--steps", str(steps)]), 1000).record_every == every
+    assert resolve(load([*SHARDS, "--steps", str(steps), "--record_every", "7"]), 1000).record_every == 7
+
+
 def test_resume_takes_the_folder_of_the_run() -> None:
     expected = ["--resume", "--output", "runs/a", "--steps", "3"]
     assert expand_resume(["--resume", "runs/a", "--steps", "3"]) == expected
