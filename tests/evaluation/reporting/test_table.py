@@ -90,6 +90,19 @@ def printed(table: Table, width: int) -> list[list[str]]:
     return [[cell.strip() for cell in line.replace("┃", "│").split("│")[1:-1]] for line in lines]
 
 
+def test_cells_are_escaped_for_each_format(tmp_path: Path) -> None:
+    texts = {"equals": "=1+1", "at": "@x", "tag": "<b>x</b>", "link": "[x](y)", "number": "-1"}
+    for name, text in texts.items():
+        make_run(tmp_path / name, [record(20, 3.0)], method=text)
+    table = make_table(read_runs([tmp_path])[0])
+    assert set(texts.values()) <= {cell for row in table.rows for cell in row}
+    cells = {cell for row in csv.reader(io.StringIO(to_csv(table))) for cell in row}
+    assert {"'=1+1", "'@x", "<b>x</b>", "-1"} <= cells
+    assert not cells & {"=1+1", "@x"}
+    for text in ("&lt;b&gt;x&lt;/b&gt;", r"\[x\](y)", "=1+1"):
+        assert f"| {text} |" in to_markdown(table)
+
+
 def test_terminal_csv_and_markdown_show_the_same_cells(tmp_path: Path) -> None:
     make_run(tmp_path / "strange, |[b]name", [record(20, 3.0, knn_top1=0.2)])
     table = make_table([*runs_of(tmp_path), *read_runs([tmp_path / "strange, |[b]name"])[0]])
