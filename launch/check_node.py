@@ -92,7 +92,7 @@ def check_network(meets: str | None, gpus: int) -> Iterator[str]:
 
     Args:
         meets: HOST:PORT on the first node, a free port. None skips this check.
-        gpus: GPUs of this node. If there are none, NCCL is not checked.
+        gpus: GPUs that the job has on this node. If there are none, or torch sees none, NCCL is not checked.
     """
     nodes, rank = int(os.environ.get("SLURM_JOB_NUM_NODES") or 1), int(os.environ.get("SLURM_NODEID") or 0)
     if meets is None or nodes == 1:
@@ -102,9 +102,10 @@ def check_network(meets: str | None, gpus: int) -> Iterator[str]:
 
     host, port = meets.rsplit(":", 1)
     wait, backend = timedelta(seconds=MEET_SECONDS), "TCP"
+    backends = [("gloo", "cpu"), ("nccl", "cuda:0")] if gpus and torch.cuda.is_available() else [("gloo", "cpu")]
     try:
         store = dist.TCPStore(host, int(port), nodes, rank == 0, wait)
-        for backend, device in (("gloo", "cpu"), ("nccl", "cuda:0"))[: 1 + bool(gpus)]:
+        for backend, device in backends:
             own = dist.PrefixStore(backend, store)
             dist.init_process_group(backend, store=own, rank=rank, world_size=nodes, timeout=wait)
             total = torch.ones(1, device=device)

@@ -159,22 +159,25 @@ def test_working_gpus_pass() -> None:
     assert list(check_node.check_gpus(torch.cuda.device_count())) == []
 
 
-def _meet(rank: int, port: int, others: int, folder: str) -> None:
+def _meet(rank: int, port: int, others: int, folder: str, gpus: int) -> None:
     os.environ |= {"SLURM_JOB_NUM_NODES": str(others + 1), "SLURM_NODEID": str(rank)}
     check_node.MEET_SECONDS = 4
-    problems = list(check_node.check_network(f"127.0.0.1:{port}", 0))
+    problems = list(check_node.check_network(f"127.0.0.1:{port}", gpus))
     Path(folder, f"{rank}.txt").write_text("\n".join(problems))
 
 
 @pytest.mark.medium
-def test_nodes_that_reach_each_other_pass(tmp_path: Path, free_port: int) -> None:
-    on_processes(_meet, free_port, free_port, 1, str(tmp_path))
+@pytest.mark.parametrize("gpus", [0, 1])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the check would use the GPU")
+def test_nodes_that_reach_each_other_pass(gpus: int, tmp_path: Path, free_port: int) -> None:
+    """Also nodes whose GPUs torch does not see, which `check_gpus` reports."""
+    on_processes(_meet, free_port, free_port, 1, str(tmp_path), gpus)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["", ""]
 
 
 @pytest.mark.medium
 def test_a_node_that_does_not_answer_is_reported(tmp_path: Path, free_port: int) -> None:
-    on_processes(_meet, free_port, free_port, 2, str(tmp_path))
+    on_processes(_meet, free_port, free_port, 2, str(tmp_path), 0)
     for rank in range(2):
         (problem,) = (tmp_path / f"{rank}.txt").read_text().splitlines()
         assert "no sum with the other node(s) over " in problem
