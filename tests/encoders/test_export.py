@@ -39,8 +39,13 @@ def test_the_documented_families_are_tested() -> None:
     assert table().keys() == FAMILIES.keys()
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=pytest.mark.medium if name in ("ViT", "Swin") else pytest.mark.slow)
+        for name in FAMILIES
+    ],
+)
 @torch.no_grad()
 def test_each_family_exports_to_the_documented_formats(family: str, tmp_path: Path) -> None:
     ort = pytest.importorskip("onnxruntime")

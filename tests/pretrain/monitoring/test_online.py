@@ -243,8 +243,9 @@ def test_the_result_lies_with_the_encoder_that_was_fine_tuned(classes, tmp_path:
         given = [] if init_from is None else ["--init_from", str(init_from)]
         flags = ["--data", "x.tar", "--evaluation.val", "val.tar", "--method", "finetune", "--encoder", "vit_micro"]
         config = load([*flags, *given])
-        write_accuracy(resolve(config, 1000, classes=CLASSES), output, scores)
+        write_accuracy(resolve(config, 1000, classes=CLASSES), output, scores, "a1b2")
         result = json.loads(expected.read_text())
         assert (result["top1"], result["top5"], result["best_top1"], result["best_step"]) == (0.5, 0.875, 0.75, 5)
         assert result["settings"]["finetune"]["classes"] == CLASSES
+        assert result["data_content"] == "a1b2"
         expected.unlink()
