@@ -63,7 +63,7 @@ def arguments(method: str, variant: str, output: Path, *more: str) -> list[str]:
 
 
 def without_scores(arguments: list[str]) -> list[str]:
-    """Return the command line of the same run without evaluations and pictures, which would take half of its time."""
+    """Return the command line of a run with the same settings, but without evaluations, pictures and presets."""
     pairs = zip(arguments[::2], arguments[1::2], strict=True)
     kept = [word for pair in pairs if not pair[0].startswith("--evaluation.") for word in pair]
     return [*kept, "--data", demo_shards()[0], "--evaluation.pictures", "0"]
