@@ -68,6 +68,15 @@ def by_size(small: T, large: T) -> Callable[[dict[str, Any]], T]:
     return lambda given: small if given.get("global_size", 224) < SMALL_SIDE else large
 
 
+def scaled_blur(side: int) -> tuple[float, float]:
+    """Return the range of the blur's standard deviation for global crops of `side` pixels.
+
+    Below 128 pixels, the blur shrinks with the crops, because a larger blur would remove most details of a small crop.
+    """
+    factor = side / 224 if side < SMALL_SIDE else 1
+    return round(BLUR_SIGMA[0] * factor, 3), round(BLUR_SIGMA[1] * factor, 3)
+
+
 class MultiCropConfig(ColorConfig, frozen=True):
     """Settings of global and local crops with colour changes."""
 
@@ -79,16 +88,18 @@ class MultiCropConfig(ColorConfig, frozen=True):
     """number of local crops per image; default: 8, or 4 if global_size is less than 128"""
     local_size: int = Field(default_factory=lambda given: local_side(given.get("global_size", 224)), ge=1)
     """side of a local crop, in pixels; default: 3/7 of global_size, rounded to a multiple of 16"""
-    local_scale: Areas = (0.05, 0.4)
-    """smallest and largest area of a local crop before the resize, as a share of the image's area"""
+    local_scale: Areas = Field(default_factory=by_size((0.15, 0.5), (0.05, 0.4)))
+    """smallest and largest area of a local crop before the resize, as a share of the image's area; default: 0.05,0.4,
+    or 0.15,0.5 if global_size is less than 128"""
     ratio: Ratios = (3 / 4, 4 / 3)
     """smallest and largest ratio of width to height of a crop before the resize"""
     flip: Share = 0.5
     """probability that a crop is mirrored left to right"""
     rotation: Degrees = 0.0
     """largest rotation of a crop about its centre in either direction, in degrees; corners are filled by reflection"""
-    blur_sigma: Sigmas = BLUR_SIGMA
-    """smallest and largest standard deviation of the Gaussian blur, in pixels of the crop"""
+    blur_sigma: Sigmas = Field(default_factory=lambda given: scaled_blur(given.get("global_size", 224)))
+    """smallest and largest standard deviation of the Gaussian blur, in pixels of the crop; default: 0.1,2.0, multiplied
+    by global_size / 224 if global_size is less than 128"""
     blur_global1: Share = 1.0
     """probability that the first global crop is blurred"""
     blur_global2: Share = 0.1

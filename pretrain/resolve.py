@@ -59,7 +59,7 @@ def resolve(
         raise SettingsError("steps and epochs both set the length of the run. Give only one of them.")
     steps = config.steps or max(int((config.epochs or 100) * images / batch_size), 1)
     method = METHODS[config.method]
-    size = RunSize(images, batch_size, steps, classes, config.accumulate)
+    size = RunSize(images, batch_size, steps, classes, config.accumulate, config.init_from is not None)
     optim = config.optim
     if optim.encoder_lr_factor is None and not method.supervised and _has_new_heads(config, method):
         optim = optim.model_copy(update={"encoder_lr_factor": CONTINUED})

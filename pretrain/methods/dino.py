@@ -22,8 +22,7 @@ from tessera.pretrain.methods.method import RunSize, full_precision
 from tessera.pretrain.methods.teacher_student import (
     TeacherStudent,
     TeacherStudentConfig,
-    default_momentum,
-    head_defaults,
+    teacher_defaults,
 )
 from tessera.pretrain.optim.adamw import OptimConfig
 
@@ -36,9 +35,8 @@ class DINOConfig(TeacherStudentConfig, frozen=True):
 def resolve(config: DINOConfig, optim: OptimConfig, size: RunSize) -> tuple[DINOConfig, OptimConfig]:
     """Return the settings of DINO and of the optimizer, with derived values for settings that are not given.
 
-    For data sets of ImageNet's size, the result is the published recipe. For a smaller data set, the number of
-    prototypes decreases with the number of images. For a shorter run, the momentum is lower, and the warm-ups and the
-    freezing of the prototypes are shorter. With the published constants, the loss would stay at ln K on small data.
+    For data sets of ImageNet's size, the result is the published recipe. For a shorter run, the momentum is lower, and
+    the warm-ups and the freezing of the prototypes are shorter. For a smaller data set, see `teacher_defaults`.
     """
     epoch, steps = size.epoch, size.steps
     long = size.large and steps >= 200 * epoch
@@ -51,11 +49,10 @@ def resolve(config: DINOConfig, optim: OptimConfig, size: RunSize) -> tuple[DINO
         "betas": (0.9, 0.999),
         "clip": 3.0,
     }
-    defaults = head_defaults(size) | {
+    defaults = teacher_defaults(size, horizon=250) | {
         "freeze_steps": min(epoch, steps // 20),
         "teacher_temperature": 0.07 if long else 0.04,
         "teacher_temperature_steps": min(30 * epoch, steps // 3),
-        "momentum": default_momentum(steps, 250),
     }
     return config.filled(defaults), optim.filled(optim_defaults)
 

@@ -21,7 +21,7 @@ from tessera import encoders
 from tessera.data.augment import Share
 from tessera.data.batch import Batch, View
 from tessera.data.collate import Transform
-from tessera.data.crops import Areas, MultiCrop, sides
+from tessera.data.crops import Areas, MultiCrop, by_size, sides
 from tessera.data.masking import MaskedMultiCrop
 from tessera.encoders.base import Encoder, encode
 from tessera.encoders.segments import copy_to_device
@@ -33,9 +33,8 @@ from tessera.pretrain.methods.method import RunSize, full_precision
 from tessera.pretrain.methods.teacher_student import (
     TeacherStudent,
     TeacherStudentConfig,
-    default_momentum,
-    head_defaults,
     output_signs,
+    teacher_defaults,
 )
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import Derived, derived
@@ -50,8 +49,9 @@ class DINOv2Config(TeacherStudentConfig, frozen=True):
 
     global_scale: Areas = (0.32, 1.0)
     """smallest and largest area of a global crop before the resize, as a share of the image's area"""
-    local_scale: Areas = (0.05, 0.32)
-    """smallest and largest area of a local crop before the resize, as a share of the image's area"""
+    local_scale: Areas = Field(default_factory=by_size((0.15, 0.5), (0.05, 0.32)))
+    """smallest and largest area of a local crop before the resize, as a share of the image's area; default: 0.05,0.32,
+    or 0.15,0.5 if global_size is less than 128"""
     blur_global1: Share = 0.0
     """probability that the first global crop is blurred; 1 in the paper, but 0 in the official code"""
     blur_global2: Share = 0.9
@@ -102,12 +102,11 @@ def resolve(config: DINOv2Config, optim: OptimConfig, size: RunSize) -> tuple[DI
         "clip": 3.0,
         "clip_by": "module",
     }
-    defaults = head_defaults(size) | {
+    defaults = teacher_defaults(size, horizon=125) | {
         "linear_last_layer": False,
         "freeze_steps": steps // 100,
         "teacher_temperature": 0.07 if long else 0.04,
         "teacher_temperature_steps": 3 * steps // 10,
-        "momentum": default_momentum(steps, 125),
     }
     defaults |= second_head(config, defaults)
     return config.filled(defaults), optim.filled(optim_defaults)

@@ -26,7 +26,7 @@ from tessera.encoders.base import Encoder
 from tessera.pretrain.methods.dinov2 import DINOv2, DINOv2Config, second_head
 from tessera.pretrain.methods.losses import Centering, gram_loss
 from tessera.pretrain.methods.method import Method, RunSize, full_precision
-from tessera.pretrain.methods.teacher_student import TERMS, default_momentum, head_defaults
+from tessera.pretrain.methods.teacher_student import TERMS, default_momentum, teacher_defaults
 from tessera.pretrain.optim import ema
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.optim.schedules import cosine, linear
@@ -131,14 +131,13 @@ def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[DI
         "clip_by": "module",
     }
     continued = config.gram_start == 0  # the run continues an earlier run, whose teacher is the Gram teacher
+    defaults = teacher_defaults(size, horizon=500 / 3)
     # Sinkhorn spreads the rows of a forward pass of all processes evenly over the prototypes, so the number of rows
-    # limits the number of prototypes.
-    rows = 2 * size.batch_size // size.accumulate
-    most = (32 if size.large else 8) * rows  # published: 262,144 prototypes for 8,192 rows
-    head = head_defaults(size)
+    # limits the number of prototypes. Published: 262,144 prototypes for 8,192 rows.
+    most = 2 ** round(math.log2(32 * 2 * size.batch_size // size.accumulate))
     momentum = default_momentum(steps, 500 / 3)
-    defaults = head | {
-        "prototypes": min(head["prototypes"], 2 ** round(math.log2(most))),
+    defaults |= {
+        "prototypes": min(defaults["prototypes"], most),
         "linear_last_layer": size.large and not config.norm_last_layer,
         "freeze_steps": 0 if continued else steps // 100,
         "teacher_temperature": 0.07 if size.large else 0.04,

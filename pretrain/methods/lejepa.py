@@ -17,9 +17,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from tessera import encoders
-from tessera.data.augment import BLUR_SIGMA, Sigmas
 from tessera.data.batch import Batch
-from tessera.data.crops import SMALL_SIDE, Areas, MultiCrop, MultiCropConfig, by_size, sides
+from tessera.data.crops import Areas, MultiCrop, MultiCropConfig, by_size, sides
 from tessera.encoders.base import Encoder, encode
 from tessera.encoders.segments import copy_to_device
 from tessera.encoders.unused import freeze_unused
@@ -38,15 +37,6 @@ REFERENCE_IMAGES = 256
 """Number of images per forward pass to which `sigreg_weight` refers."""
 
 
-def scaled_blur(side: int) -> tuple[float, float]:
-    """Return the range of the blur's standard deviation for global crops of `side` pixels.
-
-    Below 128 pixels, the blur shrinks with the crops, because a larger blur would remove most details of a small crop.
-    """
-    factor = side / 224 if side < SMALL_SIDE else 1
-    return round(BLUR_SIGMA[0] * factor, 3), round(BLUR_SIGMA[1] * factor, 3)
-
-
 class LeJEPAConfig(MultiCropConfig, frozen=True):
     """Settings of LeJEPA. Missing values are derived from the number of images."""
 
@@ -57,9 +47,6 @@ class LeJEPAConfig(MultiCropConfig, frozen=True):
     local_scale: Areas = Field(default_factory=by_size((0.15, 0.5), (0.05, 0.3)))
     """smallest and largest area of a local crop before the resize, as a share of the image's area; default: 0.05,0.3,
     or 0.15,0.5 if global_size is less than 128"""
-    blur_sigma: Sigmas = Field(default_factory=lambda given: scaled_blur(given.get("global_size", 224)))
-    """smallest and largest standard deviation of the Gaussian blur, in pixels of the crop; default: 0.1,2.0, multiplied
-    by global_size / 224 if global_size is less than 128"""
     sigreg_weight: Derived[float] = derived(gt=0, lt=1)
     """weight of SIGReg (lambda) for 256 images per forward pass of all processes; the weight of the invariance is
     1 - lambda; for N images, the ratio of the two weights is multiplied by 256 / N; default: 0.05, or 0.02 for fewer

@@ -34,6 +34,8 @@ class RunSize:
     """Number of classes of the training images; None if the method uses no labels."""
     accumulate: int = 1
     """Number of forward passes per optimizer step."""
+    pretrained: bool = False
+    """True if the encoder starts from given weights (`init_from`)."""
 
     @property
     def epoch(self) -> int:

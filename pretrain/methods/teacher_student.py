@@ -33,7 +33,8 @@ class TeacherStudentConfig(MultiCropConfig, frozen=True):
     """Settings that DINO, DINOv2 and DINOv3 share."""
 
     prototypes: Derived[int] = derived(ge=2)
-    """number of prototypes (K), the outputs of the head"""
+    """number of prototypes (K), the outputs of the head; default for fewer than 100,000 images: as many as one forward
+    pass of all processes has images, rounded to a power of two"""
     hidden_dim: Derived[int] = derived(ge=1)
     """width of the head's hidden layers; default: 2048, or 512 for fewer than 100,000 images"""
     bottleneck_dim: Derived[int] = derived(ge=1)
@@ -57,18 +58,31 @@ class TeacherStudentConfig(MultiCropConfig, frozen=True):
     teacher_temperature_steps: Derived[int] = derived(ge=0)
     """number of steps of the linear warm-up of the teacher's temperature"""
     momentum: Derived[float] = derived(ge=0, le=1)
-    """momentum of the teacher's moving average at the start of the run; the momentum rises to 1 along a cosine"""
-    centering: Centering = "mean"
+    """momentum of the teacher's moving average at the start of the run; the momentum rises to 1 along a cosine; default
+    for fewer than 100,000 images and without `init_from`: 0"""
+    centering: Derived[Centering] = derived()
     """centring of the teacher's output: mean (subtract a running mean, as in DINO) or sinkhorn (Sinkhorn-Knopp, as in
-    SwAV, 2006.09882)"""
+    SwAV, 2006.09882); default: mean, or sinkhorn for fewer than 100,000 images"""
     center_momentum: float = Field(default=0.9, ge=0, le=1)
     """momentum of the running mean of the teacher's output; used if `centering` is mean"""
 
 
-def head_defaults(size: RunSize) -> dict[str, Any]:
-    """Return the default sizes of a head. A smaller data set has fewer prototypes."""
+def teacher_defaults(size: RunSize, horizon: float) -> dict[str, Any]:
+    """Return the default sizes of a head, and how the teacher follows the student.
+
+    On a small data set, the published settings learn little (benchmarks/results/small_data.md). There, Sinkhorn-Knopp
+    spreads the two global crops of each image over half as many prototypes, and the teacher starts as the student
+    itself, as in SwAV (2006.09882), and becomes an average of its last weights towards the end of the run.
+
+    Args:
+        horizon: largest averaging window of the teacher in steps; see `default_momentum`.
+    """
+    rows = size.batch_size // size.accumulate
+    slow = size.large or size.pretrained
     return {
-        "prototypes": 2 ** round(math.log2(min(max(size.images / 8, 256), 65536))),
+        "prototypes": 2 ** round(math.log2(min(size.images / 8, 65536) if size.large else max(rows, 2))),
+        "centering": "mean" if size.large else "sinkhorn",
+        "momentum": default_momentum(size.steps, horizon) if slow else 0.0,
         "hidden_dim": 2048 if size.large else 512,
         "bottleneck_dim": 256 if size.large else 128,
         "batch_norm": not size.large,
@@ -104,6 +118,8 @@ class TeacherStudent(Method):
         "hidden_dim": 32,
         "bottleneck_dim": 16,
         "prototypes": 64,
+        "centering": "mean",
+        "momentum": 0.9,
     }
 
     def __init__(self, student: Mapping[str, nn.Module], config: TeacherStudentConfig, steps: int) -> None:

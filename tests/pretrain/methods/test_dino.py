@@ -25,6 +25,8 @@ def make(steps: int = 10, images: int = 4, **settings) -> tuple[DINO, Batch]:
         "local_size": 8,
         "local_crops": 3,
         "batch_norm": False,
+        "centering": "mean",
+        "momentum": 0.9,
     }
     config, _ = resolve(DINOConfig(**(given | settings)), OptimConfig(), RunSize(1000, images, steps))
     method = DINO(encoders.build("vit_micro", depth=2, dim=24, heads=2), config, steps)
@@ -99,10 +101,12 @@ def test_settings_scale_with_the_data() -> None:
     imagenet, optim = resolve(DINOConfig(), OptimConfig(), RunSize(1_281_167, 512, 250_200))
     assert (imagenet.prototypes, imagenet.momentum, imagenet.teacher_temperature) == (65536, 0.996, 0.04)
     assert (optim.lr, optim.warmup_steps, optim.weight_decay_end) == (5e-4, 25_020, 0.4)
-    assert not imagenet.batch_norm
+    assert (imagenet.centering, imagenet.batch_norm) == ("mean", False)
     small, _ = resolve(DINOConfig(), OptimConfig(), RunSize(1437, 64, 600))
-    assert small.prototypes == 256
-    assert small.momentum == 0.99
-    assert small.batch_norm
+    assert (small.prototypes, small.centering, small.momentum, small.batch_norm) == (64, "sinkhorn", 0, True)
+    half, _ = resolve(DINOConfig(), OptimConfig(), RunSize(1437, 64, 600, accumulate=2))
+    assert half.prototypes == 32
+    continued, _ = resolve(DINOConfig(), OptimConfig(), RunSize(1437, 64, 600, pretrained=True))
+    assert continued.momentum == 0.99
     given, _ = resolve(DINOConfig(prototypes=99), OptimConfig(), RunSize(1437, 64, 600))
     assert given.prototypes == 99

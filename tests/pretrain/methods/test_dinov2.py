@@ -24,6 +24,8 @@ def make(steps: int = 10, images: int = 4, variant: str = "vit_micro", **setting
         "local_size": 8,
         "local_crops": 3,
         "batch_norm": False,
+        "centering": "mean",
+        "momentum": 0.9,
     }
     config, _ = resolve(DINOv2Config(**(given | settings)), OptimConfig(), RunSize(1000, images, steps))
     narrow = {"depth": 2, "dim": 24, "heads": 2} if variant == "vit_micro" else {}
@@ -193,6 +195,7 @@ def test_settings_scale_with_the_data() -> None:
     assert (optim.layer_decay, optim.patch_embed_lr_factor, optim.clip_by) == (0.9, 0.2, "module")
     small, optim = resolve(DINOv2Config(prototypes=99), OptimConfig(clip_by="tensor"), RunSize(1437, 64, 600))
     assert (small.prototypes, small.ibot_prototypes, small.batch_norm) == (99, 99, True)
+    assert (small.centering, small.momentum) == ("sinkhorn", 0)
     assert optim.clip_by == "tensor"
 
 

@@ -140,6 +140,7 @@ def test_larger_crops_for_the_gram_teacher_have_the_students_boxes_and_true_colo
 
 
 MIXED = {"sizes": {"24/12/32": 0.5, "16/8": 1.5}, "gram_start": 0, "gram_warmup_steps": 0}
+BLUR = {"blur_sigma": (0.1, 2.0)}  # its default depends on global_size
 
 
 @pytest.mark.parametrize("variant", ["vit_micro", "rope_vit_micro"])
@@ -148,7 +149,7 @@ def test_a_step_of_mixed_sizes_is_the_step_of_a_method_of_these_sizes(variant: s
     image = torch.randint(0, 256, (3, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     sizes = {"global_size": 24, "local_size": 12, "gram_size": 32}
-    config, _ = resolve(DINOv3Config(**SMALL | MIXED | sizes), OptimConfig(), RunSize(1000, 4, 60))
+    config, _ = resolve(DINOv3Config(**SMALL | MIXED | BLUR | sizes), OptimConfig(), RunSize(1000, 4, 60))
     mixed = DINOv3(encoders.build(variant, mask_token=True, image_size=24), config, 60).eval()
     transforms = mixed.transform().transforms
     assert [[view.size for view in one.views] for one in transforms] == [[16, 8], [24, 12, 32]]
@@ -156,7 +157,9 @@ def test_a_step_of_mixed_sizes_is_the_step_of_a_method_of_these_sizes(variant: s
     for transform, (large, local, gram) in zip(transforms, ((16, 8, 16), (24, 12, 32)), strict=True):
         own = {"global_size": large, "local_size": local, "gram_size": gram}
         plain, _ = resolve(
-            DINOv3Config(**SMALL | {"gram_start": 0, "gram_warmup_steps": 0} | own), OptimConfig(), RunSize(1000, 4, 60)
+            DINOv3Config(**SMALL | BLUR | {"gram_start": 0, "gram_warmup_steps": 0} | own),
+            OptimConfig(),
+            RunSize(1000, 4, 60),
         )
         method = DINOv3(encoders.build(variant, mask_token=True, image_size=24), plain, 60).eval()
         method.load_state_dict(mixed.state_dict())
@@ -260,8 +263,8 @@ def test_the_number_of_prototypes_is_bounded_by_the_rows_of_a_forward_pass() -> 
 
     assert prototypes(20_000_000, 4096, 1_000_000) == 65536
     assert prototypes(1_281_167, 512, 100_000) == 32 * 2 * 512
-    assert prototypes(20_000, 64, 1000) == 8 * 2 * 64
-    assert prototypes(20_000, 64, 1000, None, 4) == 8 * 2 * 16
+    assert prototypes(20_000, 64, 1000) == 64
+    assert prototypes(20_000, 64, 1000, None, 4) == 16
     config = resolve(DINOv3Config(prototypes=99), OptimConfig(), RunSize(20_000, 64, 1000))[0]
     assert (config.prototypes, config.ibot_prototypes, config.ibot_hidden_dim) == (99, 99, config.hidden_dim)
 
