@@ -83,8 +83,8 @@ def settings(*arguments: str) -> RunConfig:
     tiny = (
         "--data x.tar --encoder vit_micro --encoder.depth 1 --encoder.dim 24 --encoder.heads 2 --dino.global_size 16 "
         "--dino.local_size 8 --dino.local_crops 1 --dino.hidden_dim 16 --dino.bottleneck_dim 8 --dino.prototypes 32 "
-        "--dino.freeze_steps 0 --dino.momentum 0.9 --steps 8 --batch_size 8 --optim.lr 0.5 --optim.warmup_steps 0 "
-        "--evaluation.pictures 0 --record_every 1 --checkpoint_every 100 --precision fp32"
+        "--dino.freeze_steps 0 --dino.momentum 0.9 --dino.centering mean --steps 8 --batch_size 8 --optim.lr 0.5 "
+        "--optim.warmup_steps 0 --evaluation.pictures 0 --record_every 1 --checkpoint_every 100 --precision fp32"
     )
     return resolve(load([*tiny.split(), *arguments]), 1000)
 
