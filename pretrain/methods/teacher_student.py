@@ -77,10 +77,10 @@ def teacher_defaults(size: RunSize, horizon: float) -> dict[str, Any]:
     Args:
         horizon: largest averaging window of the teacher in steps; see `default_momentum`.
     """
-    rows = size.batch_size // size.accumulate
+    images = size.batch_size // size.accumulate  # of a forward pass of all processes
     slow = size.large or size.pretrained
     return {
-        "prototypes": 2 ** round(math.log2(min(size.images / 8, 65536) if size.large else max(rows, 2))),
+        "prototypes": 2 ** round(math.log2(min(size.images / 8, 65536) if size.large else max(images, 2))),
         "centering": "mean" if size.large else "sinkhorn",
         "momentum": default_momentum(size.steps, horizon) if slow else 0.0,
         "hidden_dim": 2048 if size.large else 512,
