@@ -73,9 +73,9 @@ def assert_same_run(folder: Path, whole: Path, scratch: Path) -> None:
     a, b = (held(path, scratch) for path in last)
     assert a.keys() == b.keys()
     for name, tensor in b.items():
-        torch.testing.assert_close(
-            a[name], tensor, rtol=1e-5, atol=1e-5 * float(tensor.abs().max()), msg=lambda m, n=name: f"{n}: {m}"
-        )
+        # the gradient of a row's norm is the part of the row's gradient along it: rounded as the whole row is
+        size = float(b[name.replace("weight_g", "weight_v") if name.startswith("exp_avg.") else name].abs().max())
+        torch.testing.assert_close(a[name], tensor, rtol=1e-5, atol=1e-5 * size, msg=lambda m, n=name: f"{n}: {m}")
     assert {name.partition(".")[0] for name in b} == {"method", "exp_avg", "exp_avg_sq"}
     if "method.center" in b:  # the centres of Sinkhorn-Knopp do not move
         settings = yaml.safe_load((whole / "config.yaml").read_text())
