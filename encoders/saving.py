@@ -18,6 +18,7 @@ from tessera.encoders.checks import check_finite, check_settings
 from tessera.encoders.errors import EncoderError, WeightsError
 from tessera.encoders.formats.checkpoint import load_weights, read, recognise
 from tessera.encoders.formats.loading import check_names, check_shapes, check_values
+from tessera.encoders.lora import merged_state
 from tessera.encoders.registry import build, family
 from tessera.runtime.files import atomic_write, read_bounded
 from tessera.runtime.user_error import printable
@@ -31,7 +32,8 @@ WEIGHTS = "encoder.safetensors"
 def save(encoder: Encoder, path: str | Path, *, step: int | None = None):
     """Write the weights of an encoder to `path` (.safetensors), and its settings to a .json file of the same name.
 
-    The .json file also holds the preprocessing. Each of the two files is written atomically.
+    The .json file also holds the preprocessing. Each of the two files is written atomically. Low-rank updates (LoRA)
+    are added to the weights.
 
     Args:
         encoder: encoder made by `build`.
@@ -44,7 +46,7 @@ def save(encoder: Encoder, path: str | Path, *, step: int | None = None):
     weights, description = _files(path)
     if not hasattr(encoder, "settings"):
         raise EncoderError("The settings of this encoder are unknown. Make the encoder with encoders.build.")
-    state = {name: value.detach().cpu().contiguous() for name, value in encoder.state_dict().items()}
+    state = {name: value.detach().cpu().contiguous() for name, value in merged_state(encoder).items()}
     preprocessing = {"mean": list(encoder.preprocessing.mean), "std": list(encoder.preprocessing.std)}
     with atomic_write(weights) as file:
         save_file(state, file)

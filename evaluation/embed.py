@@ -1,21 +1,42 @@
-"""Compute the features of all images in the given shards, and write them to one .npz file.
+"""Compute the features of all images in the given shards, and write them to a file, or to several files.
 
-    python evaluation/embed.py --checkpoint OUTPUT --data SHARDS --output FILE.npz
+    python evaluation/embed.py --checkpoint OUTPUT --data SHARDS --output FILE.npz [--tokens true] [--blocks 4]
 
-The file contains the array `features` (N, D) of float32 and the array `keys` (N,) with the names `shard.tar/key` of the
-samples. If all samples have labels, the file also contains the array `labels` (N,) of int64.
+The ending of the file selects its format: .npz (NumPy), .safetensors or .parquet. N images have these features:
+
+    features   (N, D)         pooled features
+    tokens     (N, h, w, D)   features of the h x w tokens, with --tokens true
+    keys       (N,)           names `shard.tar/key` of the samples; in .safetensors, a JSON list in the metadata
+    labels     (N,)           class indices, if all samples have labels
+
+With `--blocks n`, `features` and `tokens` have another axis of length n after N, with the features after each of the
+last n blocks. A row of a .parquet file holds the values of one image as flat lists, and the metadata of a column holds
+the shape of a list.
+
+With `--images_per_file`, the files are FILE-00000.npz, FILE-00001.npz and so on. At most the features of one file are
+in memory. A command that was stopped goes on where it ended, and the processes of `tessera --num_processes N embed`
+share the files.
 """
 
-from contextlib import ExitStack
+import hashlib
+import json
+from math import ceil, prod
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
 
-from tessera.data.shards import open_shards
+from tessera.data.shards import Source, open_shards
+from tessera.encoders.base import Encoder, Features
 from tessera.evaluation.command import main
-from tessera.evaluation.features import EvaluationError, FeatureSettings, extract, load_encoder
+from tessera.evaluation.features import EvaluationError, FeatureSettings, LabelledFeatures, extract, load_encoder
 from tessera.runtime.files import atomic_write
 from tessera.runtime.processes import make_accelerator
+
+Arrays = dict[str, np.ndarray]
 
 
 class EmbedSettings(FeatureSettings):
@@ -24,40 +45,152 @@ class EmbedSettings(FeatureSettings):
     data: str | list[str]
     """SHARDS of the images to encode"""
     output: str
-    """path of the .npz file to write"""
+    """path of the file to write: .npz, .safetensors or .parquet"""
+    tokens: bool = False
+    """also write the features of all tokens"""
+    blocks: int | None = Field(None, ge=1)
+    """write the features after each of this number of last blocks; default: only those of the whole encoder"""
+    dtype: Literal["float32", "float16"] = "float32"
+    """type of the written features"""
+    images_per_file: int | None = Field(None, ge=1)
+    """largest number of images in a file; default: all images are written to one file"""
 
 
 def run(settings: EmbedSettings) -> None:
-    """Compute the features and write them to `settings.output`."""
+    """Compute the features and write them to `settings.output`.
+
+    Raises:
+        EvaluationError: the output cannot be written, or is that of a command with other settings.
+    """
     output = Path(settings.output)
-    if output.suffix != ".npz":
-        raise EvaluationError(f"--output {output} does not end in .npz. Choose a file name that does.")
-    with ExitStack() as stack:
-        # Open the output file first. A wrong path then fails at once, and not after hours of computing features.
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            temporary = stack.enter_context(atomic_write(output))
-        except OSError as error:
-            raise EvaluationError(f"Cannot write --output {output}: {error.strerror}. Choose another file.") from error
-        accelerator = make_accelerator()
-        if accelerator.num_processes > 1:
+    if output.suffix not in WRITERS:
+        raise EvaluationError(
+            f"--output {output} does not end in {', '.join(WRITERS)}. Choose a file name that ends in one of them."
+        )
+    if output.suffix == ".parquet":
+        _pyarrow()
+    accelerator = make_accelerator()
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    if processes > 1 and settings.images_per_file is None:
+        raise EvaluationError(
+            "The command was started with several processes, but it writes one file. Give --images_per_file N, so that "
+            "the processes share the files, or start one process."
+        )
+    encoder, _ = load_encoder(settings)
+    shards = open_shards(settings.data, source=settings.access)
+    files = max(1, ceil(shards.images / (settings.images_per_file or max(shards.images, 1))))
+    names = [output] if settings.images_per_file is None else [_numbered(output, number) for number in range(files)]
+    _prepare(output, settings, encoder, shards, main=rank == 0)
+    labelled = shards.all_labelled()
+    encoder.to(accelerator.device)
+    for number in range(rank, files, processes):
+        if settings.images_per_file is not None and names[number].exists():
+            continue
+        with atomic_write(names[number]) as temporary:
+            arrays = _arrays(settings, encoder, shards, (number, files), labelled)
+            WRITERS[output.suffix](temporary, arrays)
+        print(f"{len(arrays['keys']):,} images written to {names[number]}", flush=True)
+
+
+def _arrays(settings: EmbedSettings, encoder: Encoder, shards: Source, part: tuple[int, int], labelled: bool) -> Arrays:
+    """Return the arrays of one file. `part` is the index of the file, and the number of files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def flat(encoder: Encoder, images: Tensor) -> Tensor:
+        """Return all features of each image in one row: (B, C, S, S) -> (B, K)."""
+        one = settings.blocks is None
+        outputs = [encoder(images)] if one else encoder.intermediate(images, settings.blocks or 1)
+        parts = {"features": torch.stack([output.pooled for output in outputs], 1)}  # (B, n, D)
+        if settings.tokens:
+            parts["tokens"] = torch.stack([_grid(output) for output in outputs], 1)  # (B, n, h, w, D)
+        shapes.update({name: tuple(part.shape[2 if one else 1 :]) for name, part in parts.items()})
+        return torch.cat([part.flatten(1) for part in parts.values()], 1)
+
+    options = settings.options() | {"part": part, "labels": labelled, "feature": flat}
+    found: LabelledFeatures = extract(encoder, shards, make_accelerator(), **options)
+    widths = [prod(shape) for shape in shapes.values()]
+    arrays = {
+        # safetensors writes wrong values for an array that is not contiguous
+        name: np.ascontiguousarray(values.numpy().reshape(-1, *shape), settings.dtype)
+        for (name, shape), values in zip(shapes.items(), found.features.split(widths, 1), strict=True)
+    }
+    arrays["keys"] = np.array(found.keys, dtype=str)
+    return arrays | ({"labels": found.labels.numpy()} if labelled else {})
+
+
+def _grid(output: Features) -> Tensor:
+    """Return the tokens of images of one size as a grid: (B, h, w, D)."""
+    height, width = (int(side) for side in output.grids[0])
+    return output.tokens.view(len(output.grids), height, width, -1)
+
+
+def _numbered(output: Path, number: int) -> Path:
+    return output.with_name(f"{output.stem}-{number:05d}{output.suffix}")
+
+
+def _prepare(output: Path, settings: EmbedSettings, encoder: Encoder, shards: Source, *, main: bool) -> None:
+    """Make the folder of the output. If there are several files, also check or write the settings of the files.
+
+    Files of an earlier command are kept only if settings, images and weights are equal.
+    """
+    weights = hashlib.sha256()
+    for tensor in encoder.state_dict().values():
+        weights.update(tensor.contiguous().numpy().tobytes())
+    ignored = {"workers", "batch_size", "data", "source", "checkpoint"}
+    own = {"images": shards.content(), "weights": weights.hexdigest()[:16]}
+    own |= json.loads(settings.model_dump_json(exclude=ignored))
+    description = output.with_suffix(".json")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if settings.images_per_file is None:
+            return
+        if description.exists() and json.loads(description.read_text()) != own:
             raise EvaluationError(
-                "embed.py was started with several processes, but it writes one file from one process. "
-                "Start it with `python evaluation/embed.py`."
+                f"{description} belongs to features with other settings or of other images. Choose another --output, "
+                f"or delete this file and the files {output.stem}-*{output.suffix}."
             )
-        encoder, _ = load_encoder(settings)
-        shards = open_shards(settings.data, source=settings.access)
-        labelled = shards.all_labelled()
-        encoder.to(accelerator.device)
-        found = extract(encoder, shards, accelerator, **settings.options(), labels=labelled)
-        arrays = {"features": found.features.numpy(), "keys": np.array(found.keys)}
-        if labelled:
-            arrays["labels"] = found.labels.numpy()
-        with temporary.open("wb") as file:
-            np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
-    images, dim = found.features.shape
-    with_labels = "with labels" if labelled else "without labels"
-    print(f"{images:,} x {dim} features {with_labels} written to {output}")
+        if main and not description.exists():
+            with atomic_write(description) as temporary:
+                temporary.write_text(json.dumps(own, indent=2) + "\n")
+    except OSError as error:
+        raise EvaluationError(f"Cannot write --output {output}: {error.strerror}. Choose another file.") from error
+
+
+def _write_npz(path: Path, arrays: Arrays) -> None:
+    with path.open("wb") as file:
+        np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
+
+
+def _write_safetensors(path: Path, arrays: Arrays) -> None:
+    from safetensors.numpy import save_file
+
+    numbers = {name: array for name, array in arrays.items() if name != "keys"}
+    save_file(numbers, path, {"keys": json.dumps(arrays["keys"].tolist())})
+
+
+def _write_parquet(path: Path, arrays: Arrays) -> None:
+    pa, parquet = _pyarrow()
+    columns: dict[str, Any] = {}
+    fields = []
+    for name, array in arrays.items():
+        values = pa.array(array.reshape(-1))
+        if array.ndim > 1:
+            values = pa.FixedSizeListArray.from_arrays(values, prod(array.shape[1:]))
+        columns[name] = values
+        fields.append(pa.field(name, values.type, metadata={"shape": json.dumps(array.shape[1:])}))
+    parquet.write_table(pa.table(columns, pa.schema(fields)), path)
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise EvaluationError('Parquet needs pyarrow. Install it: pip install "tessera-ssl[parquet]"') from None
+    return pyarrow, parquet
+
+
+WRITERS = {".npz": _write_npz, ".safetensors": _write_safetensors, ".parquet": _write_parquet}
 
 
 if __name__ == "__main__":

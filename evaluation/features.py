@@ -220,12 +220,14 @@ def extract(
     feature: Callable[[Encoder, Tensor], Tensor] = pooled,
     transform: Transform | None = None,
     labels: bool = True,
+    part: tuple[int, int] | None = None,
     progress: bool = True,
 ) -> LabelledFeatures:
     """Encode this process's part of the images in `shards`, and return the features on the CPU.
 
-    Each process takes a contiguous part of the images, in order of rank. Images are resized, cropped at the centre and
-    normalised with `encoder.preprocessing`. The encoder stays on its device, and in its train or eval mode.
+    Each process takes a contiguous part of the images, in order of rank, unless `part` is given. Images are resized,
+    cropped at the centre and normalised with `encoder.preprocessing`. The encoder stays on its device, and in its train
+    or eval mode.
 
     Args:
         encoder: encoder on the accelerator's device.
@@ -241,6 +243,8 @@ def extract(
         feature: function that maps the encoder and its input (B, C, S, S) to features (B, D).
         transform: transform of the images. None selects the centre crop.
         labels: True to read the labels. If False, all labels are -1.
+        part: index and number of the parts into which the images are split. The other processes may then encode other
+            parts, or none.
         progress: True to show a progress bar on the main process.
 
     Raises:
@@ -253,11 +257,12 @@ def extract(
         shards,
         transform or CenterCrop(size, resize=resize_size(size, resize)),
         batch_size,
-        part=(accelerator.process_index, accelerator.num_processes),
+        part=part or (accelerator.process_index, accelerator.num_processes),
         labels=labels,
         reading=Reading(workers=workers, source=source, preprocessing=encoder.preprocessing),
     )
-    check_total(batches.total)
+    if part is None:
+        check_total(batches.total)
 
     def encode(images: Tensor) -> Tensor:
         """Return the features on the CPU: (B, C, S, S) -> (B, D) float32."""

@@ -1,7 +1,8 @@
-"""Fine-tuning of a whole encoder with labels, as in MAE (2111.06377): a linear classifier on the pooled features.
+"""Fine-tuning of an encoder with labels, as in MAE (2111.06377): a linear classifier on the pooled features.
 
 The recipe is that of MAE's main_finetune.py: layer-wise learning-rate decay, RandAugment, random erasing, mixup,
-CutMix, label smoothing and drop path, and for a ViT the mean of the patch tokens with a new final norm.
+CutMix, label smoothing and drop path, and for a ViT the mean of the patch tokens with a new final norm. The whole
+encoder is trained, or only its last blocks, or low-rank updates of its weights (LoRA, 2106.09685).
 
 Shapes: B images with C channels and H x W pixels; D width of the encoder; K classes.
 """
@@ -21,12 +22,14 @@ from tessera.data.mixing import draw_erased, draw_mix, erase, generators, mix_im
 from tessera.data.rand_augment import HIGHEST, draw_operations, rand_augment
 from tessera.encoders.base import Encoder, Preprocessing
 from tessera.encoders.images import Images
+from tessera.encoders.lora import add_lora
 from tessera.encoders.randomness import BITS, next_keys
 from tessera.encoders.segments import copy_to_device
 from tessera.encoders.unused import freeze_unused
 from tessera.encoders.vit import ViT
 from tessera.pretrain.methods.method import Method, RunSize, full_precision
-from tessera.pretrain.optim.adamw import OptimConfig
+from tessera.pretrain.optim.adamw import OptimConfig, flat_blocks, layers
+from tessera.pretrain.optim.running_statistics import running_statistics
 from tessera.runtime.settings import Section, SettingsError
 
 UNDECAYED = ("pos_embed", "cls_token", "dist_token", "reg_token")
@@ -60,13 +63,25 @@ class FinetuneConfig(Section):
     """magnitude of RandAugment, which applies up to two operations to a crop; 0: no RandAugment"""
     erasing: Share = 0.25
     """probability that a box of a crop is replaced by noise (random erasing)"""
+    head_steps: int = Field(default=0, ge=0)
+    """number of steps at the start in which only the classifier is trained (2202.10054)"""
+    frozen_blocks: int = Field(default=0, ge=0)
+    """number of first blocks of the encoder that keep their weights, with everything before these blocks"""
+    lora_rank: int = Field(default=0, ge=0)
+    """rank of low-rank updates (LoRA, 2106.09685), which are trained in place of the encoder's own weights; 0: the
+    encoder's own weights are trained"""
+    lora_alpha: float | None = Field(default=None, gt=0)
+    """factor of the low-rank updates, which is divided by lora_rank; default: lora_rank"""
+    lora_layers: tuple[str, ...] | None = None
+    """names of the linear layers in the blocks that get a low-rank update, such as qkv,fc1; default: those of
+    attention"""
 
 
 def resolve(config: FinetuneConfig, optim: OptimConfig, size: RunSize) -> tuple[FinetuneConfig, OptimConfig]:
     """Return the settings of fine-tuning and of the optimizer. Missing settings get MAE's values for ViT-B.
 
     The published warm-up is 5 of 100 epochs. Shorter runs have a shorter warm-up. Small data sets have a higher
-    learning rate (docs/evaluation.md).
+    learning rate (docs/evaluation.md). Low-rank updates have the same learning rate in all layers.
     """
     defaults = {
         "lr": 5e-4 if size.large else size.small_lr(8e-3),
@@ -75,7 +90,7 @@ def resolve(config: FinetuneConfig, optim: OptimConfig, size: RunSize) -> tuple[
         "weight_decay": 0.05,
         "weight_decay_end": 0.05,
         "reach_lr_in_warmup": False,
-        "layer_decay": 0.65,
+        "layer_decay": 1.0 if config.lora_rank else 0.65,
         "betas": (0.9, 0.999),
         "clip": 0.0,
     }
@@ -101,6 +116,30 @@ def mixed_cross_entropy(logits: Tensor, labels: Tensor, partner: Tensor, share: 
     return (share * own + (1 - share) * other).mean()
 
 
+def _freeze(encoder: Encoder, config: FinetuneConfig) -> None:
+    """Freeze the weights of an encoder that the settings exclude from training, and add low-rank updates.
+
+    Raises:
+        ValueError: the settings exclude each other, or do not fit the encoder.
+    """
+    blocks = len(flat_blocks(encoder))
+    if config.lora_rank and config.frozen_blocks:
+        raise ValueError("lora_rank freezes all blocks. Set either lora_rank or frozen_blocks.")
+    if config.frozen_blocks > blocks:
+        raise ValueError(f"frozen_blocks is {config.frozen_blocks}, but the encoder has {blocks} blocks.")
+    if config.lora_rank:
+        add_lora(encoder, config.lora_rank, config.lora_alpha or config.lora_rank, config.lora_layers)
+    elif config.frozen_blocks:
+        for _, parameter, layer in layers(encoder):
+            if layer <= config.frozen_blocks:
+                parameter.requires_grad_(False)
+    if (config.lora_rank or config.frozen_blocks) and running_statistics(encoder):
+        raise ValueError(
+            "This encoder has batch norm, whose statistics change although weights are frozen. "
+            "Set lora_rank and frozen_blocks to 0."
+        )
+
+
 class Finetune(Method):
     """The fine-tuning method: an encoder, and a linear classifier of the encoder's pooled features."""
 
@@ -124,6 +163,7 @@ class Finetune(Method):
             raise ValueError(f"The encoder was built for images of {side} pixels. Set finetune.size to one number.")
         self.config, self.image_size, self.classes = config, side, config.classes
         freeze_unused(encoder, [side])
+        _freeze(encoder, config)
         encoder.no_weight_decay = (*encoder.no_weight_decay, *UNDECAYED)
         self.encoder = encoder
         self.head = nn.Linear(encoder.dim, config.classes)
@@ -186,6 +226,9 @@ class Finetune(Method):
         images = erase(images, draw_erased(rngs, size, c.erasing), keys)
         mixed = draw_mix(rngs, size, c.mixup, c.cutmix)
         return mix_images(images, mixed), copy_to_device(mixed.share, images.device)
+
+    def frozen(self) -> dict[str, int]:
+        return {"encoder.": self.config.head_steps} if self.config.head_steps else {}
 
     def logits(self, images: Images) -> Tensor:
         return self.head(self.encoder(images).pooled)

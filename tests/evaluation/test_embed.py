@@ -1,10 +1,18 @@
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from pyarrow import parquet
+from safetensors import safe_open
 
 from tessera import encoders
+from tessera.data.augment import to_model_input
+from tessera.data.crops import CenterCrop
+from tessera.data.loader import evaluation_batches
 from tessera.evaluation.embed import EmbedSettings, run
 from tessera.evaluation.features import EvaluationError, extract
 from tessera.runtime.processes import make_accelerator
@@ -32,7 +40,93 @@ def test_images_without_labels_are_embedded(shards, tmp_path):
     run(EmbedSettings(output=str(tmp_path / "bare.npz"), **settings))
     found = np.load(tmp_path / "bare.npz")
     assert set(found) == {"features", "keys"}
-    with pytest.raises(EvaluationError, match=r"\.npz"):
+    with pytest.raises(EvaluationError, match=r"does not end in \.npz, \.safetensors, \.parquet"):
         run(EmbedSettings(output=str(tmp_path / "bare.csv"), **settings))
     with pytest.raises(EvaluationError, match="Cannot write --output"):
         run(EmbedSettings(output=str(tmp_path / "bare.npz" / "in a file.npz"), **settings))
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a file, read by the library of its format."""
+    if path.suffix == ".npz":
+        return dict(np.load(path))
+    if path.suffix == ".safetensors":
+        with safe_open(path, "numpy") as file:
+            keys = np.array(json.loads(file.metadata()["keys"]))
+            return {name: file.get_tensor(name) for name in file.keys()} | {"keys": keys}  # noqa: SIM118
+    table = parquet.read_table(path)
+    found = {}
+    for field in table.schema:
+        shape = json.loads(field.metadata[b"shape"])
+        found[field.name] = np.array(table[field.name].to_pylist()).reshape(-1, *shape)
+    return found
+
+
+@pytest.fixture
+def settings(shards, tmp_path):
+    """Settings of a command, and the encoder and the images that it reads."""
+    encoder = encoders.build("vit_micro", depth=3, registers=2).eval()
+    encoders.save(encoder, tmp_path / "vit.safetensors")
+    given = {"checkpoint": str(tmp_path / "vit.safetensors"), "data": str(shards / "val-0.tar"), "workers": 0}
+    batches = evaluation_batches(str(shards / "val-0.tar"), CenterCrop(16, resize=16), 13)
+    return given, encoder, to_model_input(next(iter(batches))).views[0].images
+
+
+@pytest.mark.parametrize("ending", [".npz", ".safetensors", ".parquet"])
+def test_tokens_and_blocks_are_those_of_the_encoder(ending, settings, tmp_path):
+    given, encoder, images = settings
+    with torch.inference_mode():
+        last, outputs = encoder(images), encoder.intermediate(images, 2)
+    run(EmbedSettings(output=str(tmp_path / f"one{ending}"), tokens=True, **given))
+    found = read(tmp_path / f"one{ending}")
+    np.testing.assert_allclose(found["features"], last.pooled.numpy(), atol=1e-5)
+    np.testing.assert_allclose(found["tokens"], last.tokens.view(13, 4, 4, -1).numpy(), atol=1e-5)
+    assert found["keys"].tolist() == [f"val-0.tar/val-0-{i:04d}" for i in range(13)]
+    assert len(found["labels"]) == 13
+    run(EmbedSettings(output=str(tmp_path / f"two{ending}"), blocks=2, tokens=True, dtype="float16", **given))
+    found = read(tmp_path / f"two{ending}")
+    for n, output in enumerate(outputs):
+        np.testing.assert_allclose(found["features"][:, n], output.pooled.numpy(), atol=4e-3)
+        np.testing.assert_allclose(found["tokens"][:, n], output.tokens.view(13, 4, 4, -1).numpy(), atol=4e-3)
+
+
+def test_several_files_hold_the_same_and_a_stopped_command_goes_on(settings, tmp_path):
+    given, encoder, _ = settings
+    run(EmbedSettings(output=str(tmp_path / "one.npz"), **given))
+    whole, output = read(tmp_path / "one.npz"), tmp_path / "many" / "part.npz"
+    run(EmbedSettings(output=str(output), images_per_file=5, **given))
+    files = sorted(output.parent.glob("part-*.npz"))
+    assert [path.name for path in files] == ["part-00000.npz", "part-00001.npz", "part-00002.npz"]
+    assert max(len(read(path)["keys"]) for path in files) <= 5
+    for name, array in whole.items():
+        parts = np.concatenate([read(path)[name] for path in files])
+        np.testing.assert_array_equal(parts, array) if array.dtype.kind != "f" else np.testing.assert_allclose(
+            parts, array, atol=1e-5
+        )
+    files[1].unlink()
+    kept = files[0].stat().st_mtime_ns
+    run(EmbedSettings(output=str(output), images_per_file=5, **given))
+    assert files[1].exists()
+    assert files[0].stat().st_mtime_ns == kept
+    with pytest.raises(EvaluationError, match=r"other settings or of other images\. Choose another --output"):
+        run(EmbedSettings(output=str(output), images_per_file=5, tokens=True, **given))
+    with torch.no_grad():
+        encoder.cls_token += 1
+    encoders.save(encoder, given["checkpoint"])
+    with pytest.raises(EvaluationError, match=r"other settings or of other images"):
+        run(EmbedSettings(output=str(output), images_per_file=5, **given))
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_files(settings, tmp_path):
+    given, _, _ = settings
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    command += ["--main_process_port", "0", "evaluation/embed.py", "--images_per_file", "4"]
+    command += [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    done = subprocess.run([*command, "--output", tmp_path / "two.npz"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    run(EmbedSettings(output=str(tmp_path / "one.npz"), images_per_file=4, **given))
+    for number in range(4):
+        ours, one = (read(tmp_path / f"{name}-{number:05d}.npz") for name in ("two", "one"))
+        assert ours["keys"].tolist() == one["keys"].tolist()
+        np.testing.assert_allclose(ours["features"], one["features"], atol=1e-5)

@@ -54,6 +54,7 @@ OWN = {
 """Settings of a method beside the small ones."""
 SIZES = '--dinov3.gram_start 1 --dinov3.gram_refresh_steps 1 --dinov3.sizes {"16/12/24":0.5,"12/8/24":0.5}'
 RUNS: dict[str, Run] = {method: run(method, OWN.get(method, "")) for method in METHODS} | {
+    "finetune, lora": run("finetune", "--finetune.lora_rank 4", steps=5),
     "distill, two students": run("distill", "--distill.students navit_micro --optim.lr 3e-4", steps=4),
     "dinov3, sizes": run("dinov3", f"--dinov3.gram_size 24 {SIZES}", steps=6),
     "dino, skipped": run(

@@ -18,7 +18,7 @@ from tessera.pretrain.build import build_method
 from tessera.pretrain.command_line import load
 from tessera.pretrain.methods.method import RunSize
 from tessera.pretrain.methods.supervised import Finetune, FinetuneConfig, mixed_cross_entropy, resolve
-from tessera.pretrain.optim.adamw import OptimConfig, learning_rate_factors, parameter_groups
+from tessera.pretrain.optim.adamw import OptimConfig, adamw, learning_rate_factors, parameter_groups
 from tessera.pretrain.resolve import resolve as resolve_run
 from tessera.runtime.settings import SettingsError
 from tests.pretrain.small import MICRO
@@ -166,3 +166,40 @@ def test_weights_without_a_description_start_every_encoder(variant: str, tmp_pat
     assert all(torch.equal(tensor, source[name]) for name, tensor in ours.items() if name in source)
     assert method.encoder.settings["drop_path"] == 0.1
     assert method.image_size == encoders.build(variant).settings["image_size"]
+
+
+def test_first_blocks_keep_their_weights() -> None:
+    method = make(encoder={"depth": 3}, frozen_blocks=2)
+    trained = {name for name, p in method.named_parameters() if p.requires_grad}
+    assert {name.split(".")[1] for name in trained if name.startswith("encoder.blocks.2")} == {"blocks"}
+    assert {name.rpartition(".")[0] for name in trained if ".blocks." not in name} == {"encoder.fc_norm", "head"}
+    assert not any(name.startswith(("encoder.blocks.0", "encoder.blocks.1")) for name in trained)
+    with pytest.raises(ValueError, match=r"frozen_blocks is 4, but the encoder has 3 blocks"):
+        make(encoder={"depth": 3}, frozen_blocks=4)
+    with pytest.raises(ValueError, match=r"Set either lora_rank or frozen_blocks"):
+        make(frozen_blocks=1, lora_rank=1)
+    with pytest.raises(ValueError, match=r"batch norm, whose statistics change"):
+        make("timm:resnet18", {"image_size": 32}, frozen_blocks=1, size=32)
+
+
+def test_low_rank_updates_are_trained_in_place_of_weights() -> None:
+    method = make(lora_rank=2)
+    frozen = {name: p.clone() for name, p in method.named_parameters() if not p.requires_grad}
+    optimizer = adamw(method, OptimConfig(betas=(0.9, 0.999), encoder_lr_factor=1.0), method.frozen())
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = 1e-2, 0.05
+    for seed in range(3):
+        method(batch(seed=seed), 0)[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    now = dict(method.named_parameters())
+    assert all(torch.equal(now[name], before) for name, before in frozen.items())
+    assert any("blocks.0.attn.qkv.weight" in name for name in frozen)
+    assert all(p.abs().max() > 0 for name, p in now.items() if "lora" in name)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for name, p in now.items() if "lora" in name or name.startswith("head")}
+
+
+def test_the_classifier_can_be_trained_first() -> None:
+    assert make(head_steps=5).frozen() == {"encoder.": 5}
+    assert make().frozen() == {}
