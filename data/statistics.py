@@ -84,8 +84,8 @@ def count_classes(sources: Sources) -> int:
     for source in sources.lists:
         if remote := next((shard.path for shard in source.shards if shard.is_remote), None):
             raise ShardError(
-                f"the classes cannot be counted, because {remote} is remote. Set the number of classes, for example "
-                "--finetune.classes 1000."
+                f"the classes cannot be counted, because {remote} is remote. Set the number of classes: "
+                "--finetune.classes 1000 for fine-tuning, --classes 1000 for attentive_probe."
             )
         for number in range(source.images):
             try:

@@ -9,15 +9,12 @@ convolution are trained, by AdamW. The learning rate rises linearly in a warm-up
 of each class is computed over all pixels of `--val` at once, and the mean over the classes is reported. The IoU of a
 class is correct / (pixels of the class + pixels predicted as the class - correct).
 
-Every training step encodes new images, and no features are kept, so the memory does not depend on the number of
-images. The result does not depend on the number of processes, up to rounding. docs/evaluation.md lists the differences
-from DINOv2's own evaluation.
+docs/evaluation.md lists the differences from DINOv2's own evaluation.
 
 Shape letters: b images of this process in a step, D features per token, h x w tokens and S x S pixels of an image, K
 classes that are not ignored.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -27,41 +24,38 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor, nn
 
-from tessera.data.augment import Share, to_model_input
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch
 from tessera.data.batches import Batches
-from tessera.data.crops import Areas, RandomCrop, RandomCropConfig, WholeImage
+from tessera.data.crops import WholeImage
 from tessera.data.decode import ImageError
-from tessera.data.loader import Reading, evaluation_batches, training_batches
+from tessera.data.loader import Reading, evaluation_batches
 from tessera.data.maps import IGNORED, decode_map
-from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError, Source
 from tessera.data.shards.tar import MAP
 from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder
 from tessera.evaluation.command import main
 from tessera.evaluation.features import (
-    EncoderSettings,
     EvaluationError,
     check_total,
-    encoding,
     full_float32,
     input_size,
     load_encoder,
     single_view,
 )
+from tessera.evaluation.frozen import FrozenSettings, patch_tokens, train_heads, training_set
 from tessera.evaluation.results import Evaluation, check_output, write_result
 from tessera.evaluation.splits import open_splits
 from tessera.runtime.collectives import all_reduce_max, all_reduce_sum, rank
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.progress import track
 
-WARMUP = 1500 / 40_000
-"""Fraction of the training steps in which the learning rate rises, as in DINOv2."""
 RISE, EPSILON = 0.1, 1e-5
 """Momentum and epsilon of the batch norm: torch's defaults."""
 
 
-class SegmentationSettings(EncoderSettings):
+class SegmentationSettings(FrozenSettings):
     """Measure the mean IoU of a linear segmentation of an encoder's frozen patch tokens."""
 
     train: str | list[str]
@@ -73,34 +67,8 @@ class SegmentationSettings(EncoderSettings):
     the largest value in the maps of --train, all of which are read"""
     ignore: list[Annotated[int, Field(ge=0, lt=IGNORED)]] = Field([])
     """further map values whose pixels are ignored, such as 0 for the official maps of ADE20K"""
-    batch_size: int = Field(16, ge=1)
-    """number of images in a training step, over all processes; each process encodes its share in one forward pass"""
-    epochs: int = Field(32, ge=1)
-    """number of passes over the training images"""
     lr: float = Field(1e-3, gt=0)
     """peak learning rate of AdamW"""
-    weight_decay: float = Field(1e-4, ge=0)
-    """weight decay of AdamW"""
-    scale: Areas = (0.25, 1.0)
-    """smallest and largest area of a training crop before the resize, as a share of the image's area"""
-    flip: Share = 0.5
-    """probability that a training crop is mirrored left to right"""
-    seed: int = Field(0, ge=0, lt=2**31)
-    """seed of the initial weights, the order of the images, and the crops"""
-    output: str | None = None
-    """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
-
-
-def patch_tokens(encoder: Encoder, images: Tensor, precision: str) -> Tensor:
-    """Return the tokens of normalised images on their grid: (b, C, S, S) -> (b, D, h, w) float32.
-
-    Raises:
-        EvaluationError: the encoder does not accept images of this size.
-    """
-    with torch.no_grad(), encoding(encoder, images, precision):
-        features = encoder(images)
-    rows, columns = features.grids[0].tolist()  # all images have one size
-    return features.tokens.float().unflatten(0, (-1, rows, columns)).permute(0, 3, 1, 2)  # (T, D) -> (b, D, h, w)
 
 
 class Head(nn.Module):
@@ -180,47 +148,6 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     seen = targets != IGNORED
     own = logits.gather(1, torch.where(seen, targets, 0)[:, None]).squeeze(1)  # (b, S, S)
     return (logits.logsumexp(1) - own).masked_fill(~seen, 0).sum()
-
-
-def train_head(head: Head, encoder: Encoder, batches: Batches, numbers: Tensor, settings: SegmentationSettings) -> None:
-    """Train the head. Call this function on all processes.
-
-    Args:
-        head: head on the device of the encoder.
-        encoder: frozen encoder.
-        batches: one batch of this process for each step.
-        numbers: class index of each value of the maps (256,), or 255 for ignored values.
-        settings: settings of the command.
-
-    Raises:
-        EvaluationError: the weights are not finite after the training.
-    """
-    device, steps = numbers.device, len(batches)
-    optimizer = torch.optim.AdamW(head.parameters(), settings.lr, weight_decay=settings.weight_decay)
-    head.train()
-    shown = track(batches, f"{steps:,} training steps", total=steps, shown=rank() == 0)
-    for step, batch in enumerate(shown):
-        optimizer.param_groups[0]["lr"] = settings.lr * rate(step, steps)
-        batch = to_model_input(batch.to(device, non_blocking=True))
-        tokens = patch_tokens(encoder, single_view(batch), settings.precision)
-        assert batch.maps is not None
-        backward(head(tokens), numbers[batch.maps.long()])
-        for parameter in head.parameters():
-            assert parameter.grad is not None
-            parameter.grad = all_reduce_sum(parameter.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-    if not all(parameter.isfinite().all() for parameter in head.parameters()):
-        raise EvaluationError(
-            "The classifier's weights are NaN or infinite. Check whether the encoder has diverged, try --precision "
-            "fp32, or lower --lr."
-        )
-
-
-def rate(step: int, steps: int) -> float:
-    """Return the factor of the learning rate. It rises linearly in the first steps (`WARMUP`), then falls linearly."""
-    warmup = math.ceil(WARMUP * steps)
-    return min((step + 1) / warmup, 1.0) * (1 - step / steps)
 
 
 @torch.no_grad()
@@ -334,28 +261,6 @@ def class_numbers(values: int, ignore: Sequence[int]) -> Tensor:
     return numbers
 
 
-def training_set(
-    opened: Source, settings: SegmentationSettings, size: int, reading: Reading, accelerator: Accelerator
-) -> Batches:
-    """Return one batch of random crops for each training step of this process.
-
-    Raises:
-        ShardError: the shards cannot be read, or a map is missing.
-        EvaluationError: the batch size does not fit the number of images or of processes.
-    """
-    crop = RandomCrop(RandomCropConfig(size=size, scale=settings.scale, flip=settings.flip))
-    steps = max(settings.epochs * opened.images // settings.batch_size, 1)
-    try:
-        order = BatchSampler(
-            settings.batch_size, steps=steps, rank=accelerator.process_index, world_size=accelerator.num_processes
-        )
-        return training_batches(opened, crop, order, seed=settings.seed, reading=reading)
-    except ShardError:
-        raise
-    except ValueError as error:
-        raise EvaluationError(str(error)) from error
-
-
 def run(settings: SegmentationSettings) -> dict[str, Any]:
     """Train the head, compute the mean IoU, print the result and write it to a file.
 
@@ -386,8 +291,14 @@ def run(settings: SegmentationSettings) -> dict[str, Any]:
     width = patch_tokens(encoder, blank, settings.precision).shape[1]
     kept = (numbers != IGNORED).nonzero().squeeze(1).tolist()  # value of each class
     head = Head(width, len(kept), settings.seed).to(accelerator.device)
+
+    def gradients(batch: Batch) -> None:
+        assert batch.maps is not None
+        backward(head(patch_tokens(encoder, single_view(batch), settings.precision)), numbers[batch.maps.long()])
+
+    head.train()
     with full_float32():
-        train_head(head, encoder, training, numbers, settings)
+        train_heads([(head, settings.lr)], training, gradients, settings.weight_decay, accelerator.device)
         matrix, images = confusion(head, encoder, test, numbers, settings.precision)
     if not accelerator.is_main_process:
         return {}

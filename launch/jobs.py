@@ -16,6 +16,7 @@ LAUNCH = Path(__file__).resolve().parent
 EVALUATIONS = {
     "knn": ("knn", "02:00:00"),
     "probe": ("linear_probe", "12:00:00"),
+    "attentive-probe": ("attentive_probe", "24:00:00"),
     "few-shot": ("few_shot", "04:00:00"),
     "retrieval": ("retrieval", "02:00:00"),
     "segmentation": ("segmentation", "24:00:00"),

@@ -20,6 +20,7 @@ COMMANDS = {
     "pretrain": ("tessera.pretrain.run", "pretrain an encoder"),
     "knn": ("tessera.evaluation.knn", "k-NN accuracy"),
     "linear_probe": ("tessera.evaluation.linear_probe", "linear probe"),
+    "attentive_probe": ("tessera.evaluation.attentive_probe", "attentive probe"),
     "few_shot": ("tessera.evaluation.few_shot", "accuracy with few labels"),
     "retrieval": ("tessera.evaluation.retrieval", "image retrieval"),
     "finetune": ("tessera.evaluation.finetune", "fine-tune with labels"),

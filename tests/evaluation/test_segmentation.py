@@ -9,13 +9,13 @@ from torch import nn
 
 from tessera.data.shards import ShardError
 from tessera.evaluation.features import EvaluationError
+from tessera.evaluation.frozen import rate
 from tessera.evaluation.segmentation import (
     Head,
     SegmentationSettings,
     backward,
     class_numbers,
     cross_entropy,
-    rate,
     resized,
     run,
     scores,

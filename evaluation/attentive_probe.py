@@ -1,0 +1,237 @@
+"""Attentive probe of frozen tokens, as in AIM (2401.08541): a classifier that learns which tokens to look at.
+
+    accelerate launch evaluation/attentive_probe.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
+
+One learned query per head attends to the normed tokens of the last block, and a linear layer maps the result to the
+logits of the classes. Methods such as MAE and I-JEPA do not train a global feature, and a linear probe of the pooled
+features understates them. The classifier is trained by AdamW on random crops, and the encoder stays frozen.
+
+One classifier is trained for each learning rate of `--rates`. The learning rate is chosen by the accuracy on a held-out
+part of `--train`, with classifiers that are not trained on this part. The accuracy of a second classifier with the
+chosen learning rate, trained on all of `--train`, is reported. AIM normalises tokens by a batch norm; here, each token
+is normalised by itself.
+
+Shape letters: b images of this process in a step, n tokens of an image, D features per token, K classes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch
+from tessera.data.batches import Batches
+from tessera.data.crops import Areas, CenterCrop
+from tessera.data.loader import Reading, evaluation_batches
+from tessera.data.shards import Source
+from tessera.data.shards.open import Sources
+from tessera.data.statistics import count_classes
+from tessera.data.workers import free_cores
+from tessera.encoders.base import Encoder
+from tessera.evaluation.accuracy import true_class_rank
+from tessera.evaluation.command import main
+from tessera.evaluation.features import (
+    EvaluationError,
+    check_total,
+    full_float32,
+    input_size,
+    load_encoder,
+    resize_size,
+    single_view,
+)
+from tessera.evaluation.frozen import FrozenSettings, patch_tokens, train_heads, training_set
+from tessera.evaluation.linear_probe import held_out
+from tessera.evaluation.results import Evaluation, check_output, write_result
+from tessera.evaluation.splits import open_labelled_splits
+from tessera.runtime.collectives import all_reduce_sum, rank
+from tessera.runtime.processes import make_accelerator
+from tessera.runtime.progress import track
+
+HEAD_WIDTH = 64
+"""Width of an attention head, if the width of the tokens is a multiple of it."""
+
+
+class AttentiveSettings(FrozenSettings):
+    """Measure the accuracy of a classifier that attends to an encoder's frozen tokens."""
+
+    train: str | list[str]
+    """labelled SHARDS to train on"""
+    val: str | list[str]
+    """labelled test SHARDS; never used to choose hyperparameters"""
+    classes: int | None = Field(None, ge=2)
+    """number of classes; default: the number of class names, or else one more than the largest label of --train"""
+    batch_size: int = Field(256, ge=1)
+    """number of images in a training step, over all processes; each process encodes its share in one forward pass"""
+    epochs: int = Field(20, ge=1)
+    """number of passes over the training images"""
+    rates: list[float] = Field([3e-4, 1e-3, 3e-3], min_length=1)
+    """peak learning rates to try"""
+    weight_decay: float = Field(0.05, ge=0)
+    """weight decay of AdamW"""
+    scale: Areas = (0.3, 1.0)
+    """smallest and largest area of a training crop before the resize, as a share of the image's area"""
+    holdout: float = Field(0.1, ge=0, lt=1)
+    """share of the training images that is held out to choose the learning rate"""
+
+
+class AttentiveHead(nn.Module):
+    """Attention of one learned query per head, and a linear classifier: tokens (b, n, D) -> logits (b, K)."""
+
+    def __init__(self, dim: int, classes: int, seed: int) -> None:
+        """
+        Args:
+            dim: width D of the tokens.
+            classes: number of classes K.
+            seed: seed of the initial weights, which have the standard deviation 0.02.
+        """
+        super().__init__()
+        heads = dim // HEAD_WIDTH if dim % HEAD_WIDTH == 0 else 1
+        self.norm = nn.LayerNorm(dim)
+        self.query = nn.Parameter(torch.empty(heads, 1, dim // heads))
+        self.kv = nn.Linear(dim, 2 * dim)
+        self.classifier = nn.Linear(dim, classes)
+        generator = torch.Generator().manual_seed(seed)
+        for weight in (self.query, self.kv.weight, self.classifier.weight):
+            nn.init.normal_(weight, std=0.02, generator=generator)
+        for bias in (self.kv.bias, self.classifier.bias):
+            nn.init.zeros_(bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of images: (b, n, D) -> (b, K)."""
+        keys, values = self.kv(self.norm(tokens)).unflatten(2, (2, len(self.query), -1)).permute(2, 0, 3, 1, 4)
+        query = self.query.expand(len(tokens), -1, -1, -1)  # (b, heads, 1, D / heads)
+        return self.classifier(F.scaled_dot_product_attention(query, keys, values).flatten(1))
+
+
+class Probe:
+    """Attentive heads on the tokens of a frozen encoder: for each rate, one of all images and one for the choice."""
+
+    def __init__(self, encoder: Encoder, classes: int, settings: AttentiveSettings, device: torch.device) -> None:
+        self.encoder, self.settings, self.device = encoder, settings, device
+        self.choose = len(settings.rates) > 1
+        size = input_size(encoder, settings.image_size)
+        width = self._tokens(torch.zeros(1, encoder.channels, size, size, device=device)).shape[2]
+        self.final, self.choosing = (
+            [AttentiveHead(width, classes, settings.seed).to(device) for _ in settings.rates] for _ in range(2)
+        )
+
+    def _tokens(self, images: Tensor) -> Tensor:
+        """Return the tokens of images: (b, C, S, S) -> (b, n, D)."""
+        return patch_tokens(self.encoder, images, self.settings.precision).flatten(2).mT
+
+    def train(self, batches: Batches) -> None:
+        """Train all heads. Collective."""
+        rates = self.settings.rates
+        heads = [*zip(self.final, rates, strict=True), *(zip(self.choosing, rates, strict=True) if self.choose else ())]
+        train_heads(heads, batches, self._backward, self.settings.weight_decay, self.device)
+
+    def _backward(self, batch: Batch) -> None:
+        """Compute the gradients of this process's part of the losses, the mean cross-entropies over all processes."""
+        tokens, labels = self._tokens(single_view(batch)), batch.labels
+        assert labels is not None
+        held = held_out(batch.keys, self.settings.holdout).to(self.device)
+        kept = (~held).nonzero().squeeze(1)
+        counts = all_reduce_sum(torch.tensor([len(labels), len(kept)])).clamp(min=1).tolist()
+        for head in self.final:
+            (F.cross_entropy(head(tokens), labels, reduction="sum") / counts[0]).backward()
+        for head in self.choosing if self.choose else ():
+            (F.cross_entropy(head(tokens[kept]), labels[kept], reduction="sum") / counts[1]).backward()
+
+    @torch.no_grad()
+    def accuracies(self, heads: Sequence[AttentiveHead], batches: Batches, held: bool = False) -> tuple[Tensor, int]:
+        """Return the top-1 and top-5 accuracy of each head over all processes, (R, 2) float64, and the image count.
+
+        Collective. If `held` is True, only held-out images count.
+        """
+        correct, images = torch.zeros(len(heads), 2, dtype=torch.float64), 0
+        for batch in track(batches, f"{batches.total:,} images", total=len(batches), shown=rank() == 0):
+            seen = held_out(batch.keys, self.settings.holdout if held else 1.0).nonzero().squeeze(1)
+            if not len(seen):
+                continue
+            batch = to_model_input(batch.to(self.device, non_blocking=True))
+            assert batch.labels is not None
+            tokens, labels = (x[seen.to(self.device)] for x in (self._tokens(single_view(batch)), batch.labels))
+            places = torch.stack([true_class_rank(head(tokens), labels) for head in heads])  # (R, b)
+            correct += torch.stack([(places < 1).sum(1), (places < 5).sum(1)], 1).cpu()
+            images += len(seen)
+        images = int(all_reduce_sum(torch.tensor(images)))
+        return all_reduce_sum(correct) / max(images, 1), images
+
+
+def run(settings: AttentiveSettings) -> dict[str, Any]:
+    """Train the classifiers, compute the accuracy, print the result and write it to a file.
+
+    Return the contents of the file on the main process, and an empty dictionary on the other processes.
+    """
+    accelerator = make_accelerator()
+    check_output(settings.output)
+    train, val = open_labelled_splits(settings.train, settings.val, settings.access, accelerator)
+    encoder, file = load_encoder(settings)
+    encoder.to(accelerator.device).requires_grad_(False)
+    size = input_size(encoder, settings.image_size)
+    classes = settings.classes or count_classes(Sources([train], [1.0]))
+    if settings.classes is None and count_classes(Sources([val], [1.0])) > classes:
+        raise EvaluationError(
+            f"--val has a label above {classes - 1}, the largest label of --train. Check that both belong to the same "
+            "data set."
+        )
+    workers = free_cores(accelerator.num_processes) if settings.workers is None else settings.workers
+    reading = Reading(workers, source=settings.access, preprocessing=encoder.preprocessing, classes=classes)
+    training = training_set(train, settings, size, reading, accelerator)
+    check_total(training.total)
+
+    def centre_crops(opened: Source) -> Batches:
+        batches = evaluation_batches(
+            opened,
+            CenterCrop(size, resize=resize_size(size, None)),
+            max(settings.batch_size // accelerator.num_processes, 1),
+            part=(accelerator.process_index, accelerator.num_processes),
+            reading=reading,
+        )
+        check_total(batches.total)
+        return batches
+
+    probe, held_images, by_holdout = Probe(encoder, classes, settings, accelerator.device), 0, [0.0]
+    with full_float32():
+        probe.train(training)
+        if probe.choose:
+            scores, held_images = probe.accuracies(probe.choosing, centre_crops(train), held=True)
+            by_holdout = scores[:, 0].tolist()
+        by_val, images = probe.accuracies(probe.final, centre_crops(val))
+    if probe.choose and not 0 < held_images < train.images:
+        raise EvaluationError(
+            f"--holdout {settings.holdout} holds out {held_images} of {train.images} training images. Some images must "
+            "be held out, and some must remain. Change --holdout, or give only one learning rate."
+        )
+    if not accelerator.is_main_process:
+        return {}
+    rows = [
+        {"rate": rate, "holdout_top1": held if probe.choose else None, "top1": top1, "top5": top5}
+        for rate, held, (top1, top5) in zip(settings.rates, by_holdout, by_val.tolist(), strict=True)
+    ]
+    best = rows[by_holdout.index(max(by_holdout))]
+    facts = {"image_size": size, "steps": len(training), "processes": accelerator.num_processes}
+    result = {
+        "top1": best["top1"],
+        "top5": best["top5"],
+        "chosen": best,
+        "all": rows,
+        "protocol": "attentive probe",
+        "holdout_images": held_images,
+        "train_images": training.total,
+        "val_images": images,
+        "classes": classes,
+        "checkpoint": str(file or settings.checkpoint),
+        "settings": settings.model_dump(mode="json") | facts,
+    }
+    table = [[f"{row['rate']:g}", *list(row.values())[1:], "<- chosen" if row is best else ""] for row in rows]
+    evaluation = Evaluation("attentive_probe", file, settings.val, settings.output, val.content())
+    return write_result(evaluation, result, ["rate", "held out", "top-1", "top-5", ""], table)
+
+
+if __name__ == "__main__":
+    main(AttentiveSettings, run)

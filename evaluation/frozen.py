@@ -1,0 +1,130 @@
+"""Training of small heads on the tokens of a frozen encoder: `segmentation` and `attentive_probe`.
+
+Every step encodes new random crops, and no features are kept, so the memory does not depend on the number of images.
+The result does not depend on the number of processes, up to rounding.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from accelerate import Accelerator
+from pydantic import Field
+from torch import Tensor, nn
+
+from tessera.data.augment import Share, to_model_input
+from tessera.data.batch import Batch
+from tessera.data.batches import Batches
+from tessera.data.crops import Areas, RandomCrop, RandomCropConfig
+from tessera.data.loader import Reading, training_batches
+from tessera.data.sampler import BatchSampler
+from tessera.data.shards import ShardError, Source
+from tessera.encoders.base import Encoder
+from tessera.evaluation.features import EncoderSettings, EvaluationError, encoding
+from tessera.runtime.collectives import all_reduce_sum, rank
+from tessera.runtime.progress import track
+
+WARMUP = 1500 / 40_000
+"""Fraction of the training steps in which the learning rate rises, as in DINOv2."""
+
+
+class FrozenSettings(EncoderSettings):
+    """Settings of every command that trains heads on the tokens of a frozen encoder."""
+
+    train: str | list[str]
+    """SHARDS to train on"""
+    val: str | list[str]
+    """test SHARDS; never used to choose hyperparameters"""
+    batch_size: int = Field(16, ge=1)
+    """number of images in a training step, over all processes; each process encodes its share in one forward pass"""
+    epochs: int = Field(32, ge=1)
+    """number of passes over the training images"""
+    weight_decay: float = Field(1e-4, ge=0)
+    """weight decay of AdamW"""
+    scale: Areas = (0.25, 1.0)
+    """smallest and largest area of a training crop before the resize, as a share of the image's area"""
+    flip: Share = 0.5
+    """probability that a training crop is mirrored left to right"""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """seed of the initial weights, the order of the images, and the crops"""
+    output: str | None = None
+    """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
+
+
+def training_set(
+    opened: Source, settings: FrozenSettings, size: int, reading: Reading, accelerator: Accelerator
+) -> Batches:
+    """Return one batch of random crops for each training step of this process.
+
+    Raises:
+        ShardError: the shards cannot be read, or a label or a map is missing.
+        EvaluationError: the batch size does not fit the number of images or of processes.
+    """
+    crop = RandomCrop(RandomCropConfig(size=size, scale=settings.scale, flip=settings.flip))
+    steps = max(settings.epochs * opened.images // settings.batch_size, 1)
+    try:
+        order = BatchSampler(
+            settings.batch_size, steps=steps, rank=accelerator.process_index, world_size=accelerator.num_processes
+        )
+        return training_batches(opened, crop, order, seed=settings.seed, reading=reading)
+    except ShardError:
+        raise
+    except ValueError as error:
+        raise EvaluationError(str(error)) from error
+
+
+def train_heads(
+    heads: Sequence[tuple[nn.Module, float]],
+    batches: Batches,
+    backward: Callable[[Batch], None],
+    weight_decay: float,
+    device: torch.device,
+) -> None:
+    """Train heads by AdamW. The learning rates rise linearly, then fall linearly to 0. Collective.
+
+    Args:
+        heads: each head with its peak learning rate.
+        batches: one batch of this process for each step.
+        backward: function that computes the gradients of this process's part of the loss.
+        weight_decay: weight decay of AdamW.
+        device: device of the heads.
+
+    Raises:
+        EvaluationError: the weights are not finite after the training.
+    """
+    steps, parameters = len(batches), [parameter for head, _ in heads for parameter in head.parameters()]
+    groups = [{"params": [*head.parameters()], "lr": peak} for head, peak in heads]
+    optimizer = torch.optim.AdamW(groups, weight_decay=weight_decay)
+    shown = track(batches, f"{steps:,} training steps", total=steps, shown=rank() == 0)
+    for step, batch in enumerate(shown):
+        for group, (_, peak) in zip(optimizer.param_groups, heads, strict=True):
+            group["lr"] = peak * rate(step, steps)
+        backward(to_model_input(batch.to(device, non_blocking=True)))
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad = all_reduce_sum(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    if not all(parameter.isfinite().all() for parameter in parameters):
+        raise EvaluationError(
+            "The classifier's weights are NaN or infinite. Check whether the encoder has diverged, try --precision "
+            "fp32, or lower the learning rate."
+        )
+
+
+def rate(step: int, steps: int) -> float:
+    """Return the factor of the learning rate. It rises linearly in the first steps (`WARMUP`), then falls linearly."""
+    warmup = math.ceil(WARMUP * steps)
+    return min((step + 1) / warmup, 1.0) * (1 - step / steps)
+
+
+def patch_tokens(encoder: Encoder, images: Tensor, precision: str) -> Tensor:
+    """Return the tokens of normalised images on their grid: (b, C, S, S) -> (b, D, h, w) float32.
+
+    Raises:
+        EvaluationError: the encoder does not accept images of this size.
+    """
+    with torch.no_grad(), encoding(encoder, images, precision):
+        features = encoder(images)
+    rows, columns = features.grids[0].tolist()  # all images have one size
+    return features.tokens.float().unflatten(0, (-1, rows, columns)).permute(0, 3, 1, 2)  # (T, D) -> (b, D, h, w)
