@@ -1,0 +1,88 @@
+"""Hook of mkdocs.yml: the pages of the site that are made from other files, and links to files outside of docs/."""
+
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+SETTING = re.compile(r"  (--\S+(?: (?:\{str: .*?\}\}|\S*\{str: .*?\}\}|\S+))?) +(.+)$")
+"""A line of `--help`: a flag, its type, and its meaning."""
+HEADER = ["| setting | meaning |", "|---|---|"]
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = """# Python interface
+
+::: tessera.interface
+
+::: encoders.registry
+
+::: encoders.saving
+
+::: encoders.base
+"""
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the first page, which is the README, and the reference of commands and of the Python interface."""
+    readme = (ROOT / "README.md").read_text().replace("](docs/", "](")
+    for name, text in (("index.md", readme), ("commands.md", commands()), ("python.md", PYTHON)):
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replace links to files outside of docs/ by the paths of these files, because the site does not contain them."""
+
+    def plain(match: re.Match[str]) -> str:
+        text, path = match.groups()
+        target = path.partition("#")[0]
+        inside = ROOT / "docs" / target
+        if "://" in path or not target or (inside.exists() and inside.resolve().is_relative_to(ROOT / "docs")):
+            return match[0]
+        if target in ("index.md", "commands.md", "python.md"):
+            return match[0]
+        found = next(p for p in (inside.resolve(), ROOT / target) if p.exists())
+        name = f"`{found.relative_to(ROOT)}`"
+        return name if text.strip("`") in name else f"{text} ({name})"
+
+    return re.sub(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)", plain, markdown)
+
+
+def commands() -> str:
+    """Return a page with the help of each command."""
+    sys.path.insert(0, str(ROOT))
+    from tessera.__main__ import COMMANDS
+
+    parts = ["# Commands\n"]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        shown = list(pool.map(help_of, COMMANDS))
+    for (name, (_, purpose)), text in zip(COMMANDS.items(), shown, strict=True):
+        parts.append(f"## {name}\n\n{purpose[0].upper()}{purpose[1:]}.\n\n{tables(text)}\n")
+    return "\n".join(parts)
+
+
+def help_of(name: str) -> str:
+    """Return the help of a command, with all of its settings."""
+    words = [sys.executable, "-m", "tessera", name, "--help", *(["all"] if name == "pretrain" else [])]
+    environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
+    shown = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT, env=environment).stdout.strip()
+    return shown.partition("\nusage: run.py")[0]  # the help of `finetune` also contains that of `pretrain`
+
+
+def tables(text: str) -> str:
+    """Return help text in Markdown, with one table for each group of settings."""
+    lines = text.splitlines()
+    first = next((i for i, line in enumerate(lines) if SETTING.match(line)), len(lines))
+    described = "\n".join(lines[:first]).removesuffix("settings:").strip()
+    parts = ["```text", described, "```", "", *HEADER]
+    for line in lines[first:]:
+        if row := SETTING.match(line):
+            flag, meaning = (part.strip().replace("|", "\\|").replace("<", "&lt;") for part in row.groups())
+            parts.append(f"| `{flag}` | {meaning} |")
+        elif line.strip():
+            parts += ["", f"**{line.strip().removesuffix(':')}**", "", *HEADER]
+    return "\n".join(parts if first < len(lines) else parts[:3])
