@@ -78,11 +78,14 @@ def tables(text: str) -> str:
     lines = text.splitlines()
     first = next((i for i, line in enumerate(lines) if SETTING.match(line)), len(lines))
     described = "\n".join(lines[:first]).removesuffix("settings:").strip()
-    parts = ["```text", described, "```", "", *HEADER]
+    if first == len(lines):
+        return f"```text\n{described}\n```"
+    usage, _, prose = described.partition("\n")
+    parts = ["```text", usage, "```", "", prose.strip(), "", *HEADER]
     for line in lines[first:]:
         if row := SETTING.match(line):
-            flag, meaning = (part.strip().replace("|", "\\|").replace("<", "&lt;") for part in row.groups())
-            parts.append(f"| `{flag}` | {meaning} |")
+            meaning = row[2].strip().replace("|", "\\|").replace("<", "&lt;")
+            parts.append(f"| `{row[1].strip()}` | {meaning} |")
         elif line.strip():
             parts += ["", f"**{line.strip().removesuffix(':')}**", "", *HEADER]
-    return "\n".join(parts if first < len(lines) else parts[:3])
+    return "\n".join(parts)
