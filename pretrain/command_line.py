@@ -1,5 +1,6 @@
 """Merge the settings of a run from defaults, a settings file, and a command line or Python values."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def load(argv: Sequence[str]) -> RunConfig:
     early["resume"] = "--resume" in argv
     if (topic := peek(argv, "help")) in METHODS:
         _ = METHODS[topic]  # import a method of another package, so that `--help METHOD` knows its settings
-    return _complete(early, lambda model: flags(model, argv, "run.py"))
+    return _complete(early, lambda model: flags(model, argv, Path(sys.argv[0]).name))
 
 
 def from_values(values: Mapping[str, Any]) -> RunConfig:
