@@ -103,6 +103,22 @@ def locked(folder: Path, timing: Timing = Timing(), on_loss: Callable[[str], Non
             os.close(descriptor)
 
 
+def holder(folder: Path) -> str | None:
+    """Return a description of the process that holds the lock of a folder, or None if there is none.
+
+    The function does not wait, so that a dead holder on another machine counts as alive.
+    """
+    newest = _newest(folder)
+    try:
+        record = {} if newest is None else _read(newest)
+    except (FileNotFoundError, LockedError):
+        return None
+    own = record.get("machine") == machine_id() and isinstance(record.get("pid"), int)
+    if newest is None or (own and not is_running(record["pid"], record.get("started"))):
+        return None
+    return _holder(record)
+
+
 def _create(folder: Path, timing: Timing) -> tuple[Path, int]:
     """Create a new lock file if no other holder is alive. Return the path of the file and a descriptor.
 

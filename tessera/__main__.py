@@ -29,6 +29,7 @@ COMMANDS = {
     "export": ("tessera.pretrain.export", "export an encoder to timm, transformers, ONNX or torch.export"),
     "weights": ("tessera.pretrain.export", "earlier name of export"),
     "summary": ("tessera.encoders.summary", "print the size and cost of encoders"),
+    "runs": ("tessera.evaluation.runs", "list runs, their scores, and how to continue them"),
     "report": ("tessera.evaluation.report", "compare runs on one page"),
     "preview": ("tessera.data.preview", "show images, or the crops and masks of a run"),
     "make_shards": ("tessera.data.make_shards", "make shards from a folder of images"),
@@ -96,7 +97,7 @@ def unknown(words: list[str], commands: Iterable[str]) -> str:
 def help_text(commands: Mapping[str, tuple[str, str]]) -> str:
     """Return the list of commands."""
     lines = ["usage: tessera [FLAGS OF accelerate launch] COMMAND [--SETTING VALUE ...]", "", "commands:"]
-    lines += [f"  {name:<14}{purpose}" for name, (_, purpose) in commands.items()]
+    lines += [f"  {name:<17}{purpose}" for name, (_, purpose) in commands.items()]
     return "\n".join([*lines, "", "`tessera COMMAND --help` lists the settings of a command."])
 
 
