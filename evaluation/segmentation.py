@@ -15,7 +15,7 @@ Shape letters: b images of this process in a step, D features per token, h x w t
 classes that are not ignored.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -34,7 +34,6 @@ from tessera.data.maps import IGNORED, decode_map
 from tessera.data.shards import ShardError, Source
 from tessera.data.shards.tar import MAP
 from tessera.data.workers import free_cores
-from tessera.encoders.base import Encoder
 from tessera.evaluation.command import main
 from tessera.evaluation.features import (
     EvaluationError,
@@ -151,28 +150,40 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def confusion(head: Head, encoder: Encoder, batches: Batches, numbers: Tensor, precision: str) -> tuple[Tensor, int]:
-    """Return the confusion matrix of all processes (K, K) int64 on the CPU, and the number of images.
+def confusion(
+    predict: Callable[[Tensor], Sequence[Tensor]], batches: Batches, numbers: Tensor, classes: int
+) -> tuple[Tensor, int]:
+    """Return one confusion matrix for each prediction, (R, K, K) int64 on the CPU, and the number of images.
 
-    Entry [i, j] is the number of pixels of class i that are predicted as class j. Call this function on all processes.
+    Entry [r, i, j] is the number of pixels of class i that prediction r takes for class j, over all processes.
+    Collective.
+
+    Args:
+        predict: function that returns R predictions for normalised images (b, C, S, S). Each is a score for each token
+            and class, (b, K, h, w).
+        batches: images of this process with their maps.
+        numbers: class index of each value of the maps (256,), or 255 for ignored values.
+        classes: number of classes K.
     """
-    device, classes = numbers.device, head.classifier.out_channels
-    counts, images = torch.zeros(classes**2, dtype=torch.int64), 0
-    head.eval()
+    counts, images = torch.zeros(1, classes**2, dtype=torch.int64), 0
     shown = track(batches, f"{batches.total:,} images", total=len(batches), shown=rank() == 0)
     for batch in shown:
-        batch = to_model_input(batch.to(device, non_blocking=True))
-        logits = head(patch_tokens(encoder, single_view(batch), precision))  # (b, K, h, w)
+        batch = to_model_input(batch.to(numbers.device, non_blocking=True))
         assert batch.maps is not None
-        for image, target in zip(logits.split(1), numbers[batch.maps.long()], strict=True):
-            predicted = resized(image, (target.shape[0], target.shape[1])).argmax(1)[0]  # (S, S)
-            seen = target != IGNORED
-            counts += (target[seen] * classes + predicted[seen]).bincount(minlength=classes**2).cpu()
+        found = []
+        for scores_of_tokens in predict(single_view(batch)):
+            matrix = torch.zeros(classes**2, dtype=torch.int64)
+            for image, target in zip(scores_of_tokens.split(1), numbers[batch.maps.long()], strict=True):
+                predicted = resized(image, (target.shape[0], target.shape[1])).argmax(1)[0]  # (S, S)
+                seen = target != IGNORED
+                matrix += (target[seen] * classes + predicted[seen]).bincount(minlength=classes**2).cpu()
+            found.append(matrix)
+        counts = counts + torch.stack(found)
         images += len(batch.keys)
-    return all_reduce_sum(counts).view(classes, classes), int(all_reduce_sum(torch.tensor(images)))
+    return all_reduce_sum(counts).view(-1, classes, classes), int(all_reduce_sum(torch.tensor(images)))
 
 
-def scores(matrix: Tensor, values: Sequence[int]) -> dict[str, Any]:
+def scores(matrix: Tensor, values: Sequence[int], protocol: str = "linear segmentation") -> dict[str, Any]:
     """Return the entries of the result file for a confusion matrix (K, K), whose rows are the true classes.
 
     `mean_iou` is the mean of the IoU (0 to 1) over the classes that occur in a map or in a prediction. All other
@@ -182,6 +193,7 @@ def scores(matrix: Tensor, values: Sequence[int]) -> dict[str, Any]:
     Args:
         matrix: confusion matrix.
         values: value of each class in the maps (K). These values are the keys of `per_class`.
+        protocol: name of the evaluation in reports.
 
     Raises:
         EvaluationError: no pixel was counted.
@@ -195,7 +207,7 @@ def scores(matrix: Tensor, values: Sequence[int]) -> dict[str, Any]:
     return {
         "mean_iou": float(iou[union > 0].mean()),
         "pixel_accuracy": float(correct.sum() / matrix.sum()),
-        "protocol": "linear segmentation",
+        "protocol": protocol,
         "classes": len(values),
         "per_class": {str(value): {"iou": one if seen else None, "pixels": n} for value, one, n, seen in rows},
     }
@@ -292,14 +304,18 @@ def run(settings: SegmentationSettings) -> dict[str, Any]:
     kept = (numbers != IGNORED).nonzero().squeeze(1).tolist()  # value of each class
     head = Head(width, len(kept), settings.seed).to(accelerator.device)
 
+    def logits(images: Tensor) -> list[Tensor]:
+        return [head(patch_tokens(encoder, images, settings.precision))]
+
     def gradients(batch: Batch) -> None:
         assert batch.maps is not None
-        backward(head(patch_tokens(encoder, single_view(batch), settings.precision)), numbers[batch.maps.long()])
+        backward(logits(single_view(batch))[0], numbers[batch.maps.long()])
 
     head.train()
     with full_float32():
         train_heads([(head, settings.lr)], training, gradients, settings.weight_decay, accelerator.device)
-        matrix, images = confusion(head, encoder, test, numbers, settings.precision)
+        head.eval()
+        (matrix,), images = confusion(logits, test, numbers, len(kept))
     if not accelerator.is_main_process:
         return {}
     facts = {"image_size": size, "steps": len(training), "processes": accelerator.num_processes}

@@ -19,6 +19,7 @@ EVALUATIONS = {
     "attentive-probe": ("attentive_probe", "24:00:00"),
     "few-shot": ("few_shot", "04:00:00"),
     "retrieval": ("retrieval", "02:00:00"),
+    "patch-knn": ("patch_knn", "12:00:00"),
     "segmentation": ("segmentation", "24:00:00"),
     "finetune": ("finetune", "24:00:00"),
 }

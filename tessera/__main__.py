@@ -25,6 +25,7 @@ COMMANDS = {
     "retrieval": ("tessera.evaluation.retrieval", "image retrieval"),
     "finetune": ("tessera.evaluation.finetune", "fine-tune with labels"),
     "segmentation": ("tessera.evaluation.segmentation", "mean IoU of a linear segmentation"),
+    "patch_knn": ("tessera.evaluation.patch_knn", "mean IoU of a k-NN segmentation"),
     "embed": ("tessera.evaluation.embed", "write the features of images to a file"),
     "export": ("tessera.pretrain.export", "export an encoder to timm, transformers, ONNX or torch.export"),
     "weights": ("tessera.pretrain.export", "earlier name of export"),

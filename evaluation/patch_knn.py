@@ -1,0 +1,201 @@
+"""Mean intersection over union (IoU) of a k-NN segmentation of frozen patch tokens, as in CAPI (2502.08769).
+
+    accelerate launch evaluation/patch_knn.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
+
+Nothing is trained. The bank holds tokens of the images of `--train`, each with the class that most of its pixels have.
+Each token of an image of `--val` takes the classes of its k nearest tokens in the bank by cosine similarity s, which
+have the weight exp(s / temperature). The votes are resized bilinearly to the map. The IoU is that of
+`evaluation/segmentation.py`.
+
+The bank has at most `--bank` tokens: the same number of random tokens of each image, which depend only on the name of
+the image. CAPI tries several k and reports the best one; here, the first of `--k` is the result, and the file has all.
+
+Shape letters: b images of this process, h x w tokens and S x S pixels of an image, D features per token, N tokens of
+the bank, K classes.
+"""
+
+import hashlib
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from tessera.data.augment import to_model_input
+from tessera.data.batches import Batches
+from tessera.data.crops import WholeImage
+from tessera.data.loader import Reading, evaluation_batches
+from tessera.data.maps import IGNORED
+from tessera.data.shards import Source
+from tessera.data.workers import free_cores
+from tessera.encoders.base import Encoder
+from tessera.evaluation.command import main
+from tessera.evaluation.features import (
+    EncoderSettings,
+    EvaluationError,
+    check_total,
+    full_float32,
+    input_size,
+    load_encoder,
+    single_view,
+)
+from tessera.evaluation.frozen import patch_tokens
+from tessera.evaluation.results import Evaluation, check_output, write_result
+from tessera.evaluation.segmentation import class_numbers, confusion, count_values, scores
+from tessera.evaluation.splits import open_splits
+from tessera.runtime.collectives import all_gather, rank
+from tessera.runtime.processes import make_accelerator
+from tessera.runtime.progress import track
+
+COMPARED = 2**26
+"""Largest number of similarities that are in memory at a time."""
+
+
+class PatchKNNSettings(EncoderSettings):
+    """Measure the mean IoU of a k-NN segmentation of an encoder's frozen patch tokens."""
+
+    train: str | list[str]
+    """SHARDS with segmentation maps, whose tokens are the bank"""
+    val: str | list[str]
+    """test SHARDS with segmentation maps"""
+    classes: int | None = Field(None, ge=1, le=IGNORED)
+    """number of classes; maps contain the values 0 to classes - 1, and 255 for ignored pixels; default: one more than
+    the largest value in the maps of --train, all of which are read"""
+    ignore: list[Annotated[int, Field(ge=0, lt=IGNORED)]] = Field([])
+    """further map values whose pixels are ignored, such as 0 for the official maps of ADE20K"""
+    k: list[Annotated[int, Field(ge=1)]] = Field([10, 1, 3, 30], min_length=1)
+    """numbers of nearest tokens; the result is that of the first"""
+    temperature: float = Field(0.07, gt=0)
+    """temperature of the vote"""
+    bank: int = Field(200_000, ge=1)
+    """largest number of tokens in the bank"""
+    batch_size: int = Field(16, ge=1)
+    """number of images per forward pass in each process"""
+    output: str | None = None
+    """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
+
+
+def token_classes(targets: Tensor, rows: int, columns: int, classes: int) -> Tensor:
+    """Return the class that most pixels of each token have: (b, S, S) -> (b, rows, columns).
+
+    Pixels that are ignored do not count, and a token without other pixels gets `IGNORED`. Of equally frequent classes,
+    the smallest counts. A pixel belongs to the token that covers its centre.
+    """
+    b, height, width = targets.shape
+    row, column = (
+        (2 * torch.arange(side, device=targets.device) + 1) * cells // (2 * side)
+        for side, cells in ((height, rows), (width, columns))
+    )
+    image = torch.arange(b, device=targets.device)[:, None, None]
+    token = image * rows * columns + row[:, None] * columns + column  # (b, S, S)
+    seen = targets != IGNORED
+    counts = (token[seen] * classes + targets[seen]).bincount(minlength=b * rows * columns * classes)
+    most, number = counts.view(b, rows, columns, classes).max(3)
+    return torch.where(most > 0, number, IGNORED)
+
+
+def chosen_tokens(key: str, tokens: int, count: int) -> Tensor:
+    """Return the indices of `count` random tokens of an image, in order. They depend only on the name of the image."""
+    digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest))
+    return torch.randperm(tokens, generator=generator)[:count].sort().values
+
+
+@torch.no_grad()
+def make_bank(
+    encoder: Encoder, batches: Batches, numbers: Tensor, classes: int, settings: PatchKNNSettings
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens of the bank as unit vectors, (N, D), and their classes, (N,). Collective.
+
+    Raises:
+        EvaluationError: the bank has fewer tokens than the largest k.
+    """
+    found, labels = [], []
+    shown = track(batches, f"tokens of {batches.total:,} images", total=len(batches), shown=rank() == 0)
+    for batch in shown:
+        batch = to_model_input(batch.to(numbers.device, non_blocking=True))
+        assert batch.maps is not None
+        tokens = patch_tokens(encoder, single_view(batch), settings.precision)  # (b, D, h, w)
+        own = token_classes(numbers[batch.maps.long()], tokens.shape[2], tokens.shape[3], classes).flatten(1)
+        for key, image, its in zip(batch.keys, tokens.flatten(2).mT, own, strict=True):
+            chosen = chosen_tokens(key, len(image), max(1, settings.bank // batches.total)).to(image.device)
+            chosen = chosen[its[chosen] != IGNORED]
+            found.append(F.normalize(image[chosen], dim=1))
+            labels.append(its[chosen])
+    if not found:  # this process has no readable image
+        size = input_size(encoder, settings.image_size)
+        blank = torch.zeros(1, encoder.channels, size, size, device=numbers.device)
+        found = [patch_tokens(encoder, blank, settings.precision).flatten(2).mT[0, :0]]
+        labels = [numbers[:0]]
+    bank, classes_of = (torch.cat(all_gather(torch.cat(parts))) for parts in (found, labels))
+    if len(bank) < max(settings.k):
+        raise EvaluationError(f"The bank has {len(bank)} tokens, fewer than --k {max(settings.k)}. Lower --k.")
+    return bank, classes_of
+
+
+def votes(tokens: Tensor, bank: Tensor, labels: Tensor, classes: int, settings: PatchKNNSettings) -> list[Tensor]:
+    """Return the share of the votes that each class gets, for each k: (b, D, h, w) -> (b, K, h, w) float32."""
+    b, _, rows, columns = tokens.shape
+    queries = F.normalize(tokens.flatten(2).mT.flatten(0, 1), dim=1)  # (b * h * w, D)
+    nearest = [(part @ bank.T).topk(max(settings.k)) for part in queries.split(max(1, COMPARED // len(bank)))]
+    similarity, index = (torch.cat(parts) for parts in zip(*nearest, strict=True))
+    weights = ((similarity - similarity[:, :1]) / settings.temperature).exp()
+    shares = []
+    for k in settings.k:
+        found = torch.zeros(len(queries), classes, device=tokens.device)
+        found.scatter_add_(1, labels[index[:, :k]], weights[:, :k] / weights[:, :k].sum(1, keepdim=True))
+        shares.append(found.view(b, rows, columns, classes).permute(0, 3, 1, 2))
+    return shares
+
+
+def run(settings: PatchKNNSettings) -> dict[str, Any]:
+    """Compute the mean IoU for each k, print the result and write it to a file.
+
+    Return the contents of the file on the main process, and an empty dictionary on the other processes.
+    """
+    accelerator = make_accelerator()
+    check_output(settings.output)
+    train, val = open_splits(settings.train, settings.val, settings.access, accelerator)
+    encoder, file = load_encoder(settings)
+    encoder.to(accelerator.device)
+    size = input_size(encoder, settings.image_size)
+    values = count_values(train, val, settings.classes, accelerator)
+    numbers = class_numbers(values, settings.ignore).to(accelerator.device)
+    kept = (numbers != IGNORED).nonzero().squeeze(1).tolist()  # value of each class
+    workers = free_cores(accelerator.num_processes) if settings.workers is None else settings.workers
+    reading = Reading(workers, source=settings.access, preprocessing=encoder.preprocessing, maps=values)
+
+    def images_of(opened: Source) -> Batches:
+        part = (accelerator.process_index, accelerator.num_processes)
+        batches = evaluation_batches(
+            opened, WholeImage(size), settings.batch_size, part=part, labels=False, reading=reading
+        )
+        check_total(batches.total)
+        return batches
+
+    with full_float32():
+        bank, labels = make_bank(encoder, images_of(train), numbers, len(kept), settings)
+
+        def predict(images: Tensor) -> list[Tensor]:
+            return votes(patch_tokens(encoder, images, settings.precision), bank, labels, len(kept), settings)
+
+        matrices, images = confusion(predict, images_of(val), numbers, len(kept))
+    if not accelerator.is_main_process:
+        return {}
+    found = [scores(matrix, kept, f"{k}-NN of patches") for k, matrix in zip(settings.k, matrices, strict=True)]
+    rows = [[k, one["pixel_accuracy"], one["mean_iou"]] for k, one in zip(settings.k, found, strict=True)]
+    facts = {"image_size": size, "tokens": len(bank), "processes": accelerator.num_processes}
+    result = found[0] | {
+        "all": [dict(zip(("k", "pixel_accuracy", "mean_iou"), row, strict=True)) for row in rows],
+        "train_images": train.images,
+        "val_images": images,
+        "checkpoint": str(file or settings.checkpoint),
+        "settings": settings.model_dump(mode="json") | facts,
+    }
+    evaluation = Evaluation("patch_knn", file, settings.val, settings.output, val.content())
+    return write_result(evaluation, result, ["k", "pixel accuracy", "mean IoU"], rows)
+
+
+if __name__ == "__main__":
+    main(PatchKNNSettings, run)
