@@ -4,9 +4,9 @@ There are four differences from `accelerate launch`:
 
 - The exit code is the trainer's own (75: stopped and saved, 2: the user has to change something, ...). Nothing is
   printed after the trainer's last message.
-- SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) are forwarded to the trainers, which may take as long as they need
-  to save. In contrast, SIGUSR1 kills `accelerate launch`. After SIGTERM, `accelerate launch` leaves a single trainer
-  running, and kills several trainers after 30 seconds.
+- SIGTERM, SIGUSR1, SIGHUP (a closed terminal) and SIGINT (Ctrl-C) are forwarded to the trainers, which may take as
+  long as they need to save. In contrast, SIGUSR1 kills `accelerate launch`. After SIGTERM, `accelerate launch` leaves
+  a single trainer running, and kills several trainers after 30 seconds.
 - `--num_processes 2` always starts two processes. Without a flag such as `--multi_gpu`, `accelerate launch` starts one.
 - `--config_file` also takes the name of a file in configs/accelerate/, such as `zero2`.
 
@@ -34,7 +34,7 @@ STOPPED_AND_SAVED = 75
 """Exit code of a trainer that has saved a checkpoint because a signal told it to stop."""
 LOST_PEER = 69
 """Exit code of a trainer that ended because another trainer had ended."""
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 def start_without_kind(args: argparse.Namespace) -> None:
@@ -68,7 +68,7 @@ class Trainers:
         if self.received:  # `--max_restarts` must not restart trainers that were told to stop
             sys.exit(STOPPED_AND_SAVED)
         # With this variable, newer versions of torch install no handler for SIGTERM.
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGQUIT"
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
         self._listen()
         self._start(context)
         self._listen()
@@ -78,8 +78,8 @@ class Trainers:
 
     def _listen(self) -> None:
         for number in SIGNALS:
-            # Under nohup, SIGHUP is ignored, and it must remain ignored.
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            # Under nohup, SIGHUP is ignored, and in a job in the background SIGINT. They must remain ignored.
+            if number not in (signal.SIGHUP, signal.SIGINT) or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.forward)
 
     def forward(self, number: int, _: FrameType | None) -> None:
@@ -101,7 +101,7 @@ class Trainers:
             self._run(args)
         except ChildFailedError as error:
             sys.exit(exit_code([failure.exitcode for failure in error.failures.values()], self.received))
-        except SignalException as error:  # raised after Ctrl-C
+        except SignalException as error:  # raised after SIGQUIT
             sys.exit(128 + error.sigval)
 
 
@@ -119,7 +119,7 @@ def exit_code(codes: Iterable[int], received: signal.Signals | None) -> int:
     codes = list(codes)
     # If the signal killed all trainers, they had not installed their signal handlers yet, so nothing needed saving.
     if received and all(code in (-received, -signal.SIGTERM) for code in codes):
-        return STOPPED_AND_SAVED
+        return 128 + received if received == signal.SIGINT else STOPPED_AND_SAVED
     own = [code for code in codes if code != -signal.SIGTERM] or codes
     causes = [code for code in own if code not in (STOPPED_AND_SAVED, LOST_PEER)]
     if causes:

@@ -21,7 +21,7 @@ folder, what, *values = sys.argv[1:]
 rank = int(os.environ.get("RANK", "0"))
 asked = []
 if what != "unprepared":
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.append(number))
 open(f"{folder}/ready-{rank}", "a").write(f"{os.getpid()}\\n")
 if what == "codes":
@@ -47,6 +47,7 @@ sys.exit(75)
 def _run_launcher(log: Path, arguments: list[str]) -> None:
     """Run the launcher in this process, in a process group of its own."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -118,6 +119,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., BaseProcess]]:
         ([-15, -15], signal.SIGTERM, 75),  # the signal came before they could listen
         ([-10, -15], signal.SIGUSR1, 75),
         ([-10], None, 138),
+        ([75, 75], signal.SIGINT, 75),
+        ([130, 130], signal.SIGINT, 130),
+        ([-2, -15], signal.SIGINT, 130),  # Ctrl-C before they could listen: nothing was saved
     ],
 )
 def test_exit_codes_of_trainers_become_one(codes: list[int], asked: signal.Signals | None, expected: int) -> None:
@@ -162,6 +166,16 @@ def test_signals_are_forwarded_to_the_trainers(start, tmp_path: Path, processes:
     assert exit_code(launcher) == 75
     for rank in range(processes):
         assert (tmp_path / f"saved-{rank}").read_text().startswith(str(int(number)))
+    assert "Traceback" not in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.medium
+def test_after_ctrl_c_the_launcher_waits_until_the_trainers_have_saved(start, tmp_path: Path) -> None:
+    launcher = start("save", "2", processes=2)
+    os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does; the trainers have sessions of their own
+    assert exit_code(launcher) == 75
+    for rank in range(2):
+        assert (tmp_path / f"saved-{rank}").read_text() == "2"  # a second one would end a run without saving
     assert "Traceback" not in (tmp_path / "log.txt").read_text()
 
 
