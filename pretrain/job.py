@@ -1,6 +1,7 @@
 """Prepare a pretraining run from its settings, train, evaluate, and export the encoder."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, write_accuracy
 from tessera.pretrain.monitoring.recorder import Recorder, record_start
 from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
-from tessera.pretrain.preflight import Plan, print_plan
+from tessera.pretrain.preflight import Plan, print_plan, warn_of_memory
 from tessera.pretrain.resolve import (
     agree,
     continued,
@@ -125,6 +126,10 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
             own = Plan(prepared.sources, images, processes, each, batches.buffered_bytes)
             print_plan(config, method, own)
         return
+    estimates = accelerator.device.type == "cpu" and not engine_class.sharded and not config.compile
+    if accelerator.is_main_process and estimates:
+        processes = accelerator.num_processes
+        warn_of_memory(config, method, processes, int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
     accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
     if config.overwrite:
         run_on_all_ranks(lambda: delete_run(output) if accelerator.is_main_process else None)
@@ -138,8 +143,11 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     knn, accuracy = evaluations(config, method, prepared.shards, accelerator)
     recorder = None
     if accelerator.is_main_process:
-        with atomic_write(output / "config.yaml") as part:  # written atomically, because --resume reads this file
-            part.write_text(to_yaml(config))
+        if newest is None or position.step < config.steps:  # settings of a run that is done have no effect any more
+            with atomic_write(output / "config.yaml") as part:  # written atomically, because --resume reads this file
+                part.write_text(to_yaml(config))
+        else:
+            log.warning("The run has done all of its %d steps. To train longer, give more --steps.", config.steps)
         recorder = Recorder(output, position.step, config.metrics, settings)
         evaluation = knn or accuracy
         record_start(output, position.step, engine, config.precision, evaluation and evaluation.val.content())

@@ -102,9 +102,8 @@ def activation_bytes(method: Method, precision: str, images: int) -> int:
 
     The number is extrapolated from forward passes of two and of four images. These passes use PyTorch's fused
     attention, which keeps the same tensors as on a GPU. If the crop sizes are drawn for each step, the largest ones are
-    assumed.
+    assumed. A forward pass changes the state of the method.
     """
-    method = copy.deepcopy(method)  # copy, because a forward pass changes the state of the method
     two, four = (_kept_bytes(method, precision, n) for n in (2, 4))
     return two + (four - two) * (images - 2) // 2
 
@@ -182,7 +181,22 @@ def print_plan(config: RunConfig, method: Method, run: Plan) -> None:
         table.add_row(quantity, value)
     print(to_yaml(config))
     Console().print(table)
-    needed = run.processes * (state_bytes(method) + activations)
+    _compare(run.processes * (state_bytes(method) + activations))
+
+
+def warn_of_memory(config: RunConfig, method: Method, processes: int, here: int) -> None:
+    """Log a warning if a run on CPUs takes more memory than the machine has, because the system would kill the run.
+
+    Args:
+        processes: number of processes of the run, of which `here` are on this machine.
+    """
+    each = config.batch_size // processes // config.accumulate
+    with torch.random.fork_rng(devices=[]):
+        activations = activation_bytes(copy.deepcopy(method), config.precision, each)
+    _compare(here * (state_bytes(method) + activations))
+
+
+def _compare(needed: int) -> None:
     if not torch.cuda.is_available() and needed > memory():
         log.warning(
             "This run takes about %s, but this machine has %s of memory. Lower batch_size, or raise accumulate, or set "

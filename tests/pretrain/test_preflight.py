@@ -20,7 +20,7 @@ from tessera.pretrain.config import RunConfig
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.methods.method import Method
-from tessera.pretrain.preflight import Plan, activation_bytes, dry_forward, print_plan, state_bytes
+from tessera.pretrain.preflight import Plan, activation_bytes, dry_forward, print_plan, state_bytes, warn_of_memory
 from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
 from tests.evaluation.conftest import write_shard
@@ -88,13 +88,25 @@ def test_activations_equal_those_of_a_real_forward_pass() -> None:
     with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
         method(batch, 0)
     real = sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in weights)
-    fresh = dino(config)
-    before = {name: value.clone() for name, value in fresh.state_dict().items()}
-    assert activation_bytes(fresh, config.precision, 4) == pytest.approx(real, rel=0.02)
-    assert all(torch.equal(value, before[name]) for name, value in fresh.state_dict().items())
-    assert fresh._last is None
+    assert activation_bytes(dino(config), config.precision, 4) == pytest.approx(real, rel=0.02)
     recomputed = settings("--precision", "fp32", "--encoder.drop_path", "0", "--encoder.checkpoint_activations", "true")
     assert activation_bytes(dino(recomputed), recomputed.precision, 4) < 0.7 * real
+
+
+def test_the_memory_of_a_run_is_estimated_without_a_trace(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, method = settings("--batch_size", "8"), dino(settings())
+    needed = state_bytes(method) + activation_bytes(dino(config), config.precision, 4)
+    before, random = {name: x.clone() for name, x in method.state_dict().items()}, torch.get_rng_state()
+    warn_of_memory(config, method, 2, 1)
+    assert caplog.text == ""
+    monkeypatch.setattr(preflight, "memory", lambda: needed - 1)
+    warn_of_memory(config, method, 2, 1)
+    assert "of memory. Lower batch_size" in caplog.text
+    assert all(torch.equal(x, before[name]) for name, x in method.state_dict().items())
+    assert method._last is None
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_attention_counts_as_a_fused_kernel_would() -> None:
