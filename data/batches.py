@@ -42,7 +42,7 @@ class Batches:
     def __init__(
         self,
         dataset: TrainDataset | EvaluationDataset,
-        batches: BatchSampler | Sequence[range],
+        batches: BatchSampler | Sequence[Sequence[int]],
         collator: Collator,
         workers: int,
         total: int,

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from tessera.data.batches import Batches
@@ -214,6 +215,7 @@ def evaluation_batches(
     *,
     part: tuple[int, int] = (0, 1),
     labels: bool = True,
+    images: int | None = None,
     reading: Reading = Reading(),
 ) -> "Batches":
     """Return the evaluation batches of this process.
@@ -229,6 +231,7 @@ def evaluation_batches(
         batch_size: number of images per batch and process; the last batch may be smaller.
         part: rank of this process, and number of processes.
         labels: True to read the labels.
+        images: number of images, spaced evenly over the shards; None for all images.
         reading: settings of workers, decoding, access to remote shards, normalisation and maps.
 
     Raises:
@@ -244,7 +247,9 @@ def evaluation_batches(
         opened.require_labels()
     if reading.maps is not None:
         _require_maps([opened], transform)
-    numbers = range(rank * opened.images // world_size, (rank + 1) * opened.images // world_size)
+    count = opened.images if images is None else min(images, opened.images)
+    chosen = np.linspace(0, opened.images - 1, count).round().astype(np.int64).tolist() if images else range(count)
+    numbers = chosen[rank * count // world_size : (rank + 1) * count // world_size]
     batches = [numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size)]
     dataset = EvaluationDataset(opened, transform, labels, reading.decoding)
     collator = Collator(transform, min(batch_size, opened.images), reading.preprocessing)

@@ -15,7 +15,13 @@ MOST_COMPARED = 64
 """Maximum number of image pairs with equal names and sizes whose contents are compared."""
 
 
-def open_splits(train: Shards, val: Shards, source: SourceConfig, accelerator: Accelerator) -> tuple[Source, Source]:
+Flags = tuple[str, str]
+"""Flags of the training set and of the validation set, for messages."""
+
+
+def open_splits(
+    train: Shards, val: Shards, source: SourceConfig, accelerator: Accelerator, flags: Flags = ("--train", "--val")
+) -> tuple[Source, Source]:
     """Open the shards of the training set and of the validation set, and check that no image is in both. Collective.
 
     Raises:
@@ -25,12 +31,12 @@ def open_splits(train: Shards, val: Shards, source: SourceConfig, accelerator: A
     source = describe_remote([train, val], source)
     opened, other = (open_shards(one, source=source, progress=accelerator.is_main_process) for one in (train, val))
     if not source.allow_overlap:
-        check_disjoint(opened, other)
+        check_disjoint(opened, other, flags)
     return opened, other
 
 
 def open_labelled_splits(
-    train: Shards, val: Shards, source: SourceConfig, accelerator: Accelerator
+    train: Shards, val: Shards, source: SourceConfig, accelerator: Accelerator, flags: Flags = ("--train", "--val")
 ) -> tuple[Source, Source]:
     """Open the labelled shards of the training set and of the validation set, and match their classes by name.
 
@@ -44,7 +50,7 @@ def open_labelled_splits(
             only one of the two sets has class names, or the processes read different class names.
         RankError: a classes.json cannot be used, or the folders of one set have different class names.
     """
-    opened = open_splits(train, val, source, accelerator)
+    opened = open_splits(train, val, source, accelerator, flags)
     for one in opened:
         one.require_labels()
     names = run_on_all_ranks(lambda: [one.class_names() for one in opened])
@@ -56,18 +62,19 @@ def open_labelled_splits(
     if train_names is None and val_names is None:
         return opened
     if train_names is None or val_names is None:
-        named, unnamed = ("val", "train") if train_names is None else ("train", "val")
+        named, unnamed = flags[::-1] if train_names is None else flags
         raise EvaluationError(
-            f"The shards of --{named} have a classes.json, but those of --{unnamed} have none, so their classes cannot "
-            f"be matched by name. If both sets number the classes alike, copy the classes.json of --{named} beside the "
-            f"shards of --{unnamed}. Otherwise write the class names of --{unnamed} to a classes.json beside its "
+            f"The shards of {named} have a classes.json, but those of {unnamed} have none, so their classes cannot "
+            f"be matched by name. If both sets number the classes alike, copy the classes.json of {named} beside the "
+            f"shards of {unnamed}. Otherwise write the class names of {unnamed} to a classes.json beside its "
             "shards, as a JSON list in the order of the class numbers."
         )
     numbers = {name: number for number, name in enumerate(train_names)}
     if missing := [name for name in val_names if name not in numbers]:
+        of_train, of_val = flags
         raise EvaluationError(
-            f"The class {missing[0]!r} of --val is not in --train ({len(missing)} of {len(val_names)} classes of --val "
-            "are missing there). Leave these classes out of --val, or add images of them to --train."
+            f"The class {missing[0]!r} of {of_val} is not in {of_train} ({len(missing)} of {len(val_names)} classes of "
+            f"{of_val} are missing there). Leave these classes out of {of_val}, or add images of them to {of_train}."
         )
     return (
         replace(opened[0], classes=train_names, numbers=tuple(range(len(train_names)))),
@@ -75,7 +82,7 @@ def open_labelled_splits(
     )
 
 
-def check_disjoint(train: Source, val: Source) -> None:
+def check_disjoint(train: Source, val: Source, flags: Flags = ("--train", "--val")) -> None:
     """Check that the validation set has no image of the training set.
 
     Two shards count as equal if they have the same path, are the same file (such as a link), or have the same SHA-256
@@ -86,12 +93,13 @@ def check_disjoint(train: Source, val: Source) -> None:
         EvaluationError: both sets contain equal shards, or equal images with the same name.
         ShardError: the index of a shard cannot be read.
     """
-    remedy = "Choose other shards for --val, or allow this with --source.allow_overlap true."
+    of_train, of_val = flags
+    remedy = f"Choose other shards for {of_val}, or allow this with --source.allow_overlap true."
     known = {identity: shard.path for shard in train.shards for identity in shard.identities()}
     for shard in val.shards:
         if same := [known[identity] for identity in shard.identities() if identity in known]:
-            name = "" if same[0] == shard.path else f" Its path in --train is {same[0]}."
-            raise EvaluationError(f"{shard.path} is in both --train and --val.{name} {remedy}")
+            name = "" if same[0] == shard.path else f" Its path in {of_train} is {same[0]}."
+            raise EvaluationError(f"{shard.path} is in both {of_train} and {of_val}.{name} {remedy}")
     numbers = {sample: number for number, sample in _samples(val)}
     pairs = list({numbers[sample]: number for number, sample in _samples(train) if sample in numbers}.items())
     for number, other in pairs[:: max(-(-len(pairs) // MOST_COMPARED), 1)]:
@@ -101,8 +109,8 @@ def check_disjoint(train: Source, val: Source) -> None:
             continue  # skip the pair, because the evaluation itself reports or skips unreadable shards
         if equal:
             raise EvaluationError(
-                f"The image {val.name(number)} of --val is also in --train, as {train.name(other)}. Images with equal "
-                f"names and sizes in both sets: {len(pairs):,}. {remedy}"
+                f"The image {val.name(number)} of {of_val} is also in {of_train}, as {train.name(other)}. Images with "
+                f"equal names and sizes in both sets: {len(pairs):,}. {remedy}"
             )
 
 

@@ -250,6 +250,16 @@ class RunConfig(Settings, frozen=True):
         return getattr(self, self.method)
 
 
+def _of_timm(variant: object) -> str:
+    """Return a suggestion if `variant` is the name of a model of timm, or an empty text."""
+    try:
+        import timm
+    except ImportError:
+        return ""
+    known = isinstance(variant, str) and timm.is_model(variant.partition(".")[0])
+    return f"; did you mean 'timm:{variant}', the model of timm?" if known else ""
+
+
 def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> type[RunConfig]:
     """Return a subclass of `RunConfig` with a section for the encoder of `variant` and a section for each method.
 
@@ -264,7 +274,7 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
         known = [*encoders.VARIANTS.names(), "timm:NAME"]
         shown = printable(str(variant)[:200])
         raise SettingsError(
-            f"unknown encoder '{shown}'{suggestion(shown, known)} (known: {', '.join(known)}). "
+            f"unknown encoder '{shown}'{_of_timm(variant) or suggestion(shown, known)} (known: {', '.join(known)}). "
             f"{encoders.VARIANTS.elsewhere}"
         )
     try:

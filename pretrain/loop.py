@@ -327,7 +327,7 @@ def _record_and_score(run: TrainingRun, record: dict[str, Any], batch: Batch | N
             record |= run.online_knn.evaluate(encoder, pixels=step == 0)
             log.info("%s", _verdict(run, run.online_knn, record, alarm))
             if run.recorder and run.config.evaluation.pictures:
-                images, training = run.online_knn.first_images(encoder.preprocessing), encoder.training
+                images, training = run.online_knn.shown_images(encoder.preprocessing), encoder.training
                 encoder.eval()  # batch norm would use statistics of all processes, but only the main process is here
                 shown |= {
                     "attention": feature_maps.attention(encoder, images),

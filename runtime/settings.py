@@ -144,11 +144,21 @@ def settings_of(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
     return found
 
 
+OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "num_workers": "workers", "clip_grad": "clip"}
+"""Names that other projects use for settings, and the names here, for suggestions."""
+
+
 def suggestion(unknown: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the nearest known name, or an empty string. The comparison ignores case."""
+    """Return `; did you mean 'x'?` for the nearest known name, or an empty string. The comparison ignores case.
+
+    If a known name has the section of the unknown one, such as `optim.`, only names of this section are suggested.
+    """
     known = list(known)
+    section, dot, last = unknown.lower().rpartition(".")
+    wanted = section + dot + OTHER_NAMES.get(last.lstrip("-"), last)
     capitals = {name.lower(): name for name in known}
-    close = [capitals[name] for name in difflib.get_close_matches(unknown.lower(), capitals, n=1, cutoff=0.5)]
+    same = {name: name for name in capitals if dot and name.rpartition(".")[0] == section}
+    close = [capitals[name] for name in difflib.get_close_matches(wanted, same or capitals, n=1, cutoff=0.5)]
     if not close:  # the user may have left out the section, for example `lr` for `optim.lr`
         last = unknown.lstrip("-").rpartition(".")[2]
         close = [name for name in known if name.lstrip("-").rpartition(".")[2] == last][:1]
@@ -360,7 +370,7 @@ def help_text(model: type[Section], program: str, topic: str | None = None) -> s
         more = f"--help all lists all {len(known)} settings, and --help SECTION lists a section: {', '.join(sections)}."
         return "\n".join([*lines, "", *textwrap.wrap(more, WIDTH)])
     title = None
-    for name in listed:
+    for name in sorted(listed, key=lambda name: "." in name):  # settings of no section first
         group = name.rpartition(".")[0]
         if group != title:
             lines += ["", f"{group}:" if group else "settings:"]

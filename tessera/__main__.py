@@ -10,6 +10,7 @@ forwards SIGTERM to the processes, and prints nothing after the last message of 
 
 import difflib
 import importlib.metadata
+import importlib.util
 import runpy
 import sys
 from collections.abc import Iterable, Mapping
@@ -62,6 +63,9 @@ def main() -> None:
     module = commands[words[place]][0]
     if place == 0:
         sys.argv = [f"tessera {words[0]}", *words[1:]]
+        spec = importlib.util.find_spec(module)
+        # The module runs as __main__, and the meanings of its settings are read from the file of __main__.
+        sys.modules["__main__"].__file__ = spec.origin if spec else None
         runpy.run_module(module, run_name="__main__", alter_sys=False)
         return
     launcher = words[:place]

@@ -49,7 +49,8 @@ TRAINER_BYTES = 2**26
 LARGEST_COUNT = 2**53
 """Largest number of steps or images in trainer.json. JSON readers represent larger numbers inexactly."""
 NOT_COMPARED = (
-    "resume", "config", "output", "dry_run", "workers", "source.commands", "loader.crops", "shard_counts", "mixture",
+    "resume", "config", "output", "dry_run", "overwrite", "workers", "source.commands", "loader.crops", "shard_counts",
+    "mixture",
 )  # fmt: skip
 """Settings that may change between a run and its continuation without a warning."""
 

@@ -238,10 +238,11 @@ class TeacherStudent(Method):
         c, found = self.config, []
         if record["teacher_spread"] < 1:
             norm = "" if c.batch_norm else f"{self.section}.batch_norm, "
+            own = {"init": "encoder.init xavier, ", "position_init": "encoder.position_init sincos, "}
+            norm += "".join(text for name, text in own.items() if name in self.trained_encoder().settings)
             found.append(
                 f"The teacher's logits hardly differ between images: teacher_spread is {record['teacher_spread']:.2f}, "
-                f"but should be above 1. Try {norm}encoder.init xavier, encoder.position_init sincos, or a higher "
-                "optim.lr."
+                f"but should be above 1. Try {norm}or a higher optim.lr."
             )
         if record["prototypes_used"] < c.prototypes / 16:
             sinkhorn = f", or {self.section}.centering sinkhorn" if c.centering == "mean" else ""

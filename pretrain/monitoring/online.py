@@ -63,7 +63,8 @@ class OnlineEvaluation:
             EvaluationError: a shard is both in `train` and in `config.val`, or the classes cannot be matched.
         """
         assert config.val is not None
-        self.train, self.val = open_labelled_splits(train, config.val, source, accelerator)
+        flags = ("--data" if config.train is None else "--evaluation.train", "--evaluation.val")
+        self.train, self.val = open_labelled_splits(train, config.val, source, accelerator, flags)
         self.config, self.image_size = config, image_size
         self.accelerator, self.source = accelerator, source
 
@@ -96,18 +97,18 @@ class OnlineKNN(OnlineEvaluation):
 
     queries = 0
     """Number of scored images; known after the first evaluation."""
-    _first: Tensor | None = None
+    _shown: Tensor | None = None
 
-    def first_images(self, preprocessing: Preprocessing) -> Tensor:
-        """Return the first `config.pictures` images of `config.val` as normalised model input: (N, C, S, S)."""
-        if self._first is None:
+    def shown_images(self, preprocessing: Preprocessing) -> Tensor:
+        """Return `config.pictures` images of `config.val`, spaced evenly, as normalised model input: (N, C, S, S)."""
+        if self._shown is None:
             transform = CenterCrop(self.image_size, resize=resize_size(self.image_size, None))
             count = self.config.pictures
             reading = Reading(source=self.source, preprocessing=preprocessing)
-            batches = evaluation_batches(self.val, transform, max(count, 1), labels=False, reading=reading)
-            batch = next(iter(batches)).to(self.accelerator.device)
-            self._first = single_view(to_model_input(batch))[:count]
-        return self._first
+            options = {"labels": False, "images": max(count, 1), "reading": reading}
+            batch = next(iter(evaluation_batches(self.val, transform, max(count, 1), **options)))
+            self._shown = single_view(to_model_input(batch.to(self.accelerator.device)))[:count]
+        return self._shown
 
     def evaluate(self, encoder: Encoder, *, pixels: bool = False) -> dict[str, float]:
         """Return the top-1 accuracies, 0 to 1: `knn_top1` for k-NN, and `linear_top1` for the linear probe.

@@ -13,6 +13,12 @@ ACCURACIES = {"knn_top1": "k-NN", "linear_top1": "linear", "val_top1": "top-1"}
 """Names under which the progress shows accuracies, by metric."""
 
 
+WIDE = 120
+"""Smallest width of a terminal, in characters, that has room for a wide bar."""
+REST = 50
+"""Number of characters that a progress bar needs beside its numbers, in a terminal that is not wide."""
+
+
 class Progress:
     """Progress of a run on stderr. A terminal shows a progress bar. A log file gets one line per record."""
 
@@ -22,7 +28,7 @@ class Progress:
         self.enabled, self.bar = enabled, enabled and console.is_terminal
         columns = (
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(),
+            BarColumn(40 if console.width >= WIDE else 10),
             TextColumn("{task.fields[numbers]}"),
             TimeElapsedColumn(),
             TextColumn("ETA"),
@@ -42,8 +48,14 @@ class Progress:
 
     def update(self, step: int, loss: float, images_per_second: float, data_wait: float) -> None:
         """Move the progress bar to `step`, and show the given numbers and the newest accuracies next to the bar."""
-        numbers = f"loss {loss:.4f}  {self.accuracy}{speed(images_per_second)}  data wait {100 * data_wait:.0f} %"
-        self.progress.update(self.task, completed=step, numbers=numbers)
+        accuracies = self.accuracy.split("  ")  # the first one is the most important
+        parts = [f"loss {loss:.4f}", accuracies[0], speed(images_per_second), *accuracies[1:]]
+        shown, room = "", self.progress.console.width - (REST if self.progress.console.width < WIDE else REST + 30)
+        for part in filter(None, [*parts, f"data wait {100 * data_wait:.0f} %"]):
+            if shown and len(shown) + 2 + len(part) > room:
+                break
+            shown += f"  {part}" if shown else part
+        self.progress.update(self.task, completed=step, numbers=shown)
 
     def scored(self, record: Mapping[str, Any]) -> None:
         """Read the accuracies (0 to 1) from `record`, to show them in later progress output.

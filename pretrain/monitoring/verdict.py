@@ -155,6 +155,8 @@ def line(scores: Scores, k: int, queries: int, found: Outcome, advice: Sequence[
     history = scores.history
     first, now = history[0], history[-1]
     text = f"step {now.step}: {k}-NN {100 * now.accuracy:.1f} % ({baselines(scores)}){linear(scores)}: {found}"
+    if found == "learning" and scores.linear and now.accuracy <= first.accuracy + noise(now.accuracy, queries):
+        text += " by the linear probe"
     if found == "flat":
         gain, chance = 100 * (now.accuracy - first.accuracy), 100 * noise(now.accuracy, queries)
         text += f", {gain:+.1f} points since step {first.step}, of which {chance:.1f} can be chance"

@@ -190,6 +190,10 @@ def test_suggestions_ignore_capitals_and_are_close() -> None:
     assert list(settings_of(Job)) == ["steps", "data", "on", "careful", *inner]
     assert suggestion("LeJEPA", ["dino", "lejepa"]) == "; did you mean 'lejepa'?"
     assert suggestion("qqqqqq", settings_of(Job)) == ""
+    flags = ["--optim.lr", "--optim.min_lr", "--mae.size", "--lejepa.global_size"]
+    assert suggestion("--optim.learning_rate", flags) == "; did you mean '--optim.lr'?"
+    assert suggestion("--mae.global_size", flags) == "; did you mean '--mae.size'?"
+    assert suggestion("--lr", flags) == "; did you mean '--optim.lr'?"
 
 
 def test_later_layers_win_and_siblings_stay() -> None:

@@ -122,6 +122,16 @@ def test_the_command_works_among_files_of_the_same_names(crowded: Path, processe
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.medium
+def test_help_says_what_each_setting_means() -> None:
+    for command in ("knn", "embed", "pretrain"):
+        words = [sys.executable, "-m", "tessera", command, "--help", *(["all"] if command == "pretrain" else [])]
+        shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        flags = [line for line in shown.splitlines() if line.startswith("  --")]
+        assert len(flags) > 15
+        assert not [line for line in flags if re.fullmatch(r"  --\S+( \S+)?( +\(default: [^)]*\))?", line)]
+
+
 def test_unknown_commands_and_help(crowded: Path) -> None:
     helped, unknown = called(crowded, "-m", "tessera", "--help"), called(crowded, "-m", "tessera", "pretrian")
     assert (helped.returncode, unknown.returncode) == (0, 2)

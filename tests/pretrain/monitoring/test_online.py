@@ -78,9 +78,9 @@ def test_knn_and_linear_probe_equal_scikit_learn(shards, preprocessing: Preproce
     assert scores == {"knn_top1": pytest.approx(expected), "linear_top1": pytest.approx(linear)}
     assert online_knn.evaluate(encoder) == scores
     assert make(paths, linear_iterations=0)[0].evaluate(encoder) == {"knn_top1": scores["knn_top1"]}
-    assert make(paths, pictures=0)[0].first_images(preprocessing).shape == (0, 3, SIDE, SIDE)
-    shown = online_knn.first_images(preprocessing)
-    torch.testing.assert_close(shown, normalised(images["val"][:2], preprocessing), rtol=1e-5, atol=1e-5)
+    assert make(paths, pictures=0)[0].shown_images(preprocessing).shape == (0, 3, SIDE, SIDE)
+    shown = online_knn.shown_images(preprocessing)
+    torch.testing.assert_close(shown, normalised(images["val"][[0, -1]], preprocessing), rtol=1e-5, atol=1e-5)
 
 
 def test_raw_pixels_equal_scikit_learn_on_shrunk_centred_images(shards, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def evaluated(kind: str, paths: dict[str, str]) -> tuple[Any, ...]:
         accuracy, method = classifier(paths)
         return (accuracy.evaluate(method),)
     online_knn, encoder = make(paths)
-    return online_knn.evaluate(encoder), online_knn.first_images(encoder.preprocessing).tolist()
+    return online_knn.evaluate(encoder), online_knn.shown_images(encoder.preprocessing).tolist()
 
 
 def _evaluate(rank: int, kind: str, paths: dict[str, str], folder: str) -> None:

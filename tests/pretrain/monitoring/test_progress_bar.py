@@ -1,8 +1,12 @@
 """Numbers of the progress in words."""
 
-import pytest
+import io
 
-from tessera.pretrain.monitoring.progress_bar import duration, speed
+import pytest
+from rich.console import Console
+
+from tessera.pretrain.monitoring import progress_bar
+from tessera.pretrain.monitoring.progress_bar import Progress, duration, speed
 
 
 @pytest.mark.parametrize(
@@ -17,3 +21,29 @@ def test_slow_runs_do_not_show_a_speed_of_zero() -> None:
     assert [speed(value) for value in (1234.4, 10.4, 9.84, 0.0382)] == [
         "1234 images/s", "10 images/s", "9.8 images/s", "0.038 images/s"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (80, "loss 3.8312  k-NN 50.0 %"),
+        (120, "loss 3.8312  k-NN 50.0 %  75 images/s"),
+        (160, "loss 3.8312  k-NN 50.0 %  75 images/s  linear 60.0 % (step 200)  data wait 1 %"),
+    ],
+)
+def test_a_narrow_terminal_keeps_the_step_and_the_time_left(
+    width: int, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=width, no_color=True)
+    monkeypatch.setattr(progress_bar, "Console", lambda stderr: console)
+    progress = Progress(50_000, 0, enabled=True)
+    progress.scored({"knn_top1": 0.5, "linear_top1": 0.6, "step": 200})
+    with progress:
+        progress.update(12_345, 3.83123, 75.0, 0.01)
+        progress.progress.refresh()
+    line = next(line for line in screen.getvalue().splitlines() if "loss" in line)
+    assert "step 12345/50000" in line
+    assert f"{shown} 0:00" in line
+    assert "ETA" in line
+    assert "…" not in line
