@@ -118,7 +118,8 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
             raise _damaged(path, [f"{states.name} contains no random states ({type(error).__name__})"]) from error
     else:
         log.info(
-            "%s was written by %d processes, but this run has %d. The random generators start from the seed.",
+            "%s was written by %d processes, but this run has %d. torch's generators start from the seed; samples, "
+            "crops, masks and drop path stay the same.",
             path.name,
             trainer["processes"],
             accelerator.num_processes,
