@@ -69,6 +69,8 @@ def run(settings: EmbedSettings) -> None:
         )
     if output.suffix == ".parquet":
         _pyarrow()
+    if settings.images_per_file is None and output.exists():
+        raise EvaluationError(f"--output {output} exists. Choose another file, or delete it.")
     accelerator = make_accelerator()
     rank, processes = accelerator.process_index, accelerator.num_processes
     if processes > 1 and settings.images_per_file is None:

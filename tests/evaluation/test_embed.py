@@ -42,6 +42,8 @@ def test_images_without_labels_are_embedded(shards, tmp_path):
     assert set(found) == {"features", "keys"}
     with pytest.raises(EvaluationError, match=r"does not end in \.npz, \.safetensors, \.parquet"):
         run(EmbedSettings(output=str(tmp_path / "bare.csv"), **settings))
+    with pytest.raises(EvaluationError, match=r"bare\.npz exists\. Choose another file"):
+        run(EmbedSettings(output=str(tmp_path / "bare.npz"), **settings))
     with pytest.raises(EvaluationError, match="Cannot write --output"):
         run(EmbedSettings(output=str(tmp_path / "bare.npz" / "in a file.npz"), **settings))
 
