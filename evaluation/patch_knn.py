@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
@@ -149,6 +150,43 @@ def votes(tokens: Tensor, bank: Tensor, labels: Tensor, classes: int, settings: 
     return shares
 
 
+def segment(
+    encoder: Encoder,
+    opened: tuple[Source, Source],
+    numbers: Tensor,
+    settings: PatchKNNSettings,
+    size: int,
+    reading: Reading,
+    accelerator: Accelerator,
+) -> tuple[Tensor, int, int]:
+    """Segment images by k-NN. Return one confusion matrix for each k, the number of images, and that of the bank's
+    tokens. Collective.
+
+    Args:
+        encoder: encoder on the device of the accelerator.
+        opened: training images and test images, with maps.
+        numbers: class index of each value of the maps (256,), or 255 for ignored values.
+        size: side in pixels to which images are resized.
+        reading: settings of the loader; `reading.maps` is set.
+    """
+    classes = int((numbers != IGNORED).sum())
+    part = (accelerator.process_index, accelerator.num_processes)
+    train, val = (
+        evaluation_batches(one, WholeImage(size), settings.batch_size, part=part, labels=False, reading=reading)
+        for one in opened
+    )
+    for batches in (train, val):
+        check_total(batches.total)
+    with full_float32():
+        bank, labels = make_bank(encoder, train, numbers, classes, settings)
+
+        def predict(images: Tensor) -> list[Tensor]:
+            return votes(patch_tokens(encoder, images, settings.precision), bank, labels, classes, settings)
+
+        matrices, images = confusion(predict, val, numbers, classes)
+    return matrices, images, len(bank)
+
+
 def run(settings: PatchKNNSettings) -> dict[str, Any]:
     """Compute the mean IoU for each k, print the result and write it to a file.
 
@@ -156,44 +194,29 @@ def run(settings: PatchKNNSettings) -> dict[str, Any]:
     """
     accelerator = make_accelerator()
     check_output(settings.output)
-    train, val = open_splits(settings.train, settings.val, settings.access, accelerator)
+    opened = open_splits(settings.train, settings.val, settings.access, accelerator)
     encoder, file = load_encoder(settings)
     encoder.to(accelerator.device)
     size = input_size(encoder, settings.image_size)
-    values = count_values(train, val, settings.classes, accelerator)
+    values = count_values(*opened, settings.classes, accelerator)
     numbers = class_numbers(values, settings.ignore).to(accelerator.device)
     kept = (numbers != IGNORED).nonzero().squeeze(1).tolist()  # value of each class
     workers = free_cores(accelerator.num_processes) if settings.workers is None else settings.workers
     reading = Reading(workers, source=settings.access, preprocessing=encoder.preprocessing, maps=values)
-
-    def images_of(opened: Source) -> Batches:
-        part = (accelerator.process_index, accelerator.num_processes)
-        batches = evaluation_batches(
-            opened, WholeImage(size), settings.batch_size, part=part, labels=False, reading=reading
-        )
-        check_total(batches.total)
-        return batches
-
-    with full_float32():
-        bank, labels = make_bank(encoder, images_of(train), numbers, len(kept), settings)
-
-        def predict(images: Tensor) -> list[Tensor]:
-            return votes(patch_tokens(encoder, images, settings.precision), bank, labels, len(kept), settings)
-
-        matrices, images = confusion(predict, images_of(val), numbers, len(kept))
+    matrices, images, tokens = segment(encoder, opened, numbers, settings, size, reading, accelerator)
     if not accelerator.is_main_process:
         return {}
     found = [scores(matrix, kept, f"{k}-NN of patches") for k, matrix in zip(settings.k, matrices, strict=True)]
     rows = [[k, one["pixel_accuracy"], one["mean_iou"]] for k, one in zip(settings.k, found, strict=True)]
-    facts = {"image_size": size, "tokens": len(bank), "processes": accelerator.num_processes}
+    facts = {"image_size": size, "tokens": tokens, "processes": accelerator.num_processes}
     result = found[0] | {
         "all": [dict(zip(("k", "pixel_accuracy", "mean_iou"), row, strict=True)) for row in rows],
-        "train_images": train.images,
+        "train_images": opened[0].images,
         "val_images": images,
         "checkpoint": str(file or settings.checkpoint),
         "settings": settings.model_dump(mode="json") | facts,
     }
-    evaluation = Evaluation("patch_knn", file, settings.val, settings.output, val.content())
+    evaluation = Evaluation("patch_knn", file, settings.val, settings.output, opened[1].content())
     return write_result(evaluation, result, ["k", "pixel accuracy", "mean IoU"], rows)
 
 

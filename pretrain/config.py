@@ -121,6 +121,12 @@ class EvaluationConfig(Section):
     val: str | list[str] | None = None
     """labelled SHARDS to classify with k-NN and a linear probe, or with the classifier of --method finetune; default:
     no evaluation"""
+    maps_train: str | list[str] | None = None
+    """SHARDS with segmentation maps, whose patch tokens are the bank of a k-NN segmentation; default: none"""
+    maps_val: str | list[str] | None = None
+    """SHARDS with segmentation maps to segment"""
+    maps_ignore: tuple[int, ...] = ()
+    """map values whose pixels are ignored, besides 255"""
     k: int = Field(default=20, ge=1)
     """number of nearest neighbours (k)"""
     linear_iterations: int = Field(default=100, ge=0)

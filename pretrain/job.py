@@ -24,6 +24,7 @@ from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.loop import TrainingRun, train
 from tessera.pretrain.methods.method import Method
+from tessera.pretrain.monitoring.dense import OnlineSegmentation
 from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, write_accuracy
 from tessera.pretrain.monitoring.recorder import Recorder, record_start
 from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
@@ -141,6 +142,9 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         resume.restore(newest, accelerator, engine)
         log.info("resumed from %s, step %d of %d", newest, position.step, config.steps)
     knn, accuracy = evaluations(config, method, prepared.shards, accelerator)
+    dense = None
+    if config.evaluation.maps_train is not None or config.evaluation.maps_val is not None:
+        dense = OnlineSegmentation(config.evaluation, method.image_size, accelerator, config.access)
     recorder = None
     if accelerator.is_main_process:
         if newest is None or position.step < config.steps:  # settings of a run that is done have no effect any more
@@ -156,7 +160,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         saving_on_interrupt(),
         Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver,
     ):
-        run = TrainingRun(config, output, accelerator, method, engine, recorder, knn, saver, images, position, accuracy)
+        parts = (recorder, knn, saver, images, position, accuracy, dense)
+        run = TrainingRun(config, output, accelerator, method, engine, *parts)
         train(run, iter(batches))
     finish_run(run)
 

@@ -26,6 +26,7 @@ from tessera.pretrain.engines import Engine
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring import feature_maps, verdict
 from tessera.pretrain.monitoring.collapse import CollapseAlarm
+from tessera.pretrain.monitoring.dense import OnlineSegmentation
 from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN
 from tessera.pretrain.monitoring.progress_bar import Progress
 from tessera.pretrain.monitoring.recorder import Recorder
@@ -62,6 +63,8 @@ class TrainingRun:
     """Progress of the run, such as the number of steps and images so far. Every checkpoint stores this state."""
     accuracy: Accuracy | None = None
     """Evaluation of a supervised method; None for other methods, or if the settings name no evaluation shards."""
+    dense: OnlineSegmentation | None = None
+    """k-NN segmentation of patch tokens; None if the settings name no shards with maps."""
 
     @property
     def steps(self) -> int:
@@ -334,6 +337,10 @@ def _record_and_score(run: TrainingRun, record: dict[str, Any], batch: Batch | N
                     "pca": feature_maps.pca(encoder, images),
                 }
                 encoder.train(training)
+        if run.dense is not None:
+            found = run.dense.evaluate(run.engine.gather_full_parameters(run.method.trained_encoder()))
+            log.info("step %d: mean IoU of a k-NN segmentation %.1f %%", step, 100 * found["patch_miou"])
+            record |= found
         if run.accuracy is not None:
             record |= _classify(run, run.accuracy)
         _record_pictures(run, {name: picture for name, picture in shown.items() if picture is not None})

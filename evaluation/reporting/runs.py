@@ -20,11 +20,12 @@ SCORES = {"top1": "", "mean_iou": " (mIoU)", "mean_average_precision": " (mAP)"}
 """Keys under which a result file may contain its score (0 to 1), and the text to append to the name of the protocol. If
 a file has several of these keys, the first one counts."""
 ONLINE = {
-    "knn_top1": ("evaluation.k", "{}-NN in training"),
-    "linear_top1": ("evaluation.linear_iterations", "linear probe of {} iterations in training"),
+    "knn_top1": ("evaluation.k", "{}-NN in training", "evaluation.val"),
+    "linear_top1": ("evaluation.linear_iterations", "linear probe of {} iterations in training", "evaluation.val"),
+    "patch_miou": ("evaluation.maps_ignore", "10-NN of patches in training (mIoU)", "evaluation.maps_val"),
 }
-"""Metrics that are scores of evaluations during training. Each value consists of the name of a setting, and of the name
-of the evaluation, in which the value of the setting replaces the braces."""
+"""Metrics that are scores of evaluations during training. Each value consists of the name of a setting, of the name of
+the evaluation, in which the value of this setting replaces the braces, and of the setting that names the data."""
 
 
 LARGEST = 1e30
@@ -115,9 +116,9 @@ class RunFolder:
 
     def online(self, metric: str) -> Test:
         """Return the evaluation during training to which a metric of `ONLINE` belongs."""
-        setting, name = ONLINE[metric]
-        val = self.settings.get("evaluation.val")
-        content = self.machines[-1].get("evaluation.val") if self.machines else None
+        setting, name, data = ONLINE[metric]
+        val = self.settings.get(data)
+        content = self.machines[-1].get(data) if self.machines else None
         protocol = name.format(self.settings.get(setting, "?"))
         return Test(protocol, data_name(val) if val else "", content if isinstance(content, str) else None)
 
@@ -218,10 +219,11 @@ def read_run(folder: Path, name: str) -> RunFolder:
         settings = _printable(flattened(read_yaml(folder / "config.yaml")))
     except SettingsError as error:
         problems.append(f"The settings are not shown: {error}.")
-    val = settings.get("evaluation.val")
-    if val is not None and not all(isinstance(one, str) for one in (val if isinstance(val, list) else [val])):
-        problems.append("evaluation.val in config.yaml is neither a text nor a list of texts. It is left out.")
-        del settings["evaluation.val"]
+    for data in {data for _, _, data in ONLINE.values()}:
+        val = settings.get(data)
+        if val is not None and not all(isinstance(one, str) for one in (val if isinstance(val, list) else [val])):
+            problems.append(f"{data} in config.yaml is neither a text nor a list of texts. It is left out.")
+            del settings[data]
     records = [line for line in read_lines(folder / "metrics.jsonl", problems) if is_step(line.get("step"))]
     if not records:
         problems.append(f"{folder / 'metrics.jsonl'} contains no metrics, so no curve is shown.")

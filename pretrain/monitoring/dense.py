@@ -1,0 +1,65 @@
+"""Score of the patch tokens during a run: the mean IoU of a k-NN segmentation (`evaluation/patch_knn.py`)."""
+
+import torch
+from accelerate import Accelerator
+
+from tessera.data.loader import Reading
+from tessera.data.maps import IGNORED
+from tessera.data.shards import SourceConfig
+from tessera.encoders.base import Encoder
+from tessera.evaluation.patch_knn import PatchKNNSettings, segment
+from tessera.evaluation.segmentation import class_numbers, count_values, scores
+from tessera.evaluation.splits import open_splits
+from tessera.pretrain.config import EvaluationConfig
+from tessera.runtime.settings import SettingsError
+
+K = 10
+"""Number of nearest tokens."""
+BANK = 50_000
+"""Largest number of tokens in the bank."""
+
+
+class OnlineSegmentation:
+    """k-NN segmentation of the images of a run's evaluation. Collective."""
+
+    def __init__(
+        self, config: EvaluationConfig, image_size: int, accelerator: Accelerator, source: SourceConfig
+    ) -> None:
+        """Open the images, and read their maps.
+
+        Args:
+            config: settings of the evaluation.
+            image_size: side in pixels to which images are resized.
+            accelerator: accelerator of the run.
+            source: options for reading remote shards.
+
+        Raises:
+            SettingsError: only one of `maps_train` and `maps_val` is set.
+            ShardError: an image or a map is missing or damaged.
+            EvaluationError: an image is in both sets, or a map has an unknown class.
+        """
+        flags = ("--evaluation.maps_train", "--evaluation.maps_val")
+        if config.maps_train is None or config.maps_val is None:
+            given, missing = flags if config.maps_val is None else flags[::-1]
+            raise SettingsError(f"{given} needs {missing}, which also names images with maps. Give both, or neither.")
+        self.opened = open_splits(config.maps_train, config.maps_val, source, accelerator, flags)
+        self.values = count_values(*self.opened, None, accelerator)
+        self.numbers = class_numbers(self.values, config.maps_ignore).to(accelerator.device)
+        in_bf16 = accelerator.mixed_precision == "bf16" and accelerator.device.type == "cuda"
+        precision = config.precision if config.precision != "auto" else "bf16" if in_bf16 else "fp32"
+        given = {"checkpoint": "", "train": config.maps_train, "val": config.maps_val, "precision": precision}
+        self.settings = PatchKNNSettings(**given, k=[K], bank=BANK)
+        self.image_size, self.accelerator, self.source = image_size, accelerator, source
+
+    def evaluate(self, encoder: Encoder) -> dict[str, float]:
+        """Return the mean IoU, 0 to 1, as `patch_miou`. Mode and random states stay unchanged. Collective."""
+        reading = Reading(source=self.source, preprocessing=encoder.preprocessing, maps=self.values)
+        training = encoder.training
+        encoder.eval()
+        with torch.random.fork_rng(devices=[]):
+            (matrix,), _, _ = segment(
+                encoder, self.opened, self.numbers, self.settings, self.image_size, reading, self.accelerator
+            )
+        encoder.train(training)
+        kept = (self.numbers != IGNORED).nonzero().squeeze(1).tolist()
+        return {"patch_miou": scores(matrix, kept)["mean_iou"]}
