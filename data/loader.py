@@ -220,8 +220,8 @@ def evaluation_batches(
 ) -> "Batches":
     """Return the evaluation batches of this process.
 
-    The batches of all processes together contain every image once, in the order of the shards. Each process gets one
-    contiguous part of the images. The sizes of the parts differ by at most one image.
+    The batches of all processes together contain every image once, or `images` images, in the order of the shards. Each
+    process gets one contiguous part of the images. The sizes of the parts differ by at most one image.
 
     Corrupt images are left out, and `Batch.skipped` names them. A batch whose images are all corrupt is left out.
 

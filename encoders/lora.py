@@ -61,6 +61,16 @@ def merged_state(module: nn.Module) -> dict[str, Tensor]:
     return state
 
 
+def merge_lora(encoder: Encoder) -> None:
+    """Add the low-rank updates of an encoder to the weights of its layers, and remove them."""
+    merged = merged_state(encoder)
+    for layer in (module for module in encoder.modules() if hasattr(module, UP)):
+        layer.lora_hook.remove()
+        for name in (DOWN, UP, "lora_scale", "lora_hook"):
+            delattr(layer, name)
+    encoder.load_state_dict(merged)
+
+
 def _add(layer: nn.Linear, rank: int, scale: float) -> None:
     down = torch.empty(rank, layer.in_features, device=layer.weight.device)
     if not down.is_meta:
@@ -68,7 +78,7 @@ def _add(layer: nn.Linear, rank: int, scale: float) -> None:
     layer.register_parameter(DOWN, nn.Parameter(down))
     layer.register_parameter(UP, nn.Parameter(torch.zeros(layer.out_features, rank, device=down.device)))
     layer.lora_scale = scale
-    layer.register_forward_hook(_update)
+    layer.lora_hook = layer.register_forward_hook(_update)
 
 
 def _update(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:

@@ -92,13 +92,12 @@ class AttentiveHead(nn.Module):
         heads = dim // HEAD_WIDTH if dim % HEAD_WIDTH == 0 else 1
         self.norm = nn.LayerNorm(dim)
         self.query = nn.Parameter(torch.empty(heads, 1, dim // heads))
-        self.kv = nn.Linear(dim, 2 * dim)
+        self.kv = nn.Linear(dim, 2 * dim, bias=False)  # a bias would change nothing that the classifier's does not
         self.classifier = nn.Linear(dim, classes)
         generator = torch.Generator().manual_seed(seed)
         for weight in (self.query, self.kv.weight, self.classifier.weight):
             nn.init.normal_(weight, std=0.02, generator=generator)
-        for bias in (self.kv.bias, self.classifier.bias):
-            nn.init.zeros_(bias)
+        nn.init.zeros_(self.classifier.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of images: (b, n, D) -> (b, K)."""
@@ -111,7 +110,7 @@ class Probe:
     """Attentive heads on the tokens of a frozen encoder: for each rate, one of all images and one for the choice."""
 
     def __init__(self, encoder: Encoder, classes: int, settings: AttentiveSettings, device: torch.device) -> None:
-        self.encoder, self.settings, self.device = encoder, settings, device
+        self.encoder, self.settings, self.device, self.classes = encoder, settings, device, classes
         self.choose = len(settings.rates) > 1
         size = input_size(encoder, settings.image_size)
         width = self._tokens(torch.zeros(1, encoder.channels, size, size, device=device)).shape[2]
@@ -155,11 +154,18 @@ class Probe:
             batch = to_model_input(batch.to(self.device, non_blocking=True))
             assert batch.labels is not None
             tokens, labels = (x[seen.to(self.device)] for x in (self._tokens(single_view(batch)), batch.labels))
+            if int(labels.max()) >= self.classes:
+                raise EvaluationError(
+                    f"An image has the label {int(labels.max())}, but there are {self.classes} classes, numbered from "
+                    "0."
+                )
             places = torch.stack([true_class_rank(head(tokens), labels) for head in heads])  # (R, b)
             correct += torch.stack([(places < 1).sum(1), (places < 5).sum(1)], 1).cpu()
             images += len(seen)
         images = int(all_reduce_sum(torch.tensor(images)))
-        return all_reduce_sum(correct) / max(images, 1), images
+        if not images:
+            raise EvaluationError("No image could be read. Check the shards with `tessera check_shards`.")
+        return all_reduce_sum(correct) / images, images
 
 
 def run(settings: AttentiveSettings) -> dict[str, Any]:
@@ -181,6 +187,12 @@ def run(settings: AttentiveSettings) -> dict[str, Any]:
         )
     workers = free_cores(accelerator.num_processes) if settings.workers is None else settings.workers
     reading = Reading(workers, source=settings.access, preprocessing=encoder.preprocessing, classes=classes)
+    held = int(held_out([train.name(number) for number in range(train.images)], settings.holdout).sum())
+    if len(settings.rates) > 1 and not 0 < held < train.images:
+        raise EvaluationError(
+            f"--holdout {settings.holdout} holds out {held} of {train.images} training images. Some images must be "
+            "held out, and some must remain. Change --holdout, or give only one learning rate."
+        )
     training = training_set(train, settings, size, reading, accelerator)
     check_total(training.total)
 
@@ -202,11 +214,6 @@ def run(settings: AttentiveSettings) -> dict[str, Any]:
             scores, held_images = probe.accuracies(probe.choosing, centre_crops(train), held=True)
             by_holdout = scores[:, 0].tolist()
         by_val, images = probe.accuracies(probe.final, centre_crops(val))
-    if probe.choose and not 0 < held_images < train.images:
-        raise EvaluationError(
-            f"--holdout {settings.holdout} holds out {held_images} of {train.images} training images. Some images must "
-            "be held out, and some must remain. Change --holdout, or give only one learning rate."
-        )
     if not accelerator.is_main_process:
         return {}
     rows = [

@@ -88,9 +88,13 @@ def run(settings: EmbedSettings) -> None:
     for number in range(rank, files, processes):
         if settings.images_per_file is not None and names[number].exists():
             continue
-        with atomic_write(names[number]) as temporary:
-            arrays = _arrays(settings, encoder, shards, (number, files), labelled)
-            WRITERS[output.suffix](temporary, arrays)
+        arrays = _arrays(settings, encoder, shards, (number, files), labelled)
+        try:
+            with atomic_write(names[number]) as temporary:
+                WRITERS[output.suffix](temporary, arrays)
+        except OSError as error:
+            message = f"Cannot write {names[number]}: {error.strerror}. Free space, and start again."
+            raise EvaluationError(message) from error
         print(f"{len(arrays['keys']):,} images written to {names[number]}", flush=True)
 
 
@@ -133,29 +137,39 @@ def _numbered(output: Path, number: int) -> Path:
 def _prepare(output: Path, settings: EmbedSettings, encoder: Encoder, shards: Source, *, main: bool) -> None:
     """Make the folder of the output. If there are several files, also check or write the settings of the files.
 
-    Files of an earlier command are kept only if settings, images and weights are equal.
+    Files of an earlier command are kept only if settings, weights, and the names and sizes of the shards are equal.
     """
-    weights = hashlib.sha256()
-    for tensor in encoder.state_dict().values():
-        weights.update(tensor.contiguous().numpy().tobytes())
-    ignored = {"workers", "batch_size", "data", "source", "checkpoint"}
-    own = {"images": shards.content(), "weights": weights.hexdigest()[:16]}
-    own |= json.loads(settings.model_dump_json(exclude=ignored))
-    description = output.with_suffix(".json")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         if settings.images_per_file is None:
             return
-        if description.exists() and json.loads(description.read_text()) != own:
+        weights = hashlib.sha256()
+        for tensor in encoder.state_dict().values():
+            weights.update(tensor.contiguous().cpu().numpy().tobytes())
+        ignored = {"workers", "batch_size", "data", "source", "checkpoint"}
+        own = json.loads(settings.model_dump_json(exclude=ignored)) | {"weights": weights.hexdigest()[:16]}
+        shards_of = zip(shards.shards, shards.counts, shards.sizes, strict=True)
+        own["shards"] = [[shard.name, int(count), int(size)] for shard, count, size in shards_of]
+        own["images"] = shards.content()
+        description = output.with_suffix(".json")
+        if description.exists() and _read(description) != own:
             raise EvaluationError(
-                f"{description} belongs to features with other settings or of other images. Choose another --output, "
-                f"or delete this file and the files {output.stem}-*{output.suffix}."
+                f"{description} does not belong to these settings and images. Choose another --output, or delete this "
+                f"file and the files {output.stem}-*{output.suffix}."
             )
         if main and not description.exists():
             with atomic_write(description) as temporary:
                 temporary.write_text(json.dumps(own, indent=2) + "\n")
     except OSError as error:
         raise EvaluationError(f"Cannot write --output {output}: {error.strerror}. Choose another file.") from error
+
+
+def _read(path: Path) -> Any:
+    """Return the content of a JSON file, or None if it has another format."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError:
+        return None
 
 
 def _write_npz(path: Path, arrays: Arrays) -> None:

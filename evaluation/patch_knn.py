@@ -7,8 +7,9 @@ Each token of an image of `--val` takes the classes of its k nearest tokens in t
 have the weight exp(s / temperature). The votes are resized bilinearly to the map. The IoU is that of
 `evaluation/segmentation.py`.
 
-The bank has at most `--bank` tokens: the same number of random tokens of each image, which depend only on the name of
-the image. CAPI tries several k and reports the best one; here, the first of `--k` is the result, and the file has all.
+The bank has about `--bank` tokens, if there are so many: the same number of random tokens of each image, which depend
+only on the name of the image. CAPI tries several k and reports the best one; here, the first of `--k` is the result,
+and the file has all.
 
 Shape letters: b images of this process, h x w tokens and S x S pixels of an image, D features per token, N tokens of
 the bank, K classes.
@@ -70,7 +71,7 @@ class PatchKNNSettings(EncoderSettings):
     temperature: float = Field(0.07, gt=0)
     """temperature of the vote"""
     bank: int = Field(200_000, ge=1)
-    """largest number of tokens in the bank"""
+    """number of tokens in the bank, on average; fewer if the images have fewer"""
     batch_size: int = Field(16, ge=1)
     """number of images per forward pass in each process"""
     output: str | None = None
@@ -88,18 +89,24 @@ def token_classes(targets: Tensor, rows: int, columns: int, classes: int) -> Ten
         (2 * torch.arange(side, device=targets.device) + 1) * cells // (2 * side)
         for side, cells in ((height, rows), (width, columns))
     )
-    image = torch.arange(b, device=targets.device)[:, None, None]
-    token = image * rows * columns + row[:, None] * columns + column  # (b, S, S)
-    seen = targets != IGNORED
-    counts = (token[seen] * classes + targets[seen]).bincount(minlength=b * rows * columns * classes)
-    most, number = counts.view(b, rows, columns, classes).max(3)
-    return torch.where(most > 0, number, IGNORED)
+    token = (row[:, None] * columns + column).expand(height, width)
+    found = targets.new_full((b, rows, columns), IGNORED)
+    for image, target in zip(found, targets, strict=True):  # one image at a time, to limit the memory
+        seen = target != IGNORED
+        counts = (token[seen] * classes + target[seen]).bincount(minlength=rows * columns * classes)
+        most, number = counts.view(rows, columns, classes).max(2)
+        image.copy_(torch.where(most > 0, number, IGNORED))
+    return found
 
 
-def chosen_tokens(key: str, tokens: int, count: int) -> Tensor:
-    """Return the indices of `count` random tokens of an image, in order. They depend only on the name of the image."""
+def chosen_tokens(key: str, tokens: int, share: float) -> Tensor:
+    """Return the indices of random tokens of an image, in order. They depend only on the name of the image.
+
+    Their number is `share`, rounded down or up at random, so that its mean is `share`.
+    """
     digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest))
+    count = int(share + float(torch.rand((), generator=generator, dtype=torch.float64)))
     return torch.randperm(tokens, generator=generator)[:count].sort().values
 
 
@@ -120,7 +127,7 @@ def make_bank(
         tokens = patch_tokens(encoder, single_view(batch), settings.precision)  # (b, D, h, w)
         own = token_classes(numbers[batch.maps.long()], tokens.shape[2], tokens.shape[3], classes).flatten(1)
         for key, image, its in zip(batch.keys, tokens.flatten(2).mT, own, strict=True):
-            chosen = chosen_tokens(key, len(image), max(1, settings.bank // batches.total)).to(image.device)
+            chosen = chosen_tokens(key, len(image), settings.bank / batches.total).to(image.device)
             chosen = chosen[its[chosen] != IGNORED]
             found.append(F.normalize(image[chosen], dim=1))
             labels.append(its[chosen])
@@ -137,17 +144,17 @@ def make_bank(
 
 def votes(tokens: Tensor, bank: Tensor, labels: Tensor, classes: int, settings: PatchKNNSettings) -> list[Tensor]:
     """Return the share of the votes that each class gets, for each k: (b, D, h, w) -> (b, K, h, w) float32."""
-    b, _, rows, columns = tokens.shape
-    queries = F.normalize(tokens.flatten(2).mT.flatten(0, 1), dim=1)  # (b * h * w, D)
-    nearest = [(part @ bank.T).topk(max(settings.k)) for part in queries.split(max(1, COMPARED // len(bank)))]
-    similarity, index = (torch.cat(parts) for parts in zip(*nearest, strict=True))
-    weights = ((similarity - similarity[:, :1]) / settings.temperature).exp()
-    shares = []
-    for k in settings.k:
-        found = torch.zeros(len(queries), classes, device=tokens.device)
-        found.scatter_add_(1, labels[index[:, :k]], weights[:, :k] / weights[:, :k].sum(1, keepdim=True))
-        shares.append(found.view(b, rows, columns, classes).permute(0, 3, 1, 2))
-    return shares
+    rows, columns = tokens.shape[2:]
+    shares = [tokens.new_zeros(len(tokens), classes, rows * columns) for _ in settings.k]
+    for number, image in enumerate(tokens.flatten(2).mT):  # (h * w, D), one image at a time, to limit the memory
+        queries = F.normalize(image, dim=1)
+        nearest = [(part @ bank.T).topk(max(settings.k)) for part in queries.split(max(1, COMPARED // len(bank)))]
+        similarity, index = (torch.cat(parts) for parts in zip(*nearest, strict=True))
+        weights = ((similarity - similarity[:, :1]) / settings.temperature).exp()
+        for k, share in zip(settings.k, shares, strict=True):
+            normed = weights[:, :k] / weights[:, :k].sum(1, keepdim=True)
+            share[number].scatter_add_(0, labels[index[:, :k]].T, normed.T)
+    return [share.unflatten(2, (rows, columns)) for share in shares]
 
 
 def segment(
@@ -183,7 +190,7 @@ def segment(
         def predict(images: Tensor) -> list[Tensor]:
             return votes(patch_tokens(encoder, images, settings.precision), bank, labels, classes, settings)
 
-        matrices, images = confusion(predict, val, numbers, classes)
+        matrices, images = confusion(predict, len(settings.k), val, numbers, classes)
     return matrices, images, len(bank)
 
 

@@ -6,6 +6,7 @@ FOLDERS are run folders, or folders that contain run folders; by default, the fo
 makes run folders. The newest run comes last.
 """
 
+import shlex
 import time
 from pathlib import Path
 
@@ -53,7 +54,8 @@ def run(settings: RunsSettings) -> None:
     console.print(table, markup=False)
     stopped = [one.folder for one in found if state(one) == "stopped"]
     for folder in stopped:
-        console.print(f"continue: tessera pretrain --resume {printable(str(folder))}", markup=False, soft_wrap=True)
+        path = shlex.quote(printable(str(folder)))
+        console.print(f"continue: tessera pretrain --resume {path}", markup=False, highlight=False, soft_wrap=True)
     for problem in problems:
         console.print(printable(problem), style="yellow", markup=False, soft_wrap=True)
 

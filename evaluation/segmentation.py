@@ -151,7 +151,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def confusion(
-    predict: Callable[[Tensor], Sequence[Tensor]], batches: Batches, numbers: Tensor, classes: int
+    predict: Callable[[Tensor], Sequence[Tensor]], predictions: int, batches: Batches, numbers: Tensor, classes: int
 ) -> tuple[Tensor, int]:
     """Return one confusion matrix for each prediction, (R, K, K) int64 on the CPU, and the number of images.
 
@@ -159,26 +159,23 @@ def confusion(
     Collective.
 
     Args:
-        predict: function that returns R predictions for normalised images (b, C, S, S). Each is a score for each token
+        predict: function that returns predictions for normalised images (b, C, S, S). Each is a score for each token
             and class, (b, K, h, w).
+        predictions: number R of predictions.
         batches: images of this process with their maps.
         numbers: class index of each value of the maps (256,), or 255 for ignored values.
         classes: number of classes K.
     """
-    counts, images = torch.zeros(1, classes**2, dtype=torch.int64), 0
+    counts, images = torch.zeros(predictions, classes**2, dtype=torch.int64), 0
     shown = track(batches, f"{batches.total:,} images", total=len(batches), shown=rank() == 0)
     for batch in shown:
         batch = to_model_input(batch.to(numbers.device, non_blocking=True))
         assert batch.maps is not None
-        found = []
-        for scores_of_tokens in predict(single_view(batch)):
-            matrix = torch.zeros(classes**2, dtype=torch.int64)
+        for matrix, scores_of_tokens in zip(counts, predict(single_view(batch)), strict=True):
             for image, target in zip(scores_of_tokens.split(1), numbers[batch.maps.long()], strict=True):
                 predicted = resized(image, (target.shape[0], target.shape[1])).argmax(1)[0]  # (S, S)
                 seen = target != IGNORED
                 matrix += (target[seen] * classes + predicted[seen]).bincount(minlength=classes**2).cpu()
-            found.append(matrix)
-        counts = counts + torch.stack(found)
         images += len(batch.keys)
     return all_reduce_sum(counts).view(-1, classes, classes), int(all_reduce_sum(torch.tensor(images)))
 
@@ -315,7 +312,7 @@ def run(settings: SegmentationSettings) -> dict[str, Any]:
     with full_float32():
         train_heads([(head, settings.lr)], training, gradients, settings.weight_decay, accelerator.device)
         head.eval()
-        (matrix,), images = confusion(logits, test, numbers, len(kept))
+        (matrix,), images = confusion(logits, 1, test, numbers, len(kept))
     if not accelerator.is_main_process:
         return {}
     facts = {"image_size": size, "steps": len(training), "processes": accelerator.num_processes}

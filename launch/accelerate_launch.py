@@ -66,7 +66,7 @@ class Trainers:
     def start(self, context: PContext) -> None:
         """Start the trainers and forward signals to them. This method replaces `PContext.start`."""
         if self.received:  # `--max_restarts` must not restart trainers that were told to stop
-            sys.exit(STOPPED_AND_SAVED)
+            sys.exit(128 + self.received if self.received == signal.SIGINT else STOPPED_AND_SAVED)
         # With this variable, newer versions of torch install no handler for SIGTERM.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
         self._listen()

@@ -181,7 +181,8 @@ def print_plan(config: RunConfig, method: Method, run: Plan) -> None:
         table.add_row(quantity, value)
     print(to_yaml(config))
     Console().print(table)
-    _compare(run.processes * (state_bytes(method) + activations))
+    if not torch.cuda.is_available():
+        _compare(run.processes * (state_bytes(method) + activations))
 
 
 def warn_of_memory(config: RunConfig, method: Method, processes: int, here: int) -> None:
@@ -192,12 +193,16 @@ def warn_of_memory(config: RunConfig, method: Method, processes: int, here: int)
     """
     each = config.batch_size // processes // config.accumulate
     with torch.random.fork_rng(devices=[]):
-        activations = activation_bytes(copy.deepcopy(method), config.precision, each)
+        try:
+            activations = activation_bytes(copy.deepcopy(method), config.precision, each)
+        except Exception as error:  # black images without names may not suit a method of the user
+            log.info("The memory of the run is not estimated: %s", error)
+            return
     _compare(here * (state_bytes(method) + activations))
 
 
 def _compare(needed: int) -> None:
-    if not torch.cuda.is_available() and needed > memory():
+    if needed > memory():
         log.warning(
             "This run takes about %s, but this machine has %s of memory. Lower batch_size, or raise accumulate, or set "
             "encoder.checkpoint_activations to true.",

@@ -155,13 +155,13 @@ def suggestion(unknown: str, known: Iterable[str]) -> str:
     """
     known = list(known)
     section, dot, last = unknown.lower().rpartition(".")
-    wanted = section + dot + OTHER_NAMES.get(last.lstrip("-"), last)
+    wanted = section + dot + last.replace(bare := last.lstrip("-"), OTHER_NAMES.get(bare, bare))
     capitals = {name.lower(): name for name in known}
     same = {name: name for name in capitals if dot and name.rpartition(".")[0] == section}
     close = [capitals[name] for name in difflib.get_close_matches(wanted, same or capitals, n=1, cutoff=0.5)]
     if not close:  # the user may have left out the section, for example `lr` for `optim.lr`
-        last = unknown.lstrip("-").rpartition(".")[2]
-        close = [name for name in known if name.lstrip("-").rpartition(".")[2] == last][:1]
+        last = wanted.lstrip("-").rpartition(".")[2]
+        close = [name for name in known if name.lower().lstrip("-").rpartition(".")[2] == last][:1]
     return f"; did you mean '{close[0]}'?" if close else ""
 
 

@@ -25,7 +25,7 @@ from tessera.encoders.images import Images
 from tessera.encoders.lora import add_lora
 from tessera.encoders.randomness import BITS, next_keys
 from tessera.encoders.segments import copy_to_device
-from tessera.encoders.unused import freeze_unused
+from tessera.encoders.unused import freeze_unused, unused_parameters
 from tessera.encoders.vit import ViT
 from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.optim.adamw import OptimConfig, flat_blocks, layers
@@ -116,7 +116,7 @@ def mixed_cross_entropy(logits: Tensor, labels: Tensor, partner: Tensor, share: 
     return (share * own + (1 - share) * other).mean()
 
 
-def _freeze(encoder: Encoder, config: FinetuneConfig) -> None:
+def _freeze(encoder: Encoder, config: FinetuneConfig, side: int) -> None:
     """Freeze the weights of an encoder that the settings exclude from training, and add low-rank updates.
 
     Raises:
@@ -129,14 +129,21 @@ def _freeze(encoder: Encoder, config: FinetuneConfig) -> None:
         raise ValueError(f"frozen_blocks is {config.frozen_blocks}, but the encoder has {blocks} blocks.")
     if config.lora_rank:
         add_lora(encoder, config.lora_rank, config.lora_alpha or config.lora_rank, config.lora_layers)
-    elif config.frozen_blocks:
+        if unused := sorted(unused_parameters(encoder, [side])):
+            raise ValueError(
+                f"A low-rank update would have no effect, because the encoder reads the weight of the layer "
+                f"{unused[0].rpartition('.')[0]} without calling the layer. Choose other lora_layers."
+            )
+    elif config.lora_alpha is not None or config.lora_layers is not None:
+        raise ValueError("lora_alpha and lora_layers have no effect without lora_rank. Set lora_rank.")
+    if config.frozen_blocks:
         for _, parameter, layer in layers(encoder):
             if layer <= config.frozen_blocks:
                 parameter.requires_grad_(False)
-    if (config.lora_rank or config.frozen_blocks) and running_statistics(encoder):
+    if (config.lora_rank or config.frozen_blocks or config.head_steps) and running_statistics(encoder):
         raise ValueError(
             "This encoder has batch norm, whose statistics change although weights are frozen. "
-            "Set lora_rank and frozen_blocks to 0."
+            "Set lora_rank, frozen_blocks and head_steps to 0."
         )
 
 
@@ -163,7 +170,7 @@ class Finetune(Method):
             raise ValueError(f"The encoder was built for images of {side} pixels. Set finetune.size to one number.")
         self.config, self.image_size, self.classes = config, side, config.classes
         freeze_unused(encoder, [side])
-        _freeze(encoder, config)
+        _freeze(encoder, config, side)
         encoder.no_weight_decay = (*encoder.no_weight_decay, *UNDECAYED)
         self.encoder = encoder
         self.head = nn.Linear(encoder.dim, config.classes)

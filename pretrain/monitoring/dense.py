@@ -16,7 +16,7 @@ from tessera.runtime.settings import SettingsError
 K = 10
 """Number of nearest tokens."""
 BANK = 50_000
-"""Largest number of tokens in the bank."""
+"""Number of tokens in the bank, on average."""
 
 
 class OnlineSegmentation:

@@ -106,7 +106,9 @@ class OnlineKNN(OnlineEvaluation):
             count = self.config.pictures
             reading = Reading(source=self.source, preprocessing=preprocessing)
             options = {"labels": False, "images": max(count, 1), "reading": reading}
-            batch = next(iter(evaluation_batches(self.val, transform, max(count, 1), **options)))
+            batch = next(iter(evaluation_batches(self.val, transform, max(count, 1), **options)), None)
+            if batch is None:
+                raise EvaluationError("None of the images for the pictures can be read. Set evaluation.pictures to 0.")
             self._shown = single_view(to_model_input(batch.to(self.accelerator.device)))[:count]
         return self._shown
 

@@ -12,7 +12,9 @@ from torch import nn
 from tessera.evaluation.attentive_probe import AttentiveHead, AttentiveSettings, Probe, run
 from tessera.evaluation.features import EvaluationError, Pixels
 from tessera.evaluation.linear_probe import held_out
+from tessera.runtime.processes import make_accelerator
 from tests.evaluation.conftest import FAMILIES, results_of_one_and_two_processes, save_encoder, write_shard
+from tests.pretrain.small import on_processes
 from tests.views import batch_of
 
 
@@ -27,11 +29,9 @@ def test_the_head_is_torchs_attention_with_one_query(dim: int, heads: int) -> No
     assert len(head.query) == heads
     nn.init.normal_(head.query)
     nn.init.normal_(head.kv.weight)
-    attention = nn.MultiheadAttention(dim, heads, batch_first=True)
-    eye, zero = torch.eye(dim), torch.zeros(dim)
-    attention.in_proj_weight.data = torch.cat([eye, head.kv.weight.data])
-    attention.in_proj_bias = nn.Parameter(torch.cat([zero, head.kv.bias.data]))
-    attention.out_proj.load_state_dict({"weight": eye, "bias": zero})
+    attention = nn.MultiheadAttention(dim, heads, bias=False, batch_first=True)
+    attention.in_proj_weight.data = torch.cat([torch.eye(dim), head.kv.weight.data])
+    attention.out_proj.load_state_dict({"weight": torch.eye(dim)})
     normed = F.layer_norm(tokens, (dim,))
     query = head.query.flatten().expand(3, 1, -1)
     expected = head.classifier(attention(query, normed, normed)[0][:, 0])
@@ -89,8 +89,38 @@ def test_mistakes_end_with_a_message(shards: Any, tmp_path: Any) -> None:
     more = write_shard(tmp_path / "more.tar", np.zeros((5, 16, 16, 3), np.uint8), [0, 1, 2, 3, 4], "more")
     with pytest.raises(EvaluationError, match=r"--val has a label above 2, the largest label of --train"):
         run(AttentiveSettings(**given | {"val": str(more)}))
+    train = str(write_shard(tmp_path / "two.tar", np.zeros((8, 16, 16, 3), np.uint8), [0, 1] * 4, "two"))
+    with pytest.raises(EvaluationError, match=r"An image has the label 2, but there are 2 classes"):
+        run(AttentiveSettings(**given | {"classes": 2, "rates": [1e-3], "train": train}))
     with pytest.raises(EvaluationError, match=r"batch"):
         run(AttentiveSettings(**given | {"batch_size": 64}))
+
+
+def trained(rank: int, path: str, processes: int) -> None:
+    """Train heads on this process's share of the images, and save their weights."""
+    assert make_accelerator().num_processes == processes
+    probe = Probe(Pixels(8), 3, settings(holdout=0.3, rates=[1e-2, 1e-1]), torch.device("cpu"))
+    draws, batches = torch.Generator().manual_seed(0), []
+    for head in (*probe.final, *probe.choosing):
+        for parameter in head.parameters():  # with the small weights of a new head, some gradients are rounding errors
+            nn.init.normal_(parameter, std=0.7, generator=draws)
+    for step in range(6):
+        images = torch.randint(256, (12, 3, 8, 8), generator=draws, dtype=torch.uint8)
+        labels, keys = torch.randint(3, (12,), generator=draws), [f"{step}.tar/{i}" for i in range(12)]
+        own = slice(rank, None, processes)
+        batches.append(batch_of([images[own]], labels=labels[own], keys=keys[own]))
+    probe.train(batches)
+    if rank == 0:
+        torch.save([head.state_dict() for head in (*probe.final, *probe.choosing)], path)
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_same_weights(tmp_path: Any, free_port: int) -> None:
+    trained(0, str(tmp_path / "one.pt"), 1)
+    on_processes(trained, free_port, str(tmp_path / "two.pt"), 2)
+    for one, two in zip(torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt"), strict=True):
+        for name, tensor in one.items():
+            torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.slow

@@ -110,12 +110,19 @@ def test_several_files_hold_the_same_and_a_stopped_command_goes_on(settings, tmp
     run(EmbedSettings(output=str(output), images_per_file=5, **given))
     assert files[1].exists()
     assert files[0].stat().st_mtime_ns == kept
-    with pytest.raises(EvaluationError, match=r"other settings or of other images\. Choose another --output"):
+    with pytest.raises(EvaluationError, match=r"does not belong to these settings and images\. Choose another"):
         run(EmbedSettings(output=str(output), images_per_file=5, tokens=True, **given))
+    others = [given["data"].replace("val-0", name) for name in ("train-1", "train-0")]
+    for data in (others[:1], [given["data"], others[1]]):
+        with pytest.raises(EvaluationError, match=r"does not belong to these"):
+            run(EmbedSettings(output=str(output), images_per_file=5, **given | {"data": data}))
+    (tmp_path / "foreign.json").write_text("not JSON")
+    with pytest.raises(EvaluationError, match=r"foreign\.json does not belong to these"):
+        run(EmbedSettings(output=str(tmp_path / "foreign.npz"), images_per_file=5, **given))
     with torch.no_grad():
         encoder.cls_token += 1
     encoders.save(encoder, given["checkpoint"])
-    with pytest.raises(EvaluationError, match=r"other settings or of other images"):
+    with pytest.raises(EvaluationError, match=r"does not belong to these"):
         run(EmbedSettings(output=str(output), images_per_file=5, **given))
 
 

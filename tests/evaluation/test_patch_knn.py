@@ -12,6 +12,7 @@ from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.patch_knn import PatchKNNSettings, chosen_tokens, run, token_classes, votes
 from tests.evaluation.conftest import FAMILIES, results_of_one_and_two_processes, save_encoder
 from tests.evaluation.test_segmentation import write_scenes
+from tests.pretrain.small import on_processes
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,9 @@ def test_votes_are_those_of_scikit_learn() -> None:
 
 
 def test_the_tokens_of_an_image_depend_on_its_name_alone() -> None:
+    counts = [len(chosen_tokens(f"a.tar/{i}", 16, 0.25)) for i in range(400)]
+    assert set(counts) == {0, 1}
+    assert sum(counts) == pytest.approx(100, abs=30)
     assert torch.equal(chosen_tokens("a.tar/1", 16, 5), chosen_tokens("a.tar/1", 16, 5))
     assert not torch.equal(chosen_tokens("a.tar/1", 16, 5), chosen_tokens("a.tar/2", 16, 5))
     assert len(chosen_tokens("a.tar/1", 16, 5).unique()) == 5
@@ -70,10 +74,24 @@ def test_colours_are_segmented_by_every_encoder(variant: str, scenes: dict[str, 
 
 def test_the_bank_is_bounded_and_must_hold_the_neighbours(scenes: dict[str, Any], tmp_path: Any) -> None:
     given = scenes | {"checkpoint": "pixels", "image_size": 32}
-    run(PatchKNNSettings(**given, bank=24 * 10, k=[3], output=str(tmp_path / "result.json")))
-    assert json.loads((tmp_path / "result.json").read_text())["settings"]["tokens"] <= 240
+    for name, bank, least in (("more", 24 * 10, 150), ("fewer", 8, 3)):
+        file = tmp_path / f"{name}.json"
+        run(PatchKNNSettings(**given, bank=bank, k=[3], output=str(file)))
+        assert least <= json.loads(file.read_text())["settings"]["tokens"] <= 2 * bank
     with pytest.raises(EvaluationError, match=r"fewer than --k 30\. Lower --k"):
-        run(PatchKNNSettings(**given, bank=24, k=[30]))
+        run(PatchKNNSettings(**given, bank=20, k=[30]))
+
+
+def _few(rank: int, options: dict[str, Any]) -> None:
+    run(PatchKNNSettings(**options))
+
+
+@pytest.mark.slow
+def test_a_process_may_have_no_image(scenes: dict[str, Any], tmp_path: Any, free_port: int) -> None:
+    options = scenes | {"val": write_scenes(tmp_path / "one.tar", [100]), "k": [3, 1]}
+    options |= {"checkpoint": save_encoder(tmp_path / "encoder.safetensors"), "output": str(tmp_path / "result.json")}
+    on_processes(_few, free_port, options)
+    assert json.loads((tmp_path / "result.json").read_text())["val_images"] == 1
 
 
 @pytest.mark.slow

@@ -193,6 +193,7 @@ def test_suggestions_ignore_capitals_and_are_close() -> None:
     flags = ["--optim.lr", "--optim.min_lr", "--mae.size", "--lejepa.global_size"]
     assert suggestion("--optim.learning_rate", flags) == "; did you mean '--optim.lr'?"
     assert suggestion("--mae.global_size", flags) == "; did you mean '--mae.size'?"
+    assert suggestion("--learning_rate", flags) == "; did you mean '--optim.lr'?"
     assert suggestion("--lr", flags) == "; did you mean '--optim.lr'?"
 
 

@@ -18,7 +18,7 @@ from tessera.pretrain.build import build_method
 from tessera.pretrain.command_line import load
 from tessera.pretrain.methods.method import RunSize
 from tessera.pretrain.methods.supervised import Finetune, FinetuneConfig, mixed_cross_entropy, resolve
-from tessera.pretrain.optim.adamw import OptimConfig, adamw, learning_rate_factors, parameter_groups
+from tessera.pretrain.optim.adamw import OptimConfig, adamw, apply_schedules, learning_rate_factors, parameter_groups
 from tessera.pretrain.resolve import resolve as resolve_run
 from tessera.runtime.settings import SettingsError
 from tests.pretrain.small import MICRO
@@ -201,5 +201,26 @@ def test_low_rank_updates_are_trained_in_place_of_weights() -> None:
 
 
 def test_the_classifier_can_be_trained_first() -> None:
-    assert make(head_steps=5).frozen() == {"encoder.": 5}
-    assert make().frozen() == {}
+    method = make(head_steps=2)
+    before = {name: p.clone() for name, p in method.named_parameters()}
+    config = OptimConfig(lr=0.1, betas=(0.9, 0.999), encoder_lr_factor=1.0, min_lr=0.0, warmup_steps=0)
+    config = config.model_copy(update={"weight_decay": 0.0, "weight_decay_end": 0.0})
+    optimizer = adamw(method, config, method.frozen())
+    for step in range(3):
+        apply_schedules(optimizer, config, step, 10, 8)
+        method(batch(seed=step), step)[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moved = {name for name, p in method.named_parameters() if not torch.equal(p, before[name])}
+        encoder_moved = any(name.startswith("encoder.") for name in moved)
+        assert "head.weight" in moved
+        assert encoder_moved == (step == 2)
+    with pytest.raises(ValueError, match=r"batch norm, whose statistics change"):
+        make("timm:resnet18", {"image_size": 32}, head_steps=1, size=32)
+
+
+def test_updates_without_effect_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"have no effect without lora_rank"):
+        make(lora_alpha=2.0)
+    with pytest.raises(ValueError, match=r"reads the weight of the layer .*qkv without calling the layer"):
+        make("timm:beit_base_patch16_224", {"image_size": 32}, lora_rank=1, size=32)
