@@ -124,9 +124,12 @@ def to_timm(encoder: Encoder, file: Path) -> Exported:
         model, image_size=image_size(encoder), channels=encoder.channels, stride=encoder.stride
     ).eval()
     distilled = getattr(encoder, "dist_token", None) is not None
+    norm = getattr(model, "fc_norm", None) if "fc_norm.weight" in state else None
 
     def run(images: Tensor) -> tuple[Tensor, Tensor]:
         pooled, tokens = tokens_of(wrapped(images))
+        if norm is not None:  # timm applies this norm to the pooled features only
+            tokens = norm(tokens)
         # The pooled features of timm's model are the mean of two tokens.
         return model.forward_features(images)[:, 0] if distilled else pooled, tokens
 

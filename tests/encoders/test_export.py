@@ -77,6 +77,18 @@ def test_each_family_exports_to_the_documented_formats(family: str, tmp_path: Pa
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]  # no temporary folder is left
 
 
+def test_a_fine_tuned_vit_exports_to_timm(tmp_path) -> None:
+    """Its norm comes after the mean of the patch tokens, which timm applies to the pooled features only."""
+    encoder = scramble(encoders.build("vit_micro", depth=2, pool="mean", positions="learned"), seed=1).eval()
+    certificate = export(encoder, tmp_path / "model.safetensors", "timm")
+    assert "fc_norm.weight" in str(certificate)
+    images = torch.randn(2, 3, 16, 16)
+    timm = pytest.importorskip("timm")
+    name, options, _ = vit.to_timm(encoder)
+    model = timm.create_model(name, checkpoint_path=str(tmp_path / "model.safetensors"), **options).eval()
+    torch.testing.assert_close(model(images), encoder(images).pooled, rtol=1e-4, atol=1e-4)
+
+
 def test_a_tensor_that_the_library_initialises_itself_is_refused_by_name(tmp_path, monkeypatch) -> None:
     """transformers reports such a load as a success. Layer scale keeps the features nearly equal."""
     pytest.importorskip("transformers")
