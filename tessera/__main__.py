@@ -14,6 +14,7 @@ import importlib.util
 import runpy
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from tessera.runtime import stdio
 
@@ -57,6 +58,8 @@ def main() -> None:
     if place is None:
         asked_for_help = not words or words[0] in ("-h", "--help")
         print(help_text(commands), file=sys.stdout if asked_for_help else sys.stderr)
+        if not words:
+            print(f"\n{next_step(Path())}")
         if not asked_for_help:
             print(f"\ntessera: {unknown(words, commands)}", file=sys.stderr)
         raise SystemExit(0 if asked_for_help else 2)
@@ -104,6 +107,14 @@ def help_text(commands: Mapping[str, tuple[str, str]]) -> str:
     lines = ["usage: tessera [FLAGS OF accelerate launch] COMMAND [--SETTING VALUE ...]", "", "commands:"]
     lines += [f"  {name:<17}{purpose}" for name, (_, purpose) in commands.items()]
     return "\n".join([*lines, "", "`tessera COMMAND --help` lists the settings of a command."])
+
+
+def next_step(folder: Path) -> str:
+    """Return a sentence that says what a user can do next in a folder."""
+    runs = len(list(folder.glob("runs/*/config.yaml")))
+    if runs:
+        return f"Here are {runs} runs: `tessera runs` lists them, and `tessera report runs` compares them."
+    return "To begin, `tessera pretrain` trains on embedded digits, and `tessera pretrain --data IMAGES` on a folder."
 
 
 if __name__ == "__main__":

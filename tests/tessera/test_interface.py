@@ -14,6 +14,7 @@ from PIL import Image
 
 import tessera
 from tessera import encoders
+from tessera.__main__ import next_step
 from tessera.data.demo import demo_shards
 from tessera.data.make_shards import main as make_shards
 from tessera.pretrain.run import main
@@ -130,6 +131,14 @@ def test_help_says_what_each_setting_means() -> None:
         flags = [line for line in shown.splitlines() if line.startswith("  --")]
         assert len(flags) > 15
         assert not [line for line in flags if re.fullmatch(r"  --\S+( \S+)?( +\(default: [^)]*\))?", line)]
+
+
+def test_without_a_command_it_says_what_to_do_next(tmp_path: Path) -> None:
+    assert "tessera pretrain --data IMAGES" in next_step(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").touch()
+    assert next_step(tmp_path).startswith("Here are 2 runs: `tessera runs` lists them")
 
 
 def test_unknown_commands_and_help(crowded: Path) -> None:
