@@ -47,6 +47,8 @@ def poisonous(method: type[Method]) -> None:
     healthy = method.forward
 
     def forward(self: Method, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        if batch.positions is None:  # a check before the run
+            return healthy(self, batch, step)
         passes[step] += 1
         process, which, what = poison.get(str(step), (0, 0, ""))
         if (process % PROCESSES, which) != (RANK, passes[step]):
