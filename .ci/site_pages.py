@@ -80,7 +80,7 @@ def tables(text: str) -> str:
     described = "\n".join(lines[:first]).removesuffix("settings:").strip()
     if first == len(lines):
         return f"```text\n{described}\n```"
-    usage, _, prose = described.partition("\n")
+    usage, _, prose = described.partition("\n\n")
     parts = ["```text", usage, "```", "", prose.strip(), "", *HEADER]
     for line in lines[first:]:
         if row := SETTING.match(line):
