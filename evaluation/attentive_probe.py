@@ -15,6 +15,7 @@ Shape letters: b images of this process in a step, n tokens of an image, D featu
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,26 +27,29 @@ from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.batches import Batches
 from tessera.data.crops import Areas, CenterCrop
-from tessera.data.loader import Reading, evaluation_batches
 from tessera.data.shards import Source
 from tessera.data.shards.open import Sources
 from tessera.data.statistics import count_classes
-from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder
 from tessera.evaluation.accuracy import true_class_rank
 from tessera.evaluation.command import main
 from tessera.evaluation.features import (
     EvaluationError,
-    check_total,
     full_float32,
-    input_size,
-    load_encoder,
     resize_size,
     single_view,
 )
-from tessera.evaluation.frozen import FrozenSettings, patch_tokens, train_heads, training_set
+from tessera.evaluation.frozen import (
+    HeadSettings,
+    evaluation_set,
+    load_frozen,
+    patch_tokens,
+    train_heads,
+    training_set,
+    write,
+)
 from tessera.evaluation.linear_probe import held_out
-from tessera.evaluation.results import Evaluation, check_output, write_result
+from tessera.evaluation.results import check_output
 from tessera.evaluation.splits import open_labelled_splits
 from tessera.runtime.collectives import all_reduce_sum, rank
 from tessera.runtime.processes import make_accelerator
@@ -55,7 +59,7 @@ HEAD_WIDTH = 64
 """Width of an attention head, if the width of the tokens is a multiple of it."""
 
 
-class AttentiveSettings(FrozenSettings):
+class AttentiveSettings(HeadSettings):
     """Measure the accuracy of a classifier that attends to an encoder's frozen tokens."""
 
     train: str | list[str]
@@ -109,14 +113,16 @@ class AttentiveHead(nn.Module):
 class Probe:
     """Attentive heads on the tokens of a frozen encoder: for each rate, one of all images and one for the choice."""
 
-    def __init__(self, encoder: Encoder, classes: int, settings: AttentiveSettings, device: torch.device) -> None:
+    def __init__(
+        self, encoder: Encoder, classes: int, settings: AttentiveSettings, size: int, device: torch.device
+    ) -> None:
         self.encoder, self.settings, self.device, self.classes = encoder, settings, device, classes
-        self.choose = len(settings.rates) > 1
-        size = input_size(encoder, settings.image_size)
         width = self._tokens(torch.zeros(1, encoder.channels, size, size, device=device)).shape[2]
-        self.final, self.choosing = (
-            [AttentiveHead(width, classes, settings.seed).to(device) for _ in settings.rates] for _ in range(2)
-        )
+
+        def heads() -> list[AttentiveHead]:
+            return [AttentiveHead(width, classes, settings.seed).to(device) for _ in settings.rates]
+
+        self.final, self.choosing = heads(), heads() if len(settings.rates) > 1 else []
 
     def _tokens(self, images: Tensor) -> Tensor:
         """Return the tokens of images: (b, C, S, S) -> (b, n, D)."""
@@ -125,30 +131,30 @@ class Probe:
     def train(self, batches: Batches) -> None:
         """Train all heads. Collective."""
         rates = self.settings.rates
-        heads = [*zip(self.final, rates, strict=True), *(zip(self.choosing, rates, strict=True) if self.choose else ())]
+        heads = [*zip(self.final, rates, strict=True), *zip(self.choosing, rates, strict=bool(self.choosing))]
         train_heads(heads, batches, self._backward, self.settings.weight_decay, self.device)
 
     def _backward(self, batch: Batch) -> None:
         """Compute the gradients of this process's part of the losses, the mean cross-entropies over all processes."""
         tokens, labels = self._tokens(single_view(batch)), batch.labels
         assert labels is not None
-        held = held_out(batch.keys, self.settings.holdout).to(self.device)
-        kept = (~held).nonzero().squeeze(1)
-        counts = all_reduce_sum(torch.tensor([len(labels), len(kept)])).clamp(min=1).tolist()
+        kept = (~held_out(batch.keys, self.settings.holdout)).nonzero().squeeze(1)
+        counts = all_reduce_sum(torch.tensor([len(labels), len(kept)], device=self.device)).clamp(min=1)
+        kept = kept.to(self.device)
         for head in self.final:
             (F.cross_entropy(head(tokens), labels, reduction="sum") / counts[0]).backward()
-        for head in self.choosing if self.choose else ():
+        for head in self.choosing:
             (F.cross_entropy(head(tokens[kept]), labels[kept], reduction="sum") / counts[1]).backward()
 
     @torch.no_grad()
-    def accuracies(self, heads: Sequence[AttentiveHead], batches: Batches, held: bool = False) -> tuple[Tensor, int]:
+    def accuracies(self, heads: Sequence[AttentiveHead], batches: Batches, share: float = 1.0) -> tuple[Tensor, int]:
         """Return the top-1 and top-5 accuracy of each head over all processes, (R, 2) float64, and the image count.
 
-        Collective. If `held` is True, only held-out images count.
+        Collective. Only the images that `held_out` selects for `share` count; a share of 1 selects all.
         """
         correct, images = torch.zeros(len(heads), 2, dtype=torch.float64), 0
         for batch in track(batches, f"{batches.total:,} images", total=len(batches), shown=rank() == 0):
-            seen = held_out(batch.keys, self.settings.holdout if held else 1.0).nonzero().squeeze(1)
+            seen = held_out(batch.keys, share).nonzero().squeeze(1)
             if not len(seen):
                 continue
             batch = to_model_input(batch.to(self.device, non_blocking=True))
@@ -176,68 +182,55 @@ def run(settings: AttentiveSettings) -> dict[str, Any]:
     accelerator = make_accelerator()
     check_output(settings.output)
     train, val = open_labelled_splits(settings.train, settings.val, settings.access, accelerator)
-    encoder, file = load_encoder(settings)
-    encoder.to(accelerator.device).requires_grad_(False)
-    size = input_size(encoder, settings.image_size)
-    classes = settings.classes or count_classes(Sources([train], [1.0]))
-    if settings.classes is None and count_classes(Sources([val], [1.0])) > classes:
-        raise EvaluationError(
-            f"--val has a label above {classes - 1}, the largest label of --train. Check that both belong to the same "
-            "data set."
-        )
-    workers = free_cores(accelerator.num_processes) if settings.workers is None else settings.workers
-    reading = Reading(workers, source=settings.access, preprocessing=encoder.preprocessing, classes=classes)
+    frozen = load_frozen(settings, accelerator)
+    encoder, size = frozen.encoder, frozen.size
+    classes = settings.classes or shared_classes(train, val)
+    reading = replace(frozen.reading, classes=classes)
     held = int(held_out([train.name(number) for number in range(train.images)], settings.holdout).sum())
-    if len(settings.rates) > 1 and not 0 < held < train.images:
+    choose = len(settings.rates) > 1
+    if choose and not 0 < held < train.images:
         raise EvaluationError(
             f"--holdout {settings.holdout} holds out {held} of {train.images} training images. Some images must be "
             "held out, and some must remain. Change --holdout, or give only one learning rate."
         )
     training = training_set(train, settings, size, reading, accelerator)
-    check_total(training.total)
-
-    def centre_crops(opened: Source) -> Batches:
-        batches = evaluation_batches(
-            opened,
-            CenterCrop(size, resize=resize_size(size, None)),
-            max(settings.batch_size // accelerator.num_processes, 1),
-            part=(accelerator.process_index, accelerator.num_processes),
-            reading=reading,
-        )
-        check_total(batches.total)
-        return batches
-
-    probe, held_images, by_holdout = Probe(encoder, classes, settings, accelerator.device), 0, [0.0]
+    crop = CenterCrop(size, resize=resize_size(size, None))
+    seen, scored = (evaluation_set(one, crop, settings.batch_size, reading, accelerator) for one in (train, val))
+    probe, held_images, by_holdout = Probe(encoder, classes, settings, size, accelerator.device), 0, [None]
     with full_float32():
         probe.train(training)
-        if probe.choose:
-            scores, held_images = probe.accuracies(probe.choosing, centre_crops(train), held=True)
+        if choose:
+            scores, held_images = probe.accuracies(probe.choosing, seen, settings.holdout)
             by_holdout = scores[:, 0].tolist()
-        by_val, images = probe.accuracies(probe.final, centre_crops(val))
+        by_val, images = probe.accuracies(probe.final, scored)
     if not accelerator.is_main_process:
         return {}
     rows = [
-        {"rate": rate, "holdout_top1": held if probe.choose else None, "top1": top1, "top5": top5}
-        for rate, held, (top1, top5) in zip(settings.rates, by_holdout, by_val.tolist(), strict=True)
+        {"rate": rate, "holdout_top1": held_top1, "top1": top1, "top5": top5}
+        for rate, held_top1, (top1, top5) in zip(settings.rates, by_holdout, by_val.tolist(), strict=True)
     ]
-    best = rows[by_holdout.index(max(by_holdout))]
-    facts = {"image_size": size, "steps": len(training), "processes": accelerator.num_processes}
-    result = {
-        "top1": best["top1"],
-        "top5": best["top5"],
-        "chosen": best,
-        "all": rows,
-        "protocol": "attentive probe",
-        "holdout_images": held_images,
-        "train_images": training.total,
-        "val_images": images,
-        "classes": classes,
-        "checkpoint": str(file or settings.checkpoint),
-        "settings": settings.model_dump(mode="json") | facts,
-    }
+    best = max(rows, key=lambda row: row["holdout_top1"] or 0.0)
+    counts = {"holdout_images": held_images, "train_images": training.total, "val_images": images, "classes": classes}
+    found = {"top1": best["top1"], "top5": best["top5"], "chosen": best, "all": rows, "protocol": "attentive probe"}
+    facts = {"steps": len(training), "processes": accelerator.num_processes}
     table = [[f"{row['rate']:g}", *list(row.values())[1:], "<- chosen" if row is best else ""] for row in rows]
-    evaluation = Evaluation("attentive_probe", file, settings.val, settings.output, val.content())
-    return write_result(evaluation, result, ["rate", "held out", "top-1", "top-5", ""], table)
+    columns = ["rate", "held out", "top-1", "top-5", ""]
+    return write("attentive_probe", settings, frozen, val, found | counts, facts, columns, table)
+
+
+def shared_classes(train: Source, val: Source) -> int:
+    """Return the number of classes of both sets.
+
+    Raises:
+        EvaluationError: the validation set has more classes than the training set.
+    """
+    classes, others = (count_classes(Sources([one], [1.0])) for one in (train, val))
+    if others > classes:
+        raise EvaluationError(
+            f"--val has a label above {classes - 1}, the largest label of --train. Check that both belong to the same "
+            "data set."
+        )
+    return classes
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Training of small heads on the tokens of a frozen encoder: `segmentation` and `attentive_probe`.
+"""What the evaluations of tokens share: the frozen encoder, its images, the training of heads, and the result file.
 
-Every step encodes new random crops, and no features are kept, so the memory does not depend on the number of images.
-The result does not depend on the number of processes, up to rounding.
+They are `segmentation`, `patch_knn` and `attentive_probe`. Every step encodes new images, and no features are kept, so
+the memory does not depend on the number of images. The result does not depend on the number of processes, up to
+rounding.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -15,12 +18,22 @@ from torch import Tensor, nn
 from tessera.data.augment import Share, to_model_input
 from tessera.data.batch import Batch
 from tessera.data.batches import Batches
+from tessera.data.collate import Transform
 from tessera.data.crops import Areas, RandomCrop, RandomCropConfig
-from tessera.data.loader import Reading, training_batches
+from tessera.data.loader import Reading, evaluation_batches, training_batches
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError, Source
+from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder
-from tessera.evaluation.features import EncoderSettings, EvaluationError, encoding
+from tessera.evaluation.features import (
+    EncoderSettings,
+    EvaluationError,
+    check_total,
+    encoding,
+    input_size,
+    load_encoder,
+)
+from tessera.evaluation.results import Evaluation, write_result
 from tessera.runtime.collectives import all_reduce_sum, rank
 from tessera.runtime.progress import track
 
@@ -28,15 +41,22 @@ WARMUP = 1500 / 40_000
 """Fraction of the training steps in which the learning rate rises, as in DINOv2."""
 
 
-class FrozenSettings(EncoderSettings):
-    """Settings of every command that trains heads on the tokens of a frozen encoder."""
+class TokenSettings(EncoderSettings):
+    """Settings of every command that evaluates the tokens of a frozen encoder."""
 
     train: str | list[str]
     """SHARDS to train on"""
     val: str | list[str]
     """test SHARDS; never used to choose hyperparameters"""
     batch_size: int = Field(16, ge=1)
-    """number of images in a training step, over all processes; each process encodes its share in one forward pass"""
+    """number of images in a step, over all processes; each process encodes its share in one forward pass"""
+    output: str | None = None
+    """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
+
+
+class HeadSettings(TokenSettings):
+    """Settings of every command that trains heads on the tokens of a frozen encoder."""
+
     epochs: int = Field(32, ge=1)
     """number of passes over the training images"""
     weight_decay: float = Field(1e-4, ge=0)
@@ -47,12 +67,69 @@ class FrozenSettings(EncoderSettings):
     """probability that a training crop is mirrored left to right"""
     seed: int = Field(0, ge=0, lt=2**31)
     """seed of the initial weights, the order of the images, and the crops"""
-    output: str | None = None
-    """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
+
+
+class Frozen(NamedTuple):
+    """A frozen encoder, and how its images are read."""
+
+    encoder: Encoder
+    file: Path | None
+    """File of the encoder, or None for `pixels` and for `timm:NAME`."""
+    size: int
+    """Side of the images in pixels."""
+    reading: Reading
+
+
+def load_frozen(settings: TokenSettings, accelerator: Accelerator) -> Frozen:
+    """Load the encoder on the device of this process."""
+    encoder, file = load_encoder(settings)
+    encoder.to(accelerator.device).requires_grad_(False)
+    workers = free_cores(accelerator.num_processes) if settings.workers is None else settings.workers
+    reading = Reading(workers, source=settings.access, preprocessing=encoder.preprocessing)
+    return Frozen(encoder, file, input_size(encoder, settings.image_size), reading)
+
+
+def evaluation_set(
+    opened: Source, transform: Transform, batch_size: int, reading: Reading, accelerator: Accelerator
+) -> Batches:
+    """Return this process's part of all images. `batch_size` counts the images of all processes. Collective."""
+    part = (accelerator.process_index, accelerator.num_processes)
+    size, labels = max(batch_size // accelerator.num_processes, 1), reading.maps is None
+    batches = evaluation_batches(opened, transform, size, part=part, labels=labels, reading=reading)
+    check_total(batches.total)
+    return batches
+
+
+def write(
+    name: str,
+    settings: TokenSettings,
+    frozen: Frozen,
+    val: Source,
+    entries: dict[str, Any],
+    facts: dict[str, Any],
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+) -> dict[str, Any]:
+    """Write a result file, print its table, and return the contents of the file.
+
+    Args:
+        name: name of the evaluation.
+        entries: scores.
+        facts: entries that the file holds beside the settings of the command.
+        columns: headings of the table.
+        rows: cells of the table.
+    """
+    entries = entries | {
+        "checkpoint": str(frozen.file or settings.checkpoint),
+        "settings": settings.model_dump(mode="json") | {"image_size": frozen.size} | facts,
+    }
+    return write_result(
+        Evaluation(name, frozen.file, settings.val, settings.output, val.content()), entries, columns, rows
+    )
 
 
 def training_set(
-    opened: Source, settings: FrozenSettings, size: int, reading: Reading, accelerator: Accelerator
+    opened: Source, settings: HeadSettings, size: int, reading: Reading, accelerator: Accelerator
 ) -> Batches:
     """Return one batch of random crops for each training step of this process.
 
@@ -66,11 +143,13 @@ def training_set(
         order = BatchSampler(
             settings.batch_size, steps=steps, rank=accelerator.process_index, world_size=accelerator.num_processes
         )
-        return training_batches(opened, crop, order, seed=settings.seed, reading=reading)
+        batches = training_batches(opened, crop, order, seed=settings.seed, reading=reading)
     except ShardError:
         raise
     except ValueError as error:
         raise EvaluationError(str(error)) from error
+    check_total(batches.total)
+    return batches
 
 
 def train_heads(

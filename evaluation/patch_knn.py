@@ -16,6 +16,7 @@ the bank, K classes.
 """
 
 import hashlib
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -27,24 +28,20 @@ from torch import Tensor
 from tessera.data.augment import to_model_input
 from tessera.data.batches import Batches
 from tessera.data.crops import WholeImage
-from tessera.data.loader import Reading, evaluation_batches
+from tessera.data.loader import Reading
 from tessera.data.maps import IGNORED
 from tessera.data.shards import Source
-from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder
 from tessera.evaluation.command import main
 from tessera.evaluation.features import (
-    EncoderSettings,
     EvaluationError,
-    check_total,
     full_float32,
     input_size,
-    load_encoder,
     single_view,
 )
-from tessera.evaluation.frozen import patch_tokens
-from tessera.evaluation.results import Evaluation, check_output, write_result
-from tessera.evaluation.segmentation import class_numbers, confusion, count_values, scores
+from tessera.evaluation.frozen import evaluation_set, load_frozen, patch_tokens, write
+from tessera.evaluation.results import check_output
+from tessera.evaluation.segmentation import MapSettings, class_numbers, confusion, count_values, scores
 from tessera.evaluation.splits import open_splits
 from tessera.runtime.collectives import all_gather, rank
 from tessera.runtime.processes import make_accelerator
@@ -54,28 +51,15 @@ COMPARED = 2**26
 """Largest number of similarities that are in memory at a time."""
 
 
-class PatchKNNSettings(EncoderSettings):
+class PatchKNNSettings(MapSettings):
     """Measure the mean IoU of a k-NN segmentation of an encoder's frozen patch tokens."""
 
-    train: str | list[str]
-    """SHARDS with segmentation maps, whose tokens are the bank"""
-    val: str | list[str]
-    """test SHARDS with segmentation maps"""
-    classes: int | None = Field(None, ge=1, le=IGNORED)
-    """number of classes; maps contain the values 0 to classes - 1, and 255 for ignored pixels; default: one more than
-    the largest value in the maps of --train, all of which are read"""
-    ignore: list[Annotated[int, Field(ge=0, lt=IGNORED)]] = Field([])
-    """further map values whose pixels are ignored, such as 0 for the official maps of ADE20K"""
     k: list[Annotated[int, Field(ge=1)]] = Field([10, 1, 3, 30], min_length=1)
     """numbers of nearest tokens; the result is that of the first"""
     temperature: float = Field(0.07, gt=0)
     """temperature of the vote"""
     bank: int = Field(200_000, ge=1)
     """number of tokens in the bank, on average; fewer if the images have fewer"""
-    batch_size: int = Field(16, ge=1)
-    """number of images per forward pass in each process"""
-    output: str | None = None
-    """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
 
 
 def token_classes(targets: Tensor, rows: int, columns: int, classes: int) -> Tensor:
@@ -177,13 +161,7 @@ def segment(
         reading: settings of the loader; `reading.maps` is set.
     """
     classes = int((numbers != IGNORED).sum())
-    part = (accelerator.process_index, accelerator.num_processes)
-    train, val = (
-        evaluation_batches(one, WholeImage(size), settings.batch_size, part=part, labels=False, reading=reading)
-        for one in opened
-    )
-    for batches in (train, val):
-        check_total(batches.total)
+    train, val = (evaluation_set(one, WholeImage(size), settings.batch_size, reading, accelerator) for one in opened)
     with full_float32():
         bank, labels = make_bank(encoder, train, numbers, classes, settings)
 
@@ -202,29 +180,21 @@ def run(settings: PatchKNNSettings) -> dict[str, Any]:
     accelerator = make_accelerator()
     check_output(settings.output)
     opened = open_splits(settings.train, settings.val, settings.access, accelerator)
-    encoder, file = load_encoder(settings)
-    encoder.to(accelerator.device)
-    size = input_size(encoder, settings.image_size)
+    frozen = load_frozen(settings, accelerator)
     values = count_values(*opened, settings.classes, accelerator)
+    reading = replace(frozen.reading, maps=values)
     numbers = class_numbers(values, settings.ignore).to(accelerator.device)
     kept = (numbers != IGNORED).nonzero().squeeze(1).tolist()  # value of each class
-    workers = free_cores(accelerator.num_processes) if settings.workers is None else settings.workers
-    reading = Reading(workers, source=settings.access, preprocessing=encoder.preprocessing, maps=values)
-    matrices, images, tokens = segment(encoder, opened, numbers, settings, size, reading, accelerator)
+    matrices, images, tokens = segment(frozen.encoder, opened, numbers, settings, frozen.size, reading, accelerator)
     if not accelerator.is_main_process:
         return {}
     found = [scores(matrix, kept, f"{k}-NN of patches") for k, matrix in zip(settings.k, matrices, strict=True)]
     rows = [[k, one["pixel_accuracy"], one["mean_iou"]] for k, one in zip(settings.k, found, strict=True)]
-    facts = {"image_size": size, "tokens": tokens, "processes": accelerator.num_processes}
-    result = found[0] | {
-        "all": [dict(zip(("k", "pixel_accuracy", "mean_iou"), row, strict=True)) for row in rows],
-        "train_images": opened[0].images,
-        "val_images": images,
-        "checkpoint": str(file or settings.checkpoint),
-        "settings": settings.model_dump(mode="json") | facts,
-    }
-    evaluation = Evaluation("patch_knn", file, settings.val, settings.output, opened[1].content())
-    return write_result(evaluation, result, ["k", "pixel accuracy", "mean IoU"], rows)
+    columns = ["k", "pixel accuracy", "mean IoU"]
+    result = found[0] | {"train_images": opened[0].images, "val_images": images}
+    result["all"] = [dict(zip(("k", "pixel_accuracy", "mean_iou"), row, strict=True)) for row in rows]
+    facts = {"tokens": tokens, "processes": accelerator.num_processes}
+    return write("patch_knn", settings, frozen, opened[1], result, facts, columns, rows)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ classes that are not ignored.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -29,22 +30,26 @@ from tessera.data.batch import Batch
 from tessera.data.batches import Batches
 from tessera.data.crops import WholeImage
 from tessera.data.decode import ImageError
-from tessera.data.loader import Reading, evaluation_batches
 from tessera.data.maps import IGNORED, decode_map
 from tessera.data.shards import ShardError, Source
 from tessera.data.shards.tar import MAP
-from tessera.data.workers import free_cores
 from tessera.evaluation.command import main
 from tessera.evaluation.features import (
     EvaluationError,
-    check_total,
     full_float32,
-    input_size,
-    load_encoder,
     single_view,
 )
-from tessera.evaluation.frozen import FrozenSettings, patch_tokens, train_heads, training_set
-from tessera.evaluation.results import Evaluation, check_output, write_result
+from tessera.evaluation.frozen import (
+    HeadSettings,
+    TokenSettings,
+    evaluation_set,
+    load_frozen,
+    patch_tokens,
+    train_heads,
+    training_set,
+    write,
+)
+from tessera.evaluation.results import check_output
 from tessera.evaluation.splits import open_splits
 from tessera.runtime.collectives import all_reduce_max, all_reduce_sum, rank
 from tessera.runtime.processes import make_accelerator
@@ -54,8 +59,8 @@ RISE, EPSILON = 0.1, 1e-5
 """Momentum and epsilon of the batch norm: torch's defaults."""
 
 
-class SegmentationSettings(FrozenSettings):
-    """Measure the mean IoU of a linear segmentation of an encoder's frozen patch tokens."""
+class MapSettings(TokenSettings):
+    """Settings of every command that reads segmentation maps."""
 
     train: str | list[str]
     """SHARDS with segmentation maps to train on"""
@@ -66,6 +71,11 @@ class SegmentationSettings(FrozenSettings):
     the largest value in the maps of --train, all of which are read"""
     ignore: list[Annotated[int, Field(ge=0, lt=IGNORED)]] = Field([])
     """further map values whose pixels are ignored, such as 0 for the official maps of ADE20K"""
+
+
+class SegmentationSettings(MapSettings, HeadSettings):
+    """Measure the mean IoU of a linear segmentation of an encoder's frozen patch tokens."""
+
     lr: float = Field(1e-3, gt=0)
     """peak learning rate of AdamW"""
 
@@ -278,24 +288,13 @@ def run(settings: SegmentationSettings) -> dict[str, Any]:
     accelerator = make_accelerator()
     check_output(settings.output)
     train, val = open_splits(settings.train, settings.val, settings.access, accelerator)
-    encoder, file = load_encoder(settings)
-    encoder.to(accelerator.device).requires_grad_(False)
-    size = input_size(encoder, settings.image_size)
+    frozen = load_frozen(settings, accelerator)
+    encoder, size = frozen.encoder, frozen.size
     values = count_values(train, val, settings.classes, accelerator)
+    reading = replace(frozen.reading, maps=values)
     numbers = class_numbers(values, settings.ignore).to(accelerator.device)
-    workers = free_cores(accelerator.num_processes) if settings.workers is None else settings.workers
-    reading = Reading(workers, source=settings.access, preprocessing=encoder.preprocessing, maps=values)
     training = training_set(train, settings, size, reading, accelerator)
-    test = evaluation_batches(
-        val,
-        WholeImage(size),
-        max(settings.batch_size // accelerator.num_processes, 1),
-        part=(accelerator.process_index, accelerator.num_processes),
-        labels=False,
-        reading=reading,
-    )
-    for batches in (training, test):
-        check_total(batches.total)
+    test = evaluation_set(val, WholeImage(size), settings.batch_size, reading, accelerator)
     blank = torch.zeros(1, encoder.channels, size, size, device=accelerator.device)
     width = patch_tokens(encoder, blank, settings.precision).shape[1]
     kept = (numbers != IGNORED).nonzero().squeeze(1).tolist()  # value of each class
@@ -315,16 +314,10 @@ def run(settings: SegmentationSettings) -> dict[str, Any]:
         (matrix,), images = confusion(logits, 1, test, numbers, len(kept))
     if not accelerator.is_main_process:
         return {}
-    facts = {"image_size": size, "steps": len(training), "processes": accelerator.num_processes}
-    result = scores(matrix, kept) | {
-        "train_images": training.total,
-        "val_images": images,
-        "checkpoint": str(file or settings.checkpoint),
-        "settings": settings.model_dump(mode="json") | facts,
-    }
-    evaluation = Evaluation("segmentation", file, settings.val, settings.output, val.content())
-    row = [len(kept), result["pixel_accuracy"], result["mean_iou"]]
-    return write_result(evaluation, result, ["classes", "pixel accuracy", "mean IoU"], [row])
+    result = scores(matrix, kept) | {"train_images": training.total, "val_images": images}
+    facts = {"steps": len(training), "processes": accelerator.num_processes}
+    columns, row = ["classes", "pixel accuracy", "mean IoU"], [len(kept), result["pixel_accuracy"], result["mean_iou"]]
+    return write("segmentation", settings, frozen, val, result, facts, columns, [row])
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_gradients_are_those_of_the_mean_loss_over_the_images_of_each_head() -> 
     torch.manual_seed(0)
     keys, labels, images = [f"a.tar/{i}" for i in range(40)], torch.randint(3, (40,)), torch.randn(40, 3, 8, 8)
     tokens = images.flatten(2).mT  # each pixel is a token
-    probe = Probe(Pixels(8), 3, settings(holdout=0.3, rates=[1e-3, 1e-2]), torch.device("cpu"))
+    probe = Probe(Pixels(8), 3, settings(holdout=0.3, rates=[1e-3, 1e-2]), 8, torch.device("cpu"))
     probe._backward(batch_of([images], labels=labels, keys=keys))
     held = held_out(keys, 0.3)
     assert 4 < held.sum() < 20
@@ -99,7 +99,7 @@ def test_mistakes_end_with_a_message(shards: Any, tmp_path: Any) -> None:
 def trained(rank: int, path: str, processes: int) -> None:
     """Train heads on this process's share of the images, and save their weights."""
     assert make_accelerator().num_processes == processes
-    probe = Probe(Pixels(8), 3, settings(holdout=0.3, rates=[1e-2, 1e-1]), torch.device("cpu"))
+    probe = Probe(Pixels(8), 3, settings(holdout=0.3, rates=[1e-2, 1e-1]), 8, torch.device("cpu"))
     draws, batches = torch.Generator().manual_seed(0), []
     for head in (*probe.final, *probe.choosing):
         for parameter in head.parameters():  # with the small weights of a new head, some gradients are rounding errors
