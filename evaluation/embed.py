@@ -26,13 +26,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
 from tessera.data.shards import Source, open_shards
 from tessera.encoders.base import Encoder, Features
 from tessera.evaluation.command import main
-from tessera.evaluation.features import EvaluationError, FeatureSettings, LabelledFeatures, extract, load_encoder
+from tessera.evaluation.features import EvaluationError, FeatureSettings, extract, load_encoder
 from tessera.runtime.files import atomic_write
 from tessera.runtime.processes import make_accelerator
 
@@ -88,7 +89,7 @@ def run(settings: EmbedSettings) -> None:
     for number in range(rank, files, processes):
         if settings.images_per_file is not None and names[number].exists():
             continue
-        arrays = _arrays(settings, encoder, shards, (number, files), labelled)
+        arrays = _arrays(settings, encoder, shards, accelerator, (number, files), labelled)
         try:
             with atomic_write(names[number]) as temporary:
                 WRITERS[output.suffix](temporary, arrays)
@@ -98,14 +99,21 @@ def run(settings: EmbedSettings) -> None:
         print(f"{len(arrays['keys']):,} images written to {names[number]}", flush=True)
 
 
-def _arrays(settings: EmbedSettings, encoder: Encoder, shards: Source, part: tuple[int, int], labelled: bool) -> Arrays:
+def _arrays(
+    settings: EmbedSettings,
+    encoder: Encoder,
+    shards: Source,
+    accelerator: Accelerator,
+    part: tuple[int, int],
+    labelled: bool,
+) -> Arrays:
     """Return the arrays of one file. `part` is the index of the file, and the number of files."""
     shapes: dict[str, tuple[int, ...]] = {}
 
     def flat(encoder: Encoder, images: Tensor) -> Tensor:
         """Return all features of each image in one row: (B, C, S, S) -> (B, K)."""
         one = settings.blocks is None
-        outputs = [encoder(images)] if one else encoder.intermediate(images, settings.blocks or 1)
+        outputs = [encoder(images)] if settings.blocks is None else encoder.intermediate(images, settings.blocks)
         parts = {"features": torch.stack([output.pooled for output in outputs], 1)}  # (B, n, D)
         if settings.tokens:
             parts["tokens"] = torch.stack([_grid(output) for output in outputs], 1)  # (B, n, h, w, D)
@@ -113,7 +121,7 @@ def _arrays(settings: EmbedSettings, encoder: Encoder, shards: Source, part: tup
         return torch.cat([part.flatten(1) for part in parts.values()], 1)
 
     options = settings.options() | {"part": part, "labels": labelled, "feature": flat}
-    found: LabelledFeatures = extract(encoder, shards, make_accelerator(), **options)
+    found = extract(encoder, shards, accelerator, **options)
     widths = [prod(shape) for shape in shapes.values()]
     arrays = {
         # safetensors writes wrong values for an array that is not contiguous

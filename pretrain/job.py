@@ -141,10 +141,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if newest:
         resume.restore(newest, accelerator, engine)
         log.info("resumed from %s, step %d of %d", newest, position.step, config.steps)
-    knn, accuracy = evaluations(config, method, prepared.shards, accelerator)
-    dense = None
-    if config.evaluation.maps_train is not None or config.evaluation.maps_val is not None:
-        dense = OnlineSegmentation(config.evaluation, method.image_size, accelerator, config.access)
+    knn, accuracy, dense = evaluations(config, method, prepared.shards, accelerator)
     recorder = None
     if accelerator.is_main_process:
         if newest is None or position.step < config.steps:  # settings of a run that is done have no effect any more
@@ -160,8 +157,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         saving_on_interrupt(),
         Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver,
     ):
-        parts = (recorder, knn, saver, images, position, accuracy, dense)
-        run = TrainingRun(config, output, accelerator, method, engine, *parts)
+        own = (recorder, knn, saver, images, position, accuracy, dense)
+        run = TrainingRun(config, output, accelerator, method, engine, *own)
         train(run, iter(batches))
     finish_run(run)
 
@@ -231,19 +228,21 @@ def workers(config: RunConfig, accelerator: Accelerator) -> int:
 
 def evaluations(
     config: RunConfig, method: Method, shards: WeightedShards, accelerator: Accelerator
-) -> tuple[OnlineKNN | None, Accuracy | None]:
-    """Return the online k-NN and the evaluation of a supervised method.
+) -> tuple[OnlineKNN | None, Accuracy | None, OnlineSegmentation | None]:
+    """Return the online k-NN, the evaluation of a supervised method, and the segmentation of images with maps.
 
     The first is None for a supervised method, and the second for all other methods. Both are None if `evaluation.val`
-    is not set.
+    is not set, and the third if no maps are named.
     """
-    if config.evaluation.val is None:
-        return None, None
+    own, dense = config.evaluation, None
+    if own.maps_train is not None or own.maps_val is not None:
+        dense = OnlineSegmentation(own, method.image_size, accelerator, config.access)
+    if own.val is None:
+        return None, None, dense
     train: Any = list(shards) if isinstance(shards, dict) else shards
     if method.supervised:
-        return None, Accuracy(config.evaluation, train, method.image_size, accelerator, config.access)
-    bank = config.evaluation.train or train
-    return OnlineKNN(config.evaluation, bank, method.image_size, accelerator, config.access), None
+        return None, Accuracy(own, train, method.image_size, accelerator, config.access), dense
+    return OnlineKNN(own, own.train or train, method.image_size, accelerator, config.access), None, dense
 
 
 def announce(given: RunConfig, config: RunConfig, images: int, engine: Engine) -> None:

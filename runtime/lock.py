@@ -111,7 +111,7 @@ def holder(folder: Path) -> str | None:
     newest = _newest(folder)
     try:
         record = {} if newest is None else _read(newest)
-    except (FileNotFoundError, LockedError):
+    except (FileNotFoundError, LockedError):  # the run has ended meanwhile, or the file is none of a run
         return None
     own = record.get("machine") == machine_id() and isinstance(record.get("pid"), int)
     if newest is None or (own and not is_running(record["pid"], record.get("started"))):

@@ -30,7 +30,6 @@ COMMANDS = {
     "patch_knn": ("tessera.evaluation.patch_knn", "mean IoU of a k-NN segmentation"),
     "embed": ("tessera.evaluation.embed", "write the features of images to a file"),
     "export": ("tessera.pretrain.export", "export an encoder to timm, transformers, ONNX or torch.export"),
-    "weights": ("tessera.pretrain.export", "earlier name of export"),
     "summary": ("tessera.encoders.summary", "print the size and cost of encoders"),
     "runs": ("tessera.evaluation.runs", "list runs, their scores, and how to continue them"),
     "report": ("tessera.evaluation.report", "compare runs on one page"),
@@ -113,7 +112,7 @@ def next_step(folder: Path) -> str:
     """Return a sentence that says what a user can do next in a folder."""
     runs = len(list(folder.glob("runs/*/config.yaml")))
     if runs:
-        return f"Here are {runs} runs: `tessera runs` lists them, and `tessera report runs` compares them."
+        return f"Runs here: {runs}. `tessera runs` lists them, and `tessera report runs` compares them."
     return "To begin, `tessera pretrain` trains on embedded digits, and `tessera pretrain --data IMAGES` on a folder."
 
 

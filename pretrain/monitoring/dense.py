@@ -6,6 +6,7 @@ from accelerate import Accelerator
 from tessera.data.loader import Reading
 from tessera.data.maps import IGNORED
 from tessera.data.shards import SourceConfig
+from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder
 from tessera.evaluation.patch_knn import PatchKNNSettings, segment
 from tessera.evaluation.segmentation import class_numbers, count_values, scores
@@ -53,7 +54,8 @@ class OnlineSegmentation:
 
     def evaluate(self, encoder: Encoder) -> dict[str, float]:
         """Return the mean IoU, 0 to 1, as `patch_miou`. Mode and random states stay unchanged. Collective."""
-        reading = Reading(source=self.source, preprocessing=encoder.preprocessing, maps=self.values)
+        workers = free_cores(self.accelerator.num_processes)
+        reading = Reading(workers, source=self.source, preprocessing=encoder.preprocessing, maps=self.values)
         training = encoder.training
         encoder.eval()
         with torch.random.fork_rng(devices=[]):

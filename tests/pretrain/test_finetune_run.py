@@ -4,10 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tessera import encoders
 from tessera.data.demo import demo_shards
 from tessera.evaluation.finetune import command
+from tessera.pretrain import export
+from tessera.pretrain.run import main
 from tests.launched import records, same_encoder, timeless
 
 TINY = "--encoder vit_micro --encoder.depth 2 --encoder.dim 48 --encoder.heads 3 --workers 1 --evaluation.pictures 0"
@@ -43,3 +47,20 @@ def test_fine_tuning_beats_the_knn_of_its_start_and_resumes_exactly(launch, tmp_
     # the variant, the size and the depth are those of the start
     changed = {name: value for name, value in tuned.settings.items() if value != first.settings[name]}
     assert changed == {"drop_path": 0.05, "positions": "learned"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_engine")
+def test_a_run_with_low_rank_updates_is_exported_in_any_form(tmp_path: Path) -> None:
+    """Of a checkpoint, an export loads the method with its updates, which no format knows."""
+    train, _ = demo_shards()
+    run = tmp_path / "run"
+    words = f"--method finetune {TINY} --finetune.lora_rank 2 --finetune.classes 10 --steps 3 --batch_size 16"
+    assert main([*words.split(), "--data", train, "--optim.lr", "0.5", "--output", str(run)]) == 0
+    images = torch.randn(2, 3, 16, 16)
+    expected = encoders.load(run)(images).pooled
+    for form in ("ours", "timm"):
+        file = tmp_path / f"{form}.safetensors"
+        assert "finetune after 3 steps" in export.export(run, file, to=form)
+    torch.testing.assert_close(encoders.load(tmp_path / "ours.safetensors")(images).pooled, expected)
+    assert not [name for name in load_file(tmp_path / "timm.safetensors") if "lora" in name]

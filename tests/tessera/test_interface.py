@@ -138,7 +138,7 @@ def test_without_a_command_it_says_what_to_do_next(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.yaml").touch()
-    assert next_step(tmp_path).startswith("Here are 2 runs: `tessera runs` lists them")
+    assert next_step(tmp_path).startswith("Runs here: 2. `tessera runs` lists them")
 
 
 def test_unknown_commands_and_help(crowded: Path) -> None:
