@@ -29,10 +29,10 @@ import torch.distributed as dist
 from pydantic import Field
 from tables import machine, publish, table
 from torch import nn
-from training import as_run, device, loader_batch, make_config, on_device
+from training import as_run, device, loader_batch, make_config, on_device, training_step
 
 from tessera.encoders.base import Encoder
-from tessera.pretrain import engines, loop
+from tessera.pretrain import engines
 from tessera.pretrain.build import build_method
 from tessera.pretrain.methods import pretraining_methods
 from tessera.runtime.collectives import gather_objects
@@ -150,7 +150,7 @@ def measure(settings: EnginesBenchmark, output: Path) -> None:
         start, traffic = time.perf_counter(), loopback()
         if number == 2:
             forget_peak()
-        loop.training_step(run, [on_device(batch)])
+        training_step(run, [on_device(batch)])
         dist.barrier()
         seconds.append(time.perf_counter() - start)
         sent.append((loopback() - traffic) / accelerator.num_processes)

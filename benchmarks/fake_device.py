@@ -6,7 +6,7 @@ the bytes that it reads and writes and its FLOP are counted.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -75,12 +75,58 @@ class Count:
                 setattr(self, name, getattr(self, name) + value)
 
 
+class Stream:
+    """A queue of work of the device, in place of `torch.cuda.Stream`."""
+
+    def __init__(self, *_: Any) -> None:
+        self.operations = 0
+        """Number of operations that were queued so far."""
+        self.waited: dict[Stream, int] = {}
+        """Number of operations of each other stream for which this stream waits."""
+        self.seconds = 0.0
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waited[other] = other.operations
+
+
+class Event:
+    """A point in a stream, in place of `torch.cuda.Event`. It can be recorded, but has no time."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+
+@dataclass
+class Memory:
+    """A storage of the device, and the streams that may use it without a race."""
+
+    storage: Any
+    """The storage, which is kept so that its address is not used again."""
+    owner: Stream
+    """Stream on which the storage was allocated. When it is freed, this stream may use the memory again."""
+    writer: Stream
+    written: int
+    """Stream that wrote the storage last, and the number of this operation."""
+    recorded: set[Stream] = field(default_factory=set)
+    """Streams that the allocator waits for before it uses the memory again (`Tensor.record_stream`)."""
+    used: set[Stream] = field(default_factory=set)
+
+
 @dataclass
 class Counter:
     """Counts per part and per operation. `part` names the part that runs now."""
 
     gpu: GPU
     part: str = ""
+    stream: Stream = field(default_factory=Stream)
+    """Stream on which operations are queued now."""
+    memory: dict[int, Memory] = field(default_factory=dict)
+    """Storages by address."""
+    races: list[str] = field(default_factory=list)
+    """Operations that use a value of another stream without waiting for it."""
     rows: dict[tuple[str, str], Count] = field(default_factory=dict)
     saved: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Storages that the forward pass keeps for the backward pass, by address. Each value is a text with part, shape and
@@ -88,6 +134,56 @@ class Counter:
 
     def record(self, operation: str, count: Count) -> None:
         self.rows.setdefault((self.part, operation), Count()).add(count)
+        self.stream.seconds += count.seconds
+
+    def clear(self) -> None:
+        """Forget all operations so far."""
+        self.rows.clear()
+        self.stream.seconds = 0.0
+
+    def seconds(self) -> float:
+        """Return the least time of all operations. Streams run beside each other, so the longest one counts."""
+        return max(stream.seconds for stream in (self.stream, *self.stream.waited))
+
+    def queue(self, operation: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Note which stream uses and writes which memory, and whether it waits for the stream that wrote it."""
+        self.stream.operations += 1
+        for tensor in (t for t in inputs if t.device.type == DEVICE.type):
+            known = self.memory.get(tensor.untyped_storage()._cdata)
+            if known is None:
+                continue
+            known.used.add(self.stream)
+            if known.writer is not self.stream and self.stream.waited.get(known.writer, 0) < known.written:
+                self.races.append(f"{self.part}: {operation}")
+        for tensor in (t for t in outputs if t.device.type == DEVICE.type):
+            storage = tensor.untyped_storage()
+            known = self.memory.setdefault(storage._cdata, Memory(storage, self.stream, self.stream, 0))
+            known.writer, known.written = self.stream, self.stream.operations
+
+    def current_stream(self, _: Any = None) -> Stream:
+        return self.stream
+
+    @property
+    def record_stream(self) -> Callable[[Tensor, Stream], None]:
+        """The method `Tensor.record_stream` of a tensor of the device."""
+
+        def record(tensor: Tensor, stream: Stream) -> None:
+            self.memory[tensor.untyped_storage()._cdata].recorded.add(stream)
+
+        return record
+
+    def reused_too_early(self) -> int:
+        """Return the number of storages whose memory their stream may use again while another one still reads it."""
+        return sum(bool(one.used - {one.owner} - one.recorded) for one in self.memory.values())
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """Queue the operations inside the context on `stream`, as `torch.cuda.stream` does."""
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
 
     def parts(self) -> dict[str, Count]:
         """Return the counts of each part, in the order in which the parts began."""
@@ -154,6 +250,7 @@ class _CountOperations(TorchDispatchMode):
         )
         if views or name in FREE or func.namespace == "prim" or not _on_device([*inputs, *outputs]):
             return out
+        self.counter.queue(name, inputs, outputs)
         if name == "_to_copy" and not _on_device(inputs):
             size = sum(map(_bytes, inputs))
             self.counter.record(name, Count(bytes=size, seconds=size / self.counter.gpu.copy))
@@ -177,7 +274,12 @@ class _CountOperations(TorchDispatchMode):
         if func._overloadpacket in flop_registry:
             flop = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
         low = any(t.dtype in LOW for t in inputs)
-        return self.counter.gpu.kernel(size, flop, low=low)
+        count = self.counter.gpu.kernel(size, flop, low=low)
+        if func is torch.ops.aten._foreach_lerp_.List:  # the scalar weights make it one kernel for each tensor
+            more = len(args[0]) - 1
+            count.kernels += more
+            count.seconds += more * self.counter.gpu.launch
+        return count
 
 
 class _Replace(TorchFunctionMode):
@@ -296,6 +398,11 @@ def counting(gpu: GPU) -> Iterator[Counter]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False))
+        stack.enter_context(mock.patch("torch.cuda.Stream", Stream))
+        stack.enter_context(mock.patch("torch.cuda.Event", Event))
+        stack.enter_context(mock.patch("torch.cuda.stream", counter.on))
+        stack.enter_context(mock.patch("torch.cuda.current_stream", counter.current_stream))
+        stack.enter_context(mock.patch.object(FakeTensor, "record_stream", counter.record_stream, create=True))
         stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", return_value=True))
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", Tensor.tolist))  # reads all values at once
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -33,10 +33,9 @@ import torch
 from pydantic import Field
 from tables import machine, table
 from torch import Tensor, nn
-from training import loader_batch, make_config, make_run
+from training import loader_batch, make_config, make_run, training_step
 
 from tessera.data.augment import to_model_input
-from tessera.pretrain import loop
 from tessera.runtime.settings import Settings, parse
 
 PROTOTYPES, GLOBAL, LOCAL, CROPS = 65_536, 224, 96, (2, 8)
@@ -181,7 +180,7 @@ def ours(settings: OfficialBenchmark, kind: str) -> Callable[[int], None]:
     )  # fmt: skip
     run = make_run(config)
     batch = to_model_input(loader_batch(run.method.transform(), settings.images))
-    return lambda _: loop.training_step(run, [batch]) and None
+    return lambda _: training_step(run, [batch]) and None
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
         [--settings '{SETTING: VALUE, ...}'] [--encoder_settings '{SETTING: VALUE, ...}']
 
 The step is that of a run: the loader's batch is copied to the device, its colours are changed, and
-`pretrain.loop.training_step` runs on it through the engine. The tensors on the device are fake (`fake_device.py`). For
+`pretrain.step.start_step` runs on it through the engine. The tensors on the device are fake (`fake_device.py`). For
 each kernel, the least time is the longest of three: its bytes over the memory bandwidth, its FLOP over the rate of
 matrix products, and the time of a launch. The bound on the images per second assumes that all kernels reach these rates
 and that nothing runs in parallel. Times are not measured. Images are 375 x 500 pixels. If the method draws new crop
@@ -29,7 +29,7 @@ from training import as_run, loader_batch, make_config
 
 from tessera import encoders
 from tessera.data.augment import to_model_input
-from tessera.pretrain import loop
+from tessera.pretrain import step
 from tessera.pretrain.engines.ddp import DDP
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.optim.adamw import clip_gradients
@@ -92,8 +92,9 @@ def count_step(settings: RooflineBenchmark) -> Counter:
     with (
         mock.patch.dict(PartialState._shared_state, device=DEVICE),
         mock.patch.dict(AcceleratorState._shared_state, device=DEVICE),
-        mock.patch.object(loop, "clip_gradients"),  # restored at the end, after the assignment below
-        mock.patch.object(loop, "_agree", _finite(loop._agree)),
+        # both are restored at the end, after the assignments below
+        mock.patch.object(step, "clip_gradients"),
+        mock.patch.object(step, "to_model_input"),
         counting(GPUS[settings.gpu]) as counter,
     ):
         fake_copy(method)
@@ -102,27 +103,17 @@ def count_step(settings: RooflineBenchmark) -> Counter:
         name_parts(counter, method)
         engine = run.engine
         engine.accelerator.backward = _in_part(counter, "backward", backward)
-        loop.clip_gradients = _in_part(counter, "clip", clip_gradients)
+        step.clip_gradients = _in_part(counter, "clip", clip_gradients)
         engine.step = _in_part(counter, "AdamW", engine.step)
         method.after_step = _in_part(counter, "EMA and centre", method.after_step)
-        counter.rows.clear()
+        counter.clear()
+        step.to_model_input = _in_part(counter, "colours", to_model_input)  # colour changes and normalisation
+        step._copy_stream.cache_clear()
         with counter.named("copy to the device"):
-            batch = batch.to(DEVICE, non_blocking=True)
-        with counter.named("colours"):  # colour changes and normalisation
-            batch = to_model_input(batch)
+            batch = step.to_device(run, batch)
         with counter.named("other"):
-            loop.training_step(run, [batch])
+            step.start_step(run, 0, [batch])
     return counter
-
-
-def _finite(agree: Any) -> Any:
-    """Wrap `loop._agree`: report finite values and no request to stop, because fake tensors have no values."""
-
-    def finite(*args: Any) -> list[float]:
-        agree(*args)
-        return [1.0, 1.0, 1.0, 0.0, 0.0]
-
-    return finite
 
 
 def name_parts(counter: Counter, module: nn.Module, name: str = "") -> None:
@@ -179,13 +170,13 @@ def show(counter: Counter, settings: RooflineBenchmark) -> None:
     saved = sum(size for _, size in counter.saved.values()) / 1e9
     print(f"\nActivations kept for the backward pass: {saved:.1f} GB")
     result = {
-        "ms": 1e3 * total.seconds,
+        "ms": 1e3 * counter.seconds(),
         "kernels": total.kernels,
         "gb": total.bytes / 1e9,
         "tflop": total.flop / 1e12,
         "host_reads": total.host_reads,
         "saved_gb": saved,
-        "images_per_second_bound": settings.batch_size / total.seconds,
+        "images_per_second_bound": settings.batch_size / counter.seconds(),
     }
     print(json.dumps({name: round(value, 3) for name, value in result.items()}))
 

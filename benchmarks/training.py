@@ -5,7 +5,7 @@ import functools
 import itertools
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from tessera.pretrain.engines import Engine
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.resolve import make_accelerator, resolve
+from tessera.pretrain.step import Step, finish_step, start_step
+from tessera.pretrain.training_run import TrainingRun
 from tessera.runtime.settings import validate
 
 IMAGE = (375, 500)
@@ -116,13 +118,13 @@ class Records:
     pictures = skipped = close = save = wait = ignore
 
 
-def as_run(config: RunConfig, accelerator: Accelerator, method: Method, engine: Engine) -> loop.TrainingRun:
+def as_run(config: RunConfig, accelerator: Accelerator, method: Method, engine: Engine) -> TrainingRun:
     """Return a run without data, evaluation and checkpoints."""
     records: Any = Records()
-    return loop.TrainingRun(config, Path(), accelerator, method, engine, records, None, records, IMAGES, TrainState())
+    return TrainingRun(config, Path(), accelerator, method, engine, records, None, records, IMAGES, TrainState())
 
 
-def make_run(config: RunConfig) -> loop.TrainingRun:
+def make_run(config: RunConfig) -> TrainingRun:
     """Build the method and its engine as a pretraining run does, and return the run."""
     accelerator, engine_class = make_accelerator(config)
     torch.manual_seed(0)
@@ -130,7 +132,12 @@ def make_run(config: RunConfig) -> loop.TrainingRun:
     return as_run(config, accelerator, method, engine_class(accelerator, method, config.optim))
 
 
-def train(run: loop.TrainingRun, batch: Batch) -> list[dict[str, Any]]:
+def training_step(run: TrainingRun, batches: Iterable[Batch]) -> Step:
+    """Run one optimizer step on batches of the device, and wait for it."""
+    return finish_step(run, start_step(run, run.state.step, batches))
+
+
+def train(run: TrainingRun, batch: Batch) -> list[dict[str, Any]]:
     """Run the training loop to its last step, with the same batch in every step. Return the records of its metrics."""
     loop.train(run, itertools.repeat(batch))
     records: Any = run.recorder

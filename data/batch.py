@@ -186,6 +186,15 @@ class Batch:
         """Return a copy of the batch in pinned memory, from which CUDA can copy in the background."""
         return self._moved(lambda part: part.pin_memory())
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of this batch until the work that is queued on `stream` when the batch is freed is done."""
+
+        def record(part: Any) -> Any:
+            part.record_stream(stream)
+            return part
+
+        self._moved(record)
+
     def _moved(self, move: Callable[[Any], Any]) -> "Batch":
         """Return a copy of the batch in which all tensors and masks are results of `move`."""
         labels, maps = (None if one is None else move(one) for one in (self.labels, self.maps))

@@ -47,6 +47,10 @@ class PackedImages:
         """Return a copy with the patches in pinned memory."""
         return replace(self, patches=self.patches.pin_memory())
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of the patches until the work of `stream` is done, as `Tensor.record_stream` does."""
+        self.patches.record_stream(stream)
+
     def unpack(self) -> list[Tensor]:
         """Return a list of the B images, each of shape (C, H, W)."""
         images = self.patches.split(self.lengths.tolist())
@@ -136,6 +140,11 @@ class Mask:
         """Return a copy in pinned memory, except that `lengths` is not copied."""
         pinned = (self.hidden, self.visible, self.hidden_indices)
         return Mask(*(tensor.pin_memory() for tensor in pinned), lengths=self.lengths)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of the mask until the work of `stream` is done, as `Tensor.record_stream` does."""
+        for tensor in (self.hidden, self.visible, self.hidden_indices):
+            tensor.record_stream(stream)
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:

@@ -22,7 +22,7 @@ from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.engines import Engine
-from tessera.pretrain.loop import TrainingRun, train
+from tessera.pretrain.loop import train
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring.dense import OnlineSegmentation
 from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, write_accuracy
@@ -39,6 +39,7 @@ from tessera.pretrain.resolve import (
     training_shards,
 )
 from tessera.pretrain.run_folder import claimed, delete_run, newest_checkpoint
+from tessera.pretrain.training_run import TrainingRun
 from tessera.runtime.collectives import first_of_node_first, run_on_all_ranks
 from tessera.runtime.files import atomic_write
 from tessera.runtime.preemption import saving_on_interrupt

@@ -2,36 +2,22 @@
 
 import itertools
 import logging
-import math
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from accelerate import Accelerator
-from torch import Tensor
 
-from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.pictures import crops, panels
-from tessera.encoders.randomness import random_keys
-from tessera.pretrain.checkpoints.resume import TrainState
-from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.config import RunConfig
-from tessera.pretrain.engines import Engine
-from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring import feature_maps, verdict
 from tessera.pretrain.monitoring.collapse import CollapseAlarm
-from tessera.pretrain.monitoring.dense import OnlineSegmentation
 from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN
 from tessera.pretrain.monitoring.progress_bar import Progress
-from tessera.pretrain.monitoring.recorder import Recorder
-from tessera.pretrain.optim.adamw import apply_schedules, clip_gradients
-from tessera.pretrain.optim.running_statistics import StepStatistics
+from tessera.pretrain.step import RunningStep, Step, finish_step, start_step, to_device
+from tessera.pretrain.training_run import TrainingRun
 from tessera.runtime import preemption
 from tessera.runtime.collectives import all_reduce_sum, gather_objects, world_size
 from tessera.runtime.user_error import UserError
@@ -41,115 +27,6 @@ log = logging.getLogger(__name__)
 
 class NonFiniteError(UserError, RuntimeError):
     """Raised when the loss or the gradient was not finite in `optim.nonfinite_limit` steps in a row."""
-
-
-@dataclass
-class TrainingRun:
-    """Objects of a pretraining run that the training loop uses."""
-
-    config: RunConfig
-    output: Path
-    accelerator: Accelerator
-    method: Method
-    engine: Engine
-    recorder: Recorder | None
-    """Recorder of metrics and pictures; None except on the main process."""
-    online_knn: OnlineKNN | None
-    """Online k-NN and linear probe; None if the settings name no evaluation shards."""
-    saver: Saver
-    images: int
-    """Number of images of the data set."""
-    state: TrainState = field(default_factory=TrainState)
-    """Progress of the run, such as the number of steps and images so far. Every checkpoint stores this state."""
-    accuracy: Accuracy | None = None
-    """Evaluation of a supervised method; None for other methods, or if the settings name no evaluation shards."""
-    dense: OnlineSegmentation | None = None
-    """k-NN segmentation of patch tokens; None if the settings name no shards with maps."""
-
-    @property
-    def steps(self) -> int:
-        """Length of the run in optimizer steps."""
-        return self.config.steps
-
-
-@dataclass
-class Step:
-    """Result of one optimizer step."""
-
-    loss: float
-    """Loss of the step, averaged over the images of all processes."""
-    grad_norm: float
-    """Global norm of the gradient before clipping."""
-    updated: bool
-    """True if the weights and the teacher were updated; False if the loss or the gradient was not finite."""
-    overflow: bool
-    """True if the step was skipped because a gradient overflowed float16. The loss scale is then lowered."""
-    stop: bool
-    """True if any process received a stop signal."""
-    discarded: bool
-    """True if a process got no data before it was asked to stop. The step is then neither applied nor counted."""
-    metrics: dict[str, Tensor]
-    """Metrics that the method returned, averaged over the forward passes of this process in this step."""
-
-
-def training_step(run: TrainingRun, batches: Iterable[Batch], *, discard: bool = False) -> Step:
-    """Run one optimizer step. `batches` yields `config.accumulate` batches of this process, one per forward pass.
-
-    If `discard` is True on any process, the step is neither applied nor counted.
-    """
-    config, engine, method, step = run.config, run.engine, run.method, run.state.step
-    apply_schedules(engine.optimizer, config.optim, step, run.steps, config.batch_size)
-    statistics = StepStatistics(method)
-    losses, metrics = [], []
-    for count, batch in enumerate(batches, start=1):
-        # Drop path derives its random numbers from seed, step and sample, so that the result does not depend on the
-        # number of processes.
-        samples = None if batch.positions is None else torch.from_numpy(batch.positions)
-        with nullcontext() if samples is None else random_keys(config.seed, step, samples):
-            loss, numbers = engine.forward_backward(batch, step, last=count == config.accumulate)
-        losses.append(loss)
-        metrics.append(numbers)
-    gradients = engine.local_gradients(method.trained_parts())
-    norm = clip_gradients(
-        gradients, config.optim.clip, config.optim.clip_by, sharded=engine.sharded, copies=engine.copies
-    )
-    loss, norm, finite, stop, discarded = _agree(torch.stack(losses).mean(), norm.to(run.accelerator.device), discard)
-    if discarded:
-        engine.skip()
-        statistics.restore()
-        return Step(loss, norm, updated=False, overflow=False, stop=True, discarded=True, metrics={})
-    updated, scaler = finite == 1.0, run.accelerator.scaler
-    if updated:
-        engine.step()
-        statistics.average()
-        method.after_step(step)
-    # While the loss scale can still be lowered, float16 gradients may overflow although the loss is finite. This is
-    # normal, so `skipped_in_a_row` does not count such a step.
-    overflow = not updated and scaler is not None and math.isfinite(loss) and scaler.get_scale() > 1
-    if not updated:
-        engine.skip()
-        statistics.restore()
-        method.after_skip(step)
-    run.state.skipped_steps += not updated
-    run.state.skipped_in_a_row = 0 if updated else run.state.skipped_in_a_row + (not overflow)
-    run.state.step += 1
-    run.state.images += config.batch_size
-    averages = {name: torch.stack([numbers[name] for numbers in metrics]).mean() for name in metrics[0]}
-    return Step(loss, norm, updated, overflow, stop > 0, discarded=False, metrics=averages)
-
-
-def _agree(loss: Tensor, norm: Tensor, discard: bool) -> list[float]:
-    """Return the averages of five numbers over all processes: the loss, the gradient norm, and three flags.
-
-    On each process, the flags are 1 or 0. The first is 1 if loss and norm are finite, the second if a stop was
-    requested, and the third if `discard` is True.
-
-    This function waits for the device. No other part of a training step does.
-    """
-    finite = (loss.isfinite() & norm.isfinite()).to(loss.dtype)
-    stop = torch.full_like(loss, preemption.stop_requested())
-    flags = [finite, stop, torch.full_like(loss, discard)]
-    return (all_reduce_sum(torch.stack([loss, norm, *flags])) / world_size()).tolist()
 
 
 def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
@@ -165,28 +42,37 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
     config, state = run.config, run.state
     alarm = CollapseAlarm(config.health, run.steps, run.method.rank_hint, state.alarm)
     progress = Progress(run.steps, state.step, enabled=run.accelerator.is_main_process)
-    meter, save_due, micro_batches = Meter(), False, list[Batch]()
+    meter, save_due, micro_batches, waits = Meter(), False, list[Batch](), False
+    running: list[RunningStep] = []  # steps that are started but not finished: the newest, and for a moment two
     if state.step == 0 or state.unscored:
         _record_and_score(run, state.unscored, None, alarm)
         state.unscored = {}
     progress.scored(verdict.Scores(state.scores).newest)
     with progress:
         while state.step < run.steps:
-            started = time.perf_counter()
-            micro_batches, waits = _next_batches(run, batches, micro_batches)
-            meter.add(config.batch_size, time.perf_counter() - started, micro_batches)
-            if config.evaluation.pictures and state.step == 0:
-                _record_pictures(run, _pictures(run, _on_device(run, micro_batches[0])))
-            result = training_step(run, (_on_device(run, batch) for batch in micro_batches), discard=waits)
-            if result.discarded:
-                _save(run, meter, exiting=True, keep_old=state.skipped_in_a_row > 0)
-                _exit(run)
-            if not result.updated:
-                _report_skipped(run, result, micro_batches)
-            stop = result.stop and state.step < run.steps
-            progress.update(state.step, result.loss, meter.images_per_second, meter.data_wait)
+            step, started = state.step + len(running), time.perf_counter()
+            if not waits:
+                micro_batches, waits = _next_batches(run, batches, micro_batches, step)
+            waited = time.perf_counter() - started
+            if config.evaluation.pictures and step == 0:
+                _record_pictures(run, _pictures(run, to_device(run, micro_batches[0])))
+            previous, on_device = running[-1] if running else None, (to_device(run, batch) for batch in micro_batches)
+            running.append(start_step(run, step, on_device, discard=waits, waited=waited, previous=previous))
+            # A step is finished while the device runs the next one. It is finished at once if its weights are used now.
+            at_once, stop = save_due or _uses_weights(config, step + 1), False
+            while len(running) > (0 if at_once or stop else 1):
+                result = finish_step(run, running.pop(0))
+                stop = stop or result.stop
+                if not result.discarded:
+                    meter.add(config.batch_size, result.waited, result.corrupt)
+                    progress.update(state.step, result.loss, meter.images_per_second, meter.data_wait)
+                    if not result.updated:
+                        _report_skipped(run, result)
+            if not (at_once or stop):
+                continue
+            stop = stop and state.step < run.steps
             evaluate = _due(config.evaluate_every, state.step)
-            if _due(config.record_every, state.step) or evaluate or state.step == run.steps:
+            if not result.discarded and (_due(config.record_every, state.step) or evaluate or state.step == run.steps):
                 record = _record(run, result, meter)
                 if stop and evaluate:
                     # An evaluation would delay the stop. The resumed run evaluates this step.
@@ -201,16 +87,25 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
             save_due = save_due or state.step % config.checkpoint_every == 0
             # After a skipped step, wait until a step updates the weights: a checkpoint now could replace the last one
             # from before the loss became non-finite.
-            if (save_due and result.updated) or state.step == run.steps or stop:
+            skipped = state.skipped_in_a_row > 0 if result.discarded else not result.updated
+            if (save_due and not skipped) or state.step == run.steps or stop:
                 save_due = False
-                _save(run, meter, exiting=stop, keep_old=not result.updated)
+                _save(run, meter, exiting=stop, keep_old=skipped)
             if stop:
                 _exit(run)
     run.saver.wait()
 
 
-def _next_batches(run: TrainingRun, batches: Iterator[Batch], previous: list[Batch]) -> tuple[list[Batch], bool]:
-    """Return the batches of the next step, and a flag that tells `training_step` to discard the step.
+def _uses_weights(config: RunConfig, step: int) -> bool:
+    """Return True if metrics, an evaluation or a checkpoint are due after `step` steps."""
+    every = (config.record_every, config.evaluate_every, config.checkpoint_every)
+    return step == config.steps or any(_due(interval, step) for interval in every)
+
+
+def _next_batches(
+    run: TrainingRun, batches: Iterator[Batch], previous: list[Batch], step: int
+) -> tuple[list[Batch], bool]:
+    """Return the batches of the next step, and a flag that tells `start_step` to discard the step.
 
     If this process was asked to stop while it waits for data, return the batches of the previous step, and True. The
     other processes may already be in the next step and wait for this process in a collective. This process therefore
@@ -224,7 +119,7 @@ def _next_batches(run: TrainingRun, batches: Iterator[Batch], previous: list[Bat
     except preemption.WaitInterruptedError as error:
         if not previous:
             raise
-        log.warning("%s. Step %d is discarded. The run saves a checkpoint and ends.", error, run.state.step + 1)
+        log.warning("%s. Step %d is discarded. The run saves a checkpoint and ends.", error, step + 1)
         return previous, True
 
 
@@ -250,11 +145,11 @@ class Meter:
     def __init__(self) -> None:
         self.started, self.images, self.waited, self.corrupt = time.perf_counter(), 0, 0.0, 0
 
-    def add(self, images: int, waited: float, batches: Iterable[Batch]) -> None:
-        """Add the images and corrupt images of one step, and the seconds that the step waited for the loader."""
+    def add(self, images: int, waited: float, corrupt: int) -> None:
+        """Add the images and corrupt images of one step, and the seconds for which it waited for the loader."""
         self.images += images
         self.waited += waited
-        self.corrupt += sum(len(batch.skipped) for batch in batches)
+        self.corrupt += corrupt
 
     def leave_out(self, seconds: float) -> None:
         """Exclude the last `seconds` from the training time."""
@@ -275,11 +170,6 @@ def _count_corrupt(run: TrainingRun, meter: Meter) -> None:
     """Add the corrupt images in the meters of all processes to `run.state`, and reset their count. Collective."""
     run.state.corrupt_images += int(all_reduce_sum(torch.tensor(meter.corrupt)))
     meter.corrupt = 0
-
-
-def _on_device(run: TrainingRun, batch: Batch) -> Batch:
-    """Move a batch of the loader to the device of this process, and normalise it as input for the method."""
-    return to_model_input(batch.to(run.accelerator.device, non_blocking=True), compile=run.config.compile)
 
 
 def _due(every: int | None, step: int) -> bool:
@@ -324,7 +214,7 @@ def _record_and_score(run: TrainingRun, record: dict[str, Any], batch: Batch | N
     if step in (0, run.steps) or _due(run.config.evaluate_every, step):
         shown: dict[str, np.ndarray | None] = {}
         if run.config.evaluation.pictures and batch is not None:
-            shown |= _pictures(run, _on_device(run, batch))
+            shown |= _pictures(run, to_device(run, batch))
         if run.online_knn is not None or run.dense is not None:
             shown |= _score(run, record, alarm)
         if run.accuracy is not None:
@@ -399,7 +289,7 @@ def _pictures(run: TrainingRun, batch: Batch) -> dict[str, np.ndarray]:
     return shown
 
 
-def _report_skipped(run: TrainingRun, result: Step, batches: list[Batch]) -> None:
+def _report_skipped(run: TrainingRun, result: Step) -> None:
     """Log that a step was skipped, and write the names of its samples to skipped.jsonl.
 
     If a gradient overflowed float16, the names are not written.
@@ -412,7 +302,7 @@ def _report_skipped(run: TrainingRun, result: Step, batches: list[Batch]) -> Non
         log.info("Step %d was skipped because a gradient overflowed float16. The loss scale is lowered.", step)
         return
     reason = f"loss {result.loss}, gradient norm {result.grad_norm}"
-    keys = [key for of_rank in gather_objects([key for b in batches for key in b.keys]) for key in of_rank]
+    keys = [key for of_rank in gather_objects(result.samples) for key in of_rank]
     if run.recorder:
         run.recorder.skipped(step, reason, keys)
         log.warning(

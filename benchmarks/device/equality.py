@@ -4,21 +4,21 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from device.runner import Row, attempt
 from torch import Tensor
-from training import device, loader_batch, make_config, make_run, on_device, train
+from training import device, loader_batch, make_config, make_run, on_device, train, training_step
 
 from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.crops import MultiCrop, MultiCropConfig
-from tessera.pretrain import loop
 from tessera.pretrain.build import build_method
 from tessera.pretrain.methods import METHODS, pretraining_methods
 from tessera.pretrain.methods.method import Method
+from tessera.pretrain.step import finish_step, start_step, to_device
+from tessera.pretrain.training_run import TrainingRun
 
 PIXELS = 1e-3
 """Largest allowed difference between CPU and device of a normalised pixel after the colour changes."""
@@ -80,24 +80,19 @@ def loss_and_gradient(method: Method, batch: Batch, *, bf16: bool) -> tuple[floa
     return float(loss.detach()), torch.cat(parts)
 
 
-def small_run(name: str, **settings: Any) -> loop.TrainingRun:
+def small_run(name: str, **settings: Any) -> TrainingRun:
     """Return a run of a method with the smallest ViT."""
     return make_run(make_config(name, "vit_micro", IMAGES, own=METHODS[name].small_settings, **settings))
 
 
 def step_without_waits(name: str) -> Row:
-    """Run a training step in which every wait for the device is an error, except the one read of the step's result."""
+    """Start a training step in which every wait for the device is an error, and finish it afterwards."""
     run = small_run(name, steps=10, precision="bf16")
     batch = loader_batch(run.method.transform(), IMAGES, size=SIZE)
-    agree = loop._agree
-
-    def allowed(*args: Any) -> Any:
-        with waits("default"):
-            return agree(*args)
-
-    loop.training_step(run, [on_device(batch)])  # the first step may wait, because it sets up libraries
-    with mock.patch.object(loop, "_agree", allowed), waits("error"):
-        step = loop.training_step(run, [on_device(batch)])
+    training_step(run, [on_device(batch)])  # the first step may wait, because it sets up libraries
+    with waits("error"):
+        running = start_step(run, run.state.step, [to_device(run, batch)])
+    step = finish_step(run, running)
     return {"loss": step.loss, "ok": step.updated}
 
 

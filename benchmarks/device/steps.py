@@ -14,10 +14,10 @@ import torch
 from device.equality import colours
 from device.runner import Row, attempt
 from torch.profiler import ProfilerActivity, profile
-from training import loader_batch, make_config, make_run, on_device, train, wait
+from training import loader_batch, make_config, make_run, on_device, train, training_step, wait
 
-from tessera.pretrain import loop
 from tessera.pretrain.methods import METHODS, pretraining_methods
+from tessera.pretrain.training_run import TrainingRun
 
 Case = tuple[str, str, int]
 """Method, encoder and number of images per step."""
@@ -95,7 +95,7 @@ def speed(case: Case, window: int, *, compile: bool) -> Row:
     return found | ({"graphs": counters["stats"]["unique_graphs"]} if compile else {})
 
 
-def case_run(case: Case, **settings: Any) -> loop.TrainingRun:
+def case_run(case: Case, **settings: Any) -> TrainingRun:
     """Return a run in bf16. With a `_micro` encoder, the method has its small settings."""
     method, variant, images = case
     own = METHODS[method].small_settings if variant.endswith("_micro") else {}
@@ -123,13 +123,13 @@ def profiled(small: bool) -> Iterator[Row]:
     run = case_run(case, steps=10)
     batch = loader_batch(run.method.transform(), case[2])
     for _ in range(3):
-        loop.training_step(run, [on_device(batch)])
+        training_step(run, [on_device(batch)])
     wait()
     cuda = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiler:
         for _ in range(STEPS):
-            loop.training_step(run, [on_device(batch)])
+            training_step(run, [on_device(batch)])
         wait()
     kind = "CUDA" if cuda else "CPU"
     events = [event for event in profiler.events() or [] if event.device_type.name == kind and not _is_span(event)]

@@ -187,8 +187,8 @@ class IJEPA(Method):
         counts = torch.cat([whole.grids.prod(1) - mask.lengths for mask in targets])  # (K * B,)
         return ijepa_loss(predicted, chosen, counts), {"target_spread": target.std(0).mean()}
 
-    def after_step(self, step: int) -> None:
-        ema.update(self.teacher, self.encoder, linear(step, self.steps, self.config.momentum, 1.0))
+    def after_step(self, step: int, updated: float | Tensor = 1.0) -> None:
+        ema.update(self.teacher, self.encoder, linear(step, self.steps, self.config.momentum, 1.0), updated)
 
     def trained_encoder(self) -> Encoder:
         return self.teacher

@@ -19,7 +19,8 @@ class DDP(Engine):
 
     def __init__(self, accelerator: Accelerator, method: Method, optim: OptimConfig) -> None:
         self.accelerator, self.method = accelerator, method.to(accelerator.device)
-        self.wrapped, self.optimizer = accelerator.prepare(method, build_optimizer(method, optim))
+        self.optimizer = build_optimizer(method, optim)
+        self.wrapped, _ = accelerator.prepare(method, self.optimizer)
         if isinstance(self.wrapped, DistributedDataParallel):
             # Buffers need no broadcast before each forward pass, because they are equal at the start of each step: the
             # training loop averages running statistics. The attribute is set here, because the argument of this name
@@ -38,10 +39,10 @@ class DDP(Engine):
         self.accelerator.unscale_gradients()
         return super().local_gradients(parts)
 
-    def skip(self) -> None:
+    def step(self, updated: Tensor) -> None:
+        super().step(updated)
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.update()  # lowers the loss scale after an overflow
-        super().skip()
 
     def local_state(self) -> dict[str, LocalTensor]:
         return local_state(self.method, self.adamw_state, unsharded)

@@ -57,14 +57,21 @@ class Engine(ABC):
         """Return views of this process's shards of the gradients, as one list for each module of `parts`."""
         return [[local(p.grad) for p in part.parameters() if p.grad is not None] for part in parts]
 
-    def step(self) -> None:
-        """Update the weights and clear the gradients."""
+    def step(self, updated: Tensor) -> None:
+        """Update the weights and clear the gradients, without waiting for the device.
+
+        Args:
+            updated: Scalar on the device: 1, or 0 to leave weights and moments as they are.
+        """
+        self._decide(updated)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def skip(self) -> None:
-        """Clear the gradients without an update."""
-        self.optimizer.zero_grad()
+    def _decide(self, updated: Tensor) -> None:
+        """Tell AdamW whether its next step changes anything. Its fused kernels read an attribute for this."""
+        # Moments that are kept on the CPU need the value there, for which this process has to wait.
+        on_device = next(iter(self.adamw_state)).device
+        self.adamw.found_inf = (1 - updated).to(on_device)  # pyright: ignore[reportAttributeAccessIssue]
 
     def full_parameters(self, module: nn.Module) -> Iterator[Tensor]:
         """Yield each parameter of `module` in full. An engine that shards parameters gathers them one by one."""
@@ -109,9 +116,14 @@ class Engine(ABC):
             state["step"] = _updates(parameter, optimizer_steps)
 
     @property
+    def adamw(self) -> torch.optim.Optimizer:
+        """The optimizer itself, without the wrapper of an engine."""
+        return self.optimizer
+
+    @property
     def adamw_state(self) -> AdamWState:
         """AdamW's state of each parameter: the moments and the number of updates."""
-        return self.optimizer.state
+        return self.adamw.state
 
 
 def build_optimizer(method: Method, optim: OptimConfig) -> torch.optim.AdamW:

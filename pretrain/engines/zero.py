@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from tessera.data.batch import Batch
-from tessera.pretrain.engines.engine import MOMENTS, AdamWState, Engine, allocate_moments, build_optimizer, trainable
+from tessera.pretrain.engines.engine import MOMENTS, Engine, allocate_moments, build_optimizer, trainable
 from tessera.pretrain.engines.local_state import LocalTensor, unsharded
 from tessera.pretrain.engines.meta_copy import MetaCopy
 from tessera.pretrain.methods.method import Method
@@ -65,20 +65,9 @@ class ZeRO(Engine):
         return [[self._gradient(p) for p in part.parameters() if p.requires_grad] for part in parts]
 
     @torch.no_grad()  # without no_grad, DeepSpeed 0.18 fails when it gathers weights into views
-    def step(self) -> None:
-        self.engine.step()
-        if not self.engine.was_step_applied():
-            raise RuntimeError("DeepSpeed skipped an optimizer step although the gradient was finite")
-
-    @torch.no_grad()
-    def skip(self) -> None:
-        # DeepSpeed clears gradients only in `step`. Some versions of DeepSpeed update the weights even if a gradient is
-        # not finite, so the optimizer's update is disabled here.
-        self.zero.optimizer.step = lambda *_: None
-        try:
-            self.engine.step()
-        finally:
-            del self.zero.optimizer.step  # restores the optimizer's own `step`
+    def step(self, updated: Tensor) -> None:
+        self._decide(updated)
+        self.engine.step()  # also clears the gradients
 
     def full_parameters(self, module: nn.Module) -> Iterator[Tensor]:
         import deepspeed  # imported here, because the import takes seconds and other engines do not need DeepSpeed
@@ -103,8 +92,8 @@ class ZeRO(Engine):
         super().after_load(optimizer_steps)
 
     @property
-    def adamw_state(self) -> AdamWState:
-        return self.zero.optimizer.state
+    def adamw(self) -> torch.optim.Optimizer:
+        return self.zero.optimizer
 
     @property
     def _offloads(self) -> bool:

@@ -282,20 +282,14 @@ class DINOv3(DINOv2):
         return cosine(step, self.steps, self.config.momentum, self.config.momentum_end)
 
     @torch.no_grad()
-    def after_step(self, step: int) -> None:
-        """Update the teacher and the centres as in DINOv2, and replace the Gram teacher on schedule."""
-        super().after_step(step)
-        self.after_skip(step)
-
-    @torch.no_grad()
-    def after_skip(self, step: int) -> None:
+    def before_step(self, step: int) -> None:
         """Replace the Gram teacher on schedule. The schedule also counts skipped steps."""
         if self.gram_teacher is not None and self.replaces_gram_teacher(step):
             ema.copy(self.gram_teacher, self.teacher["encoder"])
 
     def replaces_gram_teacher(self, step: int) -> bool:
-        """Return True if a copy of the teacher replaces the Gram teacher after step `step`."""
-        since = step + 1 - self.config.gram_start
+        """Return True if a copy of the teacher replaces the Gram teacher before step `step`, counted from 0."""
+        since = step - self.config.gram_start
         if since == 0:
             return True
         number, rest = divmod(since, self.config.gram_refresh_steps)

@@ -147,14 +147,23 @@ class Method(nn.Module):
         """
         raise NotImplementedError
 
-    def after_step(self, step: int) -> None:
-        """Update weights that the optimizer does not train, such as a teacher's, after an optimizer step. Collective.
+    def before_step(self, step: int) -> None:
+        """Make the changes that are due before the forward passes of a step, such as those of a schedule. Collective.
 
-        The training loop does not call this function after a skipped step.
+        A second call for the same step must change nothing: a run that is stopped may repeat a step.
         """
 
-    def after_skip(self, step: int) -> None:
-        """Apply scheduled changes, for example to a teacher, after a step whose update was skipped. Collective."""
+    def after_step(self, step: int, updated: float | Tensor = 1.0) -> None:
+        """Update weights that the optimizer does not train, such as a teacher's, after an optimizer step. Collective.
+
+        Do not wait for the device.
+
+        Args:
+            step: Number of optimizer steps before this one.
+            updated: 1, or 0 if the step was skipped, because its loss or gradient was not finite: then nothing may
+                change. In a run, a float32 scalar on the device. `ema.update` takes it as an argument; for other
+                updates, use `torch.where`.
+        """
 
     def frozen(self) -> dict[str, int]:
         """Return the parameters that are frozen at the start of the run. The keys are prefixes of parameter names, and

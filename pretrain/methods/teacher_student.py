@@ -191,14 +191,14 @@ class TeacherStudent(Method):
         return cosine(step, self.steps, self.config.momentum, 1.0)
 
     @torch.no_grad()
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, updated: float | Tensor = 1.0) -> None:
         """Move the teacher towards the student, and each centre towards the mean of this step's teacher logits.
 
         With `centering` sinkhorn, which does not use the centres, they do not move, as in the official code.
         """
         for output, pending in self._pending.items() if self.config.centering == "mean" else ():
-            pending.move(getattr(self, f"{output}center"), self.config.center_momentum)
-        ema.update(self.teacher, self.student, self.momentum(step))
+            pending.move(getattr(self, f"{output}center"), self.config.center_momentum, updated)
+        ema.update(self.teacher, self.student, self.momentum(step), updated)
 
     def start_from(self, other: Method) -> None:
         for name in ("student", "teacher"):
@@ -273,10 +273,10 @@ class PendingCenter:
         sums = torch.cat([sums, sums.new_full((1,), len(logits))])  # (K + 1,)
         self._sums = (step, self._sums[1] + sums if self._sums and self._sums[0] == step else sums)
 
-    def move(self, center: Tensor, momentum: float) -> None:
+    def move(self, center: Tensor, momentum: float, updated: float | Tensor = 1.0) -> None:
         """Move `center` (K,) towards the mean of the step's logits over the rows of all processes. Collective.
 
-        If there are no rows, the centre does not change.
+        If there are no rows, or if `updated` is 0, the centre does not change.
 
         Raises:
             RuntimeError: no logits were added in this step.
@@ -284,7 +284,8 @@ class PendingCenter:
         if self._sums is None:
             raise RuntimeError("after_step was called before a forward pass of the same step. Call forward first.")
         sums = all_reduce_sum(self._sums[1])  # (K + 1,)
-        center.lerp_(torch.where(sums[-1] > 0, sums[:-1] / sums[-1], center), 1 - momentum)
+        used = (sums[-1] > 0) & (torch.as_tensor(updated, device=sums.device) == 1)
+        center.lerp_(torch.where(used, sums[:-1] / sums[-1], center), 1 - momentum)
         self._sums = None
 
 

@@ -1,14 +1,14 @@
 """Exponential moving average (EMA): the update of a teacher's weights from the student's weights."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tessera.pretrain.optim.running_statistics import running_statistics
 from tessera.runtime.collectives import local
 
 
 @torch.no_grad()
-def update(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
+def update(teacher: nn.Module, student: nn.Module, momentum: float, updated: float | Tensor = 1.0) -> None:
     """Move a teacher in place: `teacher <- momentum * teacher + (1 - momentum) * student`.
 
     The update applies to parameters and running statistics (`running_statistics`). Integer running statistics, which
@@ -18,6 +18,8 @@ def update(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
     The update is computed as `t + (1 - m)(s - t)`. The float32 rounding error of this form scales with the distance
     between teacher and student, not with the size of the weights. A teacher that equals its student stays exactly equal
     to it.
+
+    If `updated` is 0, nothing changes. It is the argument of `Method.after_step`.
 
     Raises:
         TypeError: the teacher has lower precision than float32. In bfloat16 with momentum 0.996, most updates would be
@@ -31,8 +33,9 @@ def update(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
         raise TypeError(
             f"The teacher's weights are {', '.join(map(str, low))}. Keep them in float32, or most updates round to 0."
         )
+    weight = torch.as_tensor((1.0 - momentum) * updated)
     torch._foreach_lerp_(  # pyright: ignore[reportPrivateImportUsage]
-        [t for t, _ in moving], [s.to(t.dtype) for t, s in moving], 1.0 - momentum
+        [t for t, _ in moving], [s.to(t.dtype) for t, s in moving], [weight.to(t.dtype) for t, _ in moving]
     )
     for t, s in pairs:
         if not t.is_floating_point():

@@ -26,13 +26,16 @@ class StepStatistics:
         self.before = [buffer.clone() for buffer in self.buffers]
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Undo the changes of the step, because its update was skipped."""
-        for buffer, before in zip(self.buffers, self.before, strict=True):
-            buffer.copy_(before)
+    def settle(self, updated: Tensor) -> None:
+        """Average the statistics over processes, or undo their changes if `updated` is 0. Collective.
 
-    @torch.no_grad()
-    def average(self) -> None:
+        `updated` is a scalar on the device of the statistics, which tells whether the step updated the weights.
+        """
+        self._average()
+        for buffer, before in zip(self.buffers, self.before, strict=True):
+            buffer.copy_(torch.where(updated == 1, buffer, before))
+
+    def _average(self) -> None:
         """Average the statistics over processes, because each process had different images. Collective.
 
         The statistics of `encoders.batch_norm` are already equal. Those of other layers become the mean of the

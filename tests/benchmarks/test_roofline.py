@@ -43,6 +43,21 @@ def test_a_read_of_the_device_is_counted() -> None:
     assert counter.total().host_reads == 2
 
 
+@pytest.mark.parametrize("missing", ["", "wait_stream", "record_stream"])
+def test_a_race_between_streams_is_found(missing: str) -> None:
+    with fake_device.counting(GPU) as counter:
+        computing, copying = torch.cuda.current_stream(None), torch.cuda.Stream()
+        with torch.cuda.stream(copying):
+            copied = torch.empty(8).to("cuda", non_blocking=True)
+        if missing != "wait_stream":
+            computing.wait_stream(copying)
+        if missing != "record_stream":
+            copied.record_stream(computing)
+        copied.add(1)
+    assert bool(counter.races) == (missing == "wait_stream")
+    assert counter.reused_too_early() == (missing == "record_stream")
+
+
 def test_its_backward_pass_is_that_of_torch() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
@@ -66,21 +81,26 @@ def test_counts_of_a_step(method: str, capsys: pytest.CaptureFixture[str]) -> No
     settings = roofline.RooflineBenchmark(method=method, encoder="vit_tiny", batch_size=4)
     counter = roofline.count_step(settings)
     parts, total = counter.parts(), counter.total()
-    assert total.host_reads == 1  # loss, norm, and the two flags, in one read
+    assert total.host_reads == 0  # `finish_step` reads loss, norm and flags when the device is done
+    assert counter.races == []
+    assert counter.reused_too_early() == 0
+    copied = parts["copy to the device"].seconds
+    assert 0 < copied < counter.seconds() == pytest.approx(total.seconds - copied)  # on a stream of its own
     values = 4 * 3 * (2 * 224**2 + 8 * 96**2 if method == "dino" else 224**2)
     assert parts["colours"].kernels <= (336 if method == "dino" else 7)
     statistics = 2 * 2 * 3 * 4  # the kernels that normalise read a mean and a standard deviation of each channel
     assert parts["colours"].bytes <= (217 if method == "dino" else 21) * values + statistics
-    assert parts["AdamW"].kernels <= 8
+    assert parts["AdamW"].kernels <= 10
     assert parts["clip"].kernels <= 12
     assert parts["EMA and centre" if method == "dino" else "backward"].flop >= 0
     if method == "dino":  # `tessera summary` counts 1.26e9 multiply-adds of an image by another route
         assert parts["teacher.encoder 224"].flop / (4 * 2) / 2 == pytest.approx(1.26e9, rel=0.02)
-    assert total.kernels <= (1682 if method == "dino" else 1188)
+    # of these, 154 move the teacher: one for each of its tensors
+    assert total.kernels <= (1851 if method == "dino" else 1195)
     roofline.show(counter, settings)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["kernels"] == total.kernels
-    assert result["images_per_second_bound"] == pytest.approx(4 / total.seconds, rel=1e-3)
+    assert result["images_per_second_bound"] == pytest.approx(4 / counter.seconds(), rel=1e-3)
     assert result["tflop"] == pytest.approx(sum(part.flop for part in parts.values()) / 1e12, abs=1e-3)
 
 
@@ -91,7 +111,7 @@ def test_tokens_between_blocks_in_bf16_move_fewer_bytes() -> None:
     for given in (False, True):
         counter = counted("vit_tiny", bf16_residuals=given)
         moved[given] = counter.parts()["teacher.encoder 224"].bytes / (2 * 512 * 197 * 192 * 12)
-        assert counter.total().host_reads == 1
+        assert counter.total().host_reads == 0
     assert moved[True] <= 83
     assert moved[True] <= moved[False] - 26
 

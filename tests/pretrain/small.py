@@ -132,7 +132,7 @@ def walk(engine: DDP) -> None:
             p.grad = torch.randn_like(p)
     for buffer in engine.method.buffers():
         buffer += 1
-    engine.step()
+    engine.step(torch.tensor(1.0))
 
 
 def saver(folder: Path, accelerator: Accelerator, engine: DDP, name: str = "dino", **config: Any) -> Saver:

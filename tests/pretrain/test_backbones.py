@@ -103,8 +103,8 @@ def test_a_skipped_step_leaves_running_statistics_unchanged() -> None:
     statistics = StepStatistics(method)
     method(batch_for(method, 4), 0)
     assert any(not torch.equal(a, b) for a, b in zip(before, running_statistics(method), strict=True))
-    statistics.restore()
-    method.after_skip(0)
+    statistics.settle(torch.tensor(0.0))
+    method.after_step(0, torch.tensor(0.0))
     assert all(torch.equal(a, b) for a, b in zip(before, running_statistics(method), strict=True))
 
 

@@ -4,7 +4,7 @@ import copy
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,15 @@ from tessera.pretrain import loop
 from tessera.pretrain.checkpoints import manifest, resume, save
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
-from tessera.pretrain.loop import NonFiniteError, TrainingRun, train, training_step
+from tessera.pretrain.loop import NonFiniteError, train
 from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring.collapse import CollapseError, effective_rank
 from tessera.pretrain.monitoring.recorder import Recorder
 from tessera.pretrain.optim import ema
 from tessera.pretrain.resolve import make_accelerator, resolve
+from tessera.pretrain.step import Step, finish_step, start_step, to_device
+from tessera.pretrain.training_run import TrainingRun
 from tessera.runtime import preemption
 from tests.ranks import on_processes
 from tests.views import batch_of
@@ -59,7 +61,7 @@ class Quadratic(Method):
             self.student.weight.copy_(torch.tensor([[0.5, -0.25, 1.0], [2.0, 0.75, -0.5]]))
             self.student.bias.copy_(torch.tensor([0.25, -1.0]))
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-        self.steps_after: list[int] = []
+        self.steps_after: list[tuple[int, float]] = []
         self.dtypes: set[torch.dtype] = set()
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -70,9 +72,9 @@ class Quadratic(Method):
             loss = loss + Root.apply(self.student.weight[0])
         return loss, {"output": y.detach().float().mean()}
 
-    def after_step(self, step: int) -> None:
-        self.steps_after.append(step)
-        ema.update(self.teacher, self.student, MOMENTUM)
+    def after_step(self, step: int, updated: float | Tensor = 1.0) -> None:
+        self.steps_after.append((step, float(updated)))
+        ema.update(self.teacher, self.student, MOMENTUM, updated)
 
     def trained_parts(self) -> list[nn.Module]:
         return [self.student]
@@ -94,6 +96,10 @@ def make(method: Method, config: RunConfig, output: Path = Path()) -> TrainingRu
     engine = engine_class(accelerator, method, config.optim)
     to = save.Saver(output / "checkpoints", accelerator, engine, config.model_dump(mode="json"), config.checkpoint)
     return TrainingRun(config, output, accelerator, method, engine, None, None, to, images=64)
+
+
+def training_step(run: TrainingRun, batches: Iterable[Batch], *, discard: bool = False) -> Step:
+    return finish_step(run, start_step(run, run.state.step, batches, discard=discard))
 
 
 def integers(images: int, seed: int = 0, keys: list[str] | None = None) -> Batch:
@@ -136,7 +142,7 @@ def test_accumulation_equals_one_big_batch_exactly(clip_by: str) -> None:
         assert (a.loss, a.grad_norm) == pytest.approx((b.loss, b.grad_norm), rel=1e-6)
     for p, q in zip(whole.method.parameters(), parts.method.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-    assert parts.method.steps_after == [0, 1, 2]  # pyright: ignore
+    assert parts.method.steps_after == [(0, 1), (1, 1), (2, 1)]  # pyright: ignore
     assert (parts.state.step, parts.state.images) == (3, 24)
 
 
@@ -207,7 +213,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(poison: str, batch_norm: bool
     for other in (run, twin):
         assert training_step(other, [integers(8, 1)]).updated
     assert equal(state(run.method), state(twin.method))
-    assert run.method.steps_after == [0, 2]  # pyright: ignore
+    assert run.method.steps_after == [(0, 1), (1, 0), (2, 1)]  # pyright: ignore
 
 
 def test_a_discarded_step_leaves_no_trace() -> None:
@@ -227,7 +233,7 @@ def test_colours_are_compiled_where_asked(compile: bool, monkeypatch: pytest.Mon
     colors = draw_colors(np.random.default_rng(0), color_operations(ColorConfig(), [0.5] * 4, [0.2] * 4), 4)
     batch = Batch([View(torch.zeros(4, 3, 16, 16, dtype=torch.uint8), 1, colors=colors)])
     run = make(Quadratic(), settings("--compile", str(compile)))
-    loop._on_device(run, batch)
+    to_device(run, batch)
     assert bool(used) == compile
 
 
@@ -240,7 +246,7 @@ def test_loss_scaling_changes_nothing_but_the_scale(monkeypatch: pytest.MonkeyPa
     accelerator.native_amp = True
     monkeypatch.setattr(type(accelerator), "mixed_precision", "fp16")
     accelerator._optimizers.clear()
-    scaled.engine.optimizer = accelerator.prepare_optimizer(scaled.engine.optimizer.optimizer)  # pyright: ignore
+    accelerator.prepare_optimizer(scaled.engine.optimizer)
     for step in range(4):
         halves = split(integers(8, step), 2)
         if step == 2:
@@ -307,6 +313,55 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
     assert [(line["step"], line["skipped_steps"], line["loss"] is None) for line in recorded] == [
         (1, 1, True), (2, 1, False), (3, 2, True), (4, 2, False), (5, 3, True),
     ]  # fmt: skip
+
+
+def test_a_step_is_read_while_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only steps after which the weights are used are read at once: here for a checkpoint and at the end."""
+    config = settings("--record_every", "100", "--checkpoint_every", "4")
+    run = make(Faulty(config), config, tmp_path)
+    order: list[str] = []
+
+    def start(run: TrainingRun, step: int, *args: Any, **options: Any) -> loop.RunningStep:
+        order.append(f"start {step}")
+        return start_step(run, step, *args, **options)
+
+    def finish(run: TrainingRun, running: loop.RunningStep) -> Step:
+        order.append(f"finish {run.state.step}")
+        return finish_step(run, running)
+
+    monkeypatch.setattr(loop, "start_step", start)
+    monkeypatch.setattr(loop, "finish_step", finish)
+    train(run, (raw(step, 0, 8) for step in range(8)))
+    expected = []
+    for step in (0, 4):
+        expected += [f"start {step}", f"start {step + 1}", f"finish {step}", f"start {step + 2}", f"finish {step + 1}"]
+        expected += [f"start {step + 3}", f"finish {step + 2}", f"finish {step + 3}"]
+    assert order == expected
+
+
+def test_reading_late_changes_nothing(tmp_path: Path) -> None:
+    """Every step read at once, or one step late, with two skipped steps: the same weights, counts and files."""
+    found = []
+    for every in (1, 100):
+        folder = tmp_path / str(every)
+        folder.mkdir()
+        config = settings("--record_every", str(every))
+        run = make(Faulty(config), config, folder)
+        run.recorder = Recorder(folder, 0)
+        train(run, (raw(step, 0, 8, "nan" if step in (2, 5) else "fine", skipped=step) for step in range(8)))
+        skipped = [{**line, "time": None} for line in lines(folder / "skipped.jsonl")]
+        moments = copy.deepcopy(run.engine.optimizer.state_dict()["state"])
+        found.append((state(run.method), moments, skipped, vars(run.state), lines(folder / "metrics.jsonl")[-1]))
+    (weights, moments, skipped, counted, last), (others, other_moments, *rest, other_last) = found
+    assert equal(weights, others)
+    assert all(equal(moments[i], other_moments[i]) for i in moments)
+    assert [skipped, counted] == rest
+    assert [line["step"] for line in skipped] == [3, 6]
+    assert counted["corrupt_images"] == sum(range(8))
+    measured = {"time", "images_per_second", "data_wait"}
+    assert {k: v for k, v in last.items() if k not in measured} == {
+        k: v for k, v in other_last.items() if k not in measured
+    }
 
 
 @pytest.mark.medium

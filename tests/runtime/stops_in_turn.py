@@ -59,7 +59,7 @@ def doing() -> list[str]:
         while frame is not None:
             found.add(Path(frame.f_code.co_filename).name + ":" + frame.f_code.co_name)
             frame = frame.f_back
-    known = {"loop.py:training_step": "step", "save.py:save": "save", "online.py:evaluate": "evaluation"}
+    known = {"step.py:start_step": "step", "save.py:save": "save", "online.py:evaluate": "evaluation"}
     return [name for place, name in known.items() if place in found] or ["other"]
 
 

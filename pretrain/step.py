@@ -1,0 +1,195 @@
+"""One optimizer step.
+
+A GPU runs a step while the process already prepares and starts the next one. A step is therefore started and finished
+by two functions: `start_step` queues all work of the step on the device without waiting, and `finish_step` waits for
+its loss. Everything that depends on whether the loss is finite, such as the update of the weights, is decided on the
+device.
+"""
+
+import functools
+import math
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tessera.data.augment import to_model_input
+from tessera.data.batch import Batch
+from tessera.encoders.randomness import random_keys
+from tessera.pretrain.optim.adamw import apply_schedules, clip_gradients
+from tessera.pretrain.optim.running_statistics import StepStatistics
+from tessera.pretrain.training_run import TrainingRun
+from tessera.runtime import preemption
+from tessera.runtime.collectives import all_reduce_sum, world_size
+
+
+@dataclass
+class Step:
+    """Result of one optimizer step."""
+
+    loss: float
+    """Loss of the step, averaged over the images of all processes."""
+    grad_norm: float
+    """Global norm of the gradient before clipping."""
+    updated: bool
+    """True if the weights and the teacher were updated; False if the loss or the gradient was not finite."""
+    overflow: bool
+    """True if the step was skipped because a gradient overflowed float16. The loss scale is then lowered."""
+    stop: bool
+    """True if any process received a stop signal."""
+    discarded: bool
+    """True if a process got no data before it was asked to stop. The step is then neither applied nor counted."""
+    metrics: dict[str, Tensor]
+    """Metrics that the method returned, averaged over the forward passes of this process in this step."""
+    samples: list[str]
+    """Names of the samples of this process."""
+    corrupt: int
+    """Number of corrupt images that the loader of this process replaced in this step."""
+    waited: float
+    """Seconds for which the device had no work because this process waited for the loader."""
+
+
+@dataclass
+class RunningStep:
+    """A step whose work is queued on the device."""
+
+    numbers: Tensor
+    """Loss, gradient norm and flags of `_agree`, which are copied to host memory when the step is done."""
+    metrics: dict[str, Tensor]
+    samples: list[str]
+    corrupt: int
+    waited: float
+    """Seconds for which this process waited for the loader before it started the step."""
+    begin: torch.cuda.Event | None
+    end: torch.cuda.Event | None
+    """Points in the device's queue of work at which the step begins and ends; None on a CPU."""
+    free: torch.cuda.Event | None
+    """Point at which the device ends the step before, if that was still to be finished when this one was started."""
+
+
+def start_step(
+    run: TrainingRun,
+    step: int,
+    batches: Iterable[Batch],
+    *,
+    discard: bool = False,
+    waited: float = 0.0,
+    previous: RunningStep | None = None,
+) -> RunningStep:
+    """Queue one optimizer step on the device, without waiting for it. Collective.
+
+    Args:
+        step: Number of steps before this one.
+        batches: `config.accumulate` batches of this process as `to_device` returns them, one per forward pass.
+        discard: If True on any process, the step is neither applied nor counted.
+        waited: Seconds for which this process waited for the batches.
+        previous: The step before this one, if it is still to be finished.
+    """
+    config, engine, method = run.config, run.engine, run.method
+    begin = _event(run)
+    apply_schedules(engine.optimizer, config.optim, step, run.steps, config.batch_size)
+    method.before_step(step)
+    statistics = StepStatistics(method)
+    losses, metrics, samples, corrupt = [], [], list[str](), 0
+    for count, batch in enumerate(batches, start=1):
+        # Drop path derives its random numbers from seed, step and sample, so that the result does not depend on the
+        # number of processes.
+        keys = None if batch.positions is None else torch.from_numpy(batch.positions)
+        with nullcontext() if keys is None else random_keys(config.seed, step, keys):
+            loss, of_batch = engine.forward_backward(batch, step, last=count == config.accumulate)
+        losses.append(loss)
+        metrics.append(of_batch)
+        samples += batch.keys
+        corrupt += len(batch.skipped)
+    gradients = engine.local_gradients(method.trained_parts())
+    norm = clip_gradients(
+        gradients, config.optim.clip, config.optim.clip_by, sharded=engine.sharded, copies=engine.copies
+    )
+    numbers = _agree(torch.stack(losses).mean(), norm.to(run.accelerator.device), discard)
+    _, _, finite, _, discarded = numbers.unbind()
+    updated = ((finite == 1) & (discarded == 0)).to(numbers.dtype)
+    engine.step(updated)
+    statistics.settle(updated)
+    method.after_step(step, updated)
+    averages = {name: torch.stack([each[name] for each in metrics]).mean() for name in metrics[0]}
+    # On a GPU, the copy lands in pinned memory, and `finish_step` waits for `end` before it reads it.
+    copied = numbers.to("cpu", non_blocking=True)
+    free = previous.end if previous else None
+    return RunningStep(copied, averages, samples, corrupt, waited, begin, _event(run), free)
+
+
+def finish_step(run: TrainingRun, running: RunningStep) -> Step:
+    """Wait for a step, and count it in `run.state`. No other part of a training step waits for the device."""
+    if running.end is not None:
+        running.end.synchronize()
+    loss, norm, finite, stop, discarded = running.numbers.tolist()
+    updated = finite == 1 and discarded == 0
+    scaler, state = run.accelerator.scaler, run.state
+    # While the loss scale can still be lowered, float16 gradients may overflow although the loss is finite. This is
+    # normal, so `skipped_in_a_row` does not count such a step. Here, the scale has been lowered already.
+    overflow = not updated and scaler is not None and math.isfinite(loss) and scaler.get_scale() >= 1
+    waited = running.waited
+    if running.free is not None and running.begin is not None:
+        # While this process waited, the device may still have computed the step before.
+        waited = min(waited, running.free.elapsed_time(running.begin) / 1e3)
+    if not discarded:
+        state.skipped_steps += not updated
+        state.skipped_in_a_row = 0 if updated else state.skipped_in_a_row + (not overflow)
+        state.step += 1
+        state.images += run.config.batch_size
+    return Step(
+        loss=loss,
+        grad_norm=norm,
+        updated=updated,
+        overflow=overflow,
+        stop=stop > 0 or discarded > 0,
+        discarded=discarded > 0,
+        metrics=running.metrics,
+        samples=running.samples,
+        corrupt=running.corrupt,
+        waited=waited,
+    )
+
+
+def _agree(loss: Tensor, norm: Tensor, discard: bool) -> Tensor:
+    """Return the averages of five numbers over all processes: the loss, the gradient norm, and three flags. Collective.
+
+    On each process, the flags are 1 or 0. The first is 1 if loss and norm are finite, the second if a stop was
+    requested, and the third if `discard` is True.
+    """
+    finite = (loss.isfinite() & norm.isfinite()).to(loss.dtype)
+    stop = torch.full_like(loss, preemption.stop_requested())
+    flags = [finite, stop, torch.full_like(loss, discard)]
+    return all_reduce_sum(torch.stack([loss, norm, *flags])) / world_size()
+
+
+def to_device(run: TrainingRun, batch: Batch) -> Batch:
+    """Move a batch of the loader to the device of this process, and normalise it as input for the method.
+
+    On a GPU, the copy runs beside the computation of the step before, on a stream of its own.
+    """
+    device = run.accelerator.device
+    if device.type != "cuda":
+        return to_model_input(batch.to(device), compile=run.config.compile)
+    computing, copying = torch.cuda.current_stream(device), _copy_stream(device)
+    with torch.cuda.stream(copying):
+        moved = batch.to(device, non_blocking=True)
+    computing.wait_stream(copying)
+    moved.record_stream(computing)  # else the next copy could overwrite it while it is still used
+    return to_model_input(moved, compile=run.config.compile)
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _event(run: TrainingRun) -> torch.cuda.Event | None:
+    """Return an event at the present end of the device's queue of work; None on a CPU, which has no queue."""
+    if run.accelerator.device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

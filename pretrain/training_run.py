@@ -1,0 +1,44 @@
+"""The objects of a pretraining run that the training loop uses."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from tessera.pretrain.checkpoints.resume import TrainState
+from tessera.pretrain.checkpoints.save import Saver
+from tessera.pretrain.config import RunConfig
+from tessera.pretrain.engines import Engine
+from tessera.pretrain.methods.method import Method
+from tessera.pretrain.monitoring.dense import OnlineSegmentation
+from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN
+from tessera.pretrain.monitoring.recorder import Recorder
+
+
+@dataclass
+class TrainingRun:
+    """Objects of a pretraining run that the training loop uses."""
+
+    config: RunConfig
+    output: Path
+    accelerator: Accelerator
+    method: Method
+    engine: Engine
+    recorder: Recorder | None
+    """Recorder of metrics and pictures; None except on the main process."""
+    online_knn: OnlineKNN | None
+    """Online k-NN and linear probe; None if the settings name no evaluation shards."""
+    saver: Saver
+    images: int
+    """Number of images of the data set."""
+    state: TrainState = field(default_factory=TrainState)
+    """Progress of the run, such as the number of steps and images so far. Every checkpoint stores this state."""
+    accuracy: Accuracy | None = None
+    """Evaluation of a supervised method; None for other methods, or if the settings name no evaluation shards."""
+    dense: OnlineSegmentation | None = None
+    """k-NN segmentation of patch tokens; None if the settings name no shards with maps."""
+
+    @property
+    def steps(self) -> int:
+        """Length of the run in optimizer steps."""
+        return self.config.steps
