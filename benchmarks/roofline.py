@@ -4,10 +4,11 @@
         [--settings '{SETTING: VALUE, ...}'] [--encoder_settings '{SETTING: VALUE, ...}']
 
 The step is that of a run: the loader's batch is copied to the device, its colours are changed, and
-`pretrain.step.start_step` runs on it through the engine. The tensors on the device are fake (`fake_device.py`). For
-each kernel, the least time is the longest of three: its bytes over the memory bandwidth, its FLOP over the rate of
-matrix products, and the time of a launch. The bound on the images per second assumes that all kernels reach these rates
-and that nothing runs in parallel. Times are not measured. Images are 375 x 500 pixels. If the method draws new crop
+`pretrain.step.start_step` runs on it through the engine. The tensors on the device are fake
+(`pretrain/fake_device.py`). For each kernel, the least time is the longest of three: its bytes over the memory
+bandwidth, its FLOP over the rate of matrix products, and the time of a launch. The bound on the images per second
+assumes that all kernels reach these rates, and that only the copy of the batch runs beside them.
+Times are not measured. Images are 375 x 500 pixels. If the method draws new crop
 sizes for each step, the largest crops are counted.
 
 The last line is one JSON object: ms, kernels, gb, tflop, host_reads, saved_gb (activations that the forward pass keeps)
@@ -21,27 +22,20 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
-from accelerate.state import AcceleratorState, PartialState
-from fake_device import DEVICE, GPU, Count, Counter, backward, counting, fake_copy
 from pydantic import Field
 from torch import nn
-from training import as_run, loader_batch, make_config
+from training import loader_batch, make_config
 
 from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.pretrain import step
-from tessera.pretrain.engines.ddp import DDP
+from tessera.pretrain.fake_device import Count, Counter, backward
+from tessera.pretrain.forecast import GPUS, fake_run
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.optim.adamw import clip_gradients
 from tessera.pretrain.resolve import gpu_defaults
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.settings import Settings, SettingsError, parse
-
-GPUS = {
-    "h200": GPU("H200", memory=0.9 * 4.3e12, low=700e12, full=40e12),
-    "h100": GPU("H100", memory=0.9 * 3.0e12, low=650e12, full=40e12),
-    "a100": GPU("A100", memory=0.9 * 1.9e12, low=250e12, full=18e12),
-}
 
 
 class RooflineBenchmark(Settings):
@@ -90,25 +84,18 @@ def count_step(settings: RooflineBenchmark) -> Counter:
     batch = loader_batch(method.transform(), settings.batch_size)
     accelerator = make_accelerator(mixed_precision="bf16", cpu=True)
     with (
-        mock.patch.dict(PartialState._shared_state, device=DEVICE),
-        mock.patch.dict(AcceleratorState._shared_state, device=DEVICE),
         # both are restored at the end, after the assignments below
         mock.patch.object(step, "clip_gradients"),
         mock.patch.object(step, "to_model_input"),
-        counting(GPUS[settings.gpu]) as counter,
+        fake_run(config, accelerator, method, GPUS[settings.gpu]) as (counter, run),
     ):
-        fake_copy(method)
-        method.to = lambda *_, **__: method  # torch cannot move fake parameters, which are on the device already
-        run = as_run(config, accelerator, method, DDP(accelerator, method, config.optim))
         name_parts(counter, method)
         engine = run.engine
         engine.accelerator.backward = _in_part(counter, "backward", backward)
         step.clip_gradients = _in_part(counter, "clip", clip_gradients)
         engine.step = _in_part(counter, "AdamW", engine.step)
         method.after_step = _in_part(counter, "EMA and centre", method.after_step)
-        counter.clear()
         step.to_model_input = _in_part(counter, "colours", to_model_input)  # colour changes and normalisation
-        step._copy_stream.cache_clear()
         with counter.named("copy to the device"):
             batch = step.to_device(run, batch)
         with counter.named("other"):

@@ -7,10 +7,10 @@ derived from other settings and from the data.
 import inspect
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import yaml
-from pydantic import Field, create_model, field_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from tessera import encoders
 from tessera.data.loader import LoaderConfig, StreamConfig
@@ -157,7 +157,7 @@ class RunConfig(Settings, frozen=True):
 
     first_settings = (
         *("method", "encoder.variant", "data.shards", "output", "steps", "epochs", "batch_size", "precision", "seed"),
-        *("evaluation.val", "evaluate_every", "config", "resume", "overwrite", "dry_run"),
+        *("evaluation.val", "evaluate_every", "config", "resume", "overwrite", "dry_run", "gpu"),
     )
 
     method: str = "dino"
@@ -188,8 +188,12 @@ class RunConfig(Settings, frozen=True):
     overwrite: bool = False
     """delete the run in --output, if there is one, before the new run starts"""
     dry_run: bool = False
-    """print the values of all settings for this data and encoder, and the run's length, memory and shards per worker;
-    then exit without training"""
+    """print the values of all settings for this data and encoder, the run's length, memory and shards per worker, and a
+    forecast of its speed; then exit without training"""
+    gpu: Literal["a100", "h100", "h200"] | None = None
+    """with dry_run: GPU for which to forecast the speed; default: the devices of this machine"""
+    gpus: int = Field(default=1, ge=1)
+    """with gpu: number of GPUs, over which batch_size is divided"""
     init_from: str | None = None
     """initial weights of the encoder: a run folder, a weight file of this project, `timm:NAME` for a pretrained model
     of timm, or a published weight file; a source other than a published weight file also sets the defaults of encoder,
@@ -217,6 +221,14 @@ class RunConfig(Settings, frozen=True):
     evaluation: EvaluationConfig = EvaluationConfig()
     health: HealthConfig = HealthConfig()
     metrics: MetricsConfig = MetricsConfig()
+
+    @model_validator(mode="after")
+    def _check_gpu(self) -> Self:
+        if self.gpu is not None and not self.dry_run:
+            raise ValueError("--gpu chooses the GPU of a forecast. Add --dry_run, or remove --gpu.")
+        if self.gpus > 1 and self.gpu is None:
+            raise ValueError("--gpus belongs to the forecast of --gpu. The launcher sets the number of GPUs of a run.")
+        return self
 
     @field_validator("skip_batches")
     @classmethod
@@ -311,7 +323,8 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
 
 def to_yaml(config: RunConfig) -> str:
     """Return the settings as YAML text for config.yaml. `--config` with this file repeats the run."""
-    values = config.model_dump(mode="json", exclude={"config", "epochs", "resume", "overwrite", "dry_run", "output"})
+    only_for_this_start = {"config", "epochs", "resume", "overwrite", "dry_run", "gpu", "gpus", "output"}
+    values = config.model_dump(mode="json", exclude=only_for_this_start)
     # A settings file must not allow the commands of pipe: shards. Only the flag --source.commands can.
     del values["source"]["commands"]
     others = [name for name in METHODS if name != config.method]

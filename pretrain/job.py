@@ -22,13 +22,14 @@ from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.engines import Engine
+from tessera.pretrain.forecast import forecast
 from tessera.pretrain.loop import train
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring.dense import OnlineSegmentation
 from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, write_accuracy
 from tessera.pretrain.monitoring.recorder import Recorder, record_start
 from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
-from tessera.pretrain.preflight import Plan, print_plan, warn_of_memory
+from tessera.pretrain.preflight import Plan, print_plan, print_table, warn_of_memory
 from tessera.pretrain.resolve import (
     agree,
     continued,
@@ -40,7 +41,7 @@ from tessera.pretrain.resolve import (
 )
 from tessera.pretrain.run_folder import claimed, delete_run, newest_checkpoint
 from tessera.pretrain.training_run import TrainingRun
-from tessera.runtime.collectives import first_of_node_first, run_on_all_ranks
+from tessera.runtime.collectives import first_of_node_first, gather_objects, run_on_all_ranks
 from tessera.runtime.files import atomic_write
 from tessera.runtime.preemption import saving_on_interrupt
 from tessera.runtime.settings import SettingsError
@@ -123,10 +124,18 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         jpeg_decoder()
     batches = loader(config, method, prepared.sources, position.step, accelerator)
     if config.dry_run:
+        processes, each, fits = accelerator.num_processes, workers(config, accelerator), True
         if accelerator.is_main_process:
-            processes, each = accelerator.num_processes, workers(config, accelerator)
-            own = Plan(prepared.sources, images, processes, each, batches.buffered_bytes)
-            print_plan(config, method, own)
+            fits = print_plan(config, method, Plan(prepared.sources, images, processes, each, batches.buffered_bytes))
+
+        def small_loader(batch_size: int) -> Batches:
+            alone = config.model_copy(update={"batch_size": batch_size, "workers": 0})
+            return loader(alone, method, prepared.sources, 0, accelerator)
+
+        fits = all(gather_objects(fits))
+        rows = forecast(config, accelerator, engine_class, method, small_loader, workers=each, fits=fits)
+        if accelerator.is_main_process:
+            print_table("forecast", rows)
         return
     estimates = accelerator.device.type == "cpu" and not engine_class.sharded and not config.compile
     if accelerator.is_main_process and estimates:

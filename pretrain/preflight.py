@@ -3,7 +3,7 @@
 import copy
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,8 +148,11 @@ def _shares(config: RunConfig, shards: Sources) -> str:
     return "; ".join(f"{row} from step {step}" for row, (step, _) in zip(rows, phases(shards.weights), strict=True))
 
 
-def print_plan(config: RunConfig, method: Method, run: Plan) -> None:
-    """Print the resolved settings of the run, and a table of its length, data and memory use."""
+def print_plan(config: RunConfig, method: Method, run: Plan) -> bool:
+    """Print the resolved settings of the run, and a table of its length, data and memory use.
+
+    Return False if the run takes more memory than this machine has, which is only known for runs on CPUs.
+    """
     each = config.batch_size // run.processes // config.accumulate
     activations = activation_bytes(method, config.precision, each)
     count = sum(len(source.shards) for source in run.shards.lists)
@@ -176,13 +179,18 @@ def print_plan(config: RunConfig, method: Method, run: Plan) -> None:
     }
     if len(run.shards.lists) > 1:
         rows["shares of the sources"] = _shares(config, run.shards)
-    table = Table("quantity", "value", title="this run")
+    print(to_yaml(config))
+    print_table("this run", rows)
+    if torch.cuda.is_available() or config.gpu is not None:
+        return True
+    return _fits(run.processes * (state_bytes(method) + activations))
+
+
+def print_table(title: str, rows: Mapping[str, str]) -> None:
+    table = Table("quantity", "value", title=title)
     for quantity, value in rows.items():
         table.add_row(quantity, value)
-    print(to_yaml(config))
     Console().print(table)
-    if not torch.cuda.is_available():
-        _compare(run.processes * (state_bytes(method) + activations))
 
 
 def warn_of_memory(config: RunConfig, method: Method, processes: int, here: int) -> None:
@@ -198,10 +206,11 @@ def warn_of_memory(config: RunConfig, method: Method, processes: int, here: int)
         except Exception as error:  # black images without names may not suit a method of the user
             log.info("The memory of the run is not estimated: %s", error)
             return
-    _compare(here * (state_bytes(method) + activations))
+    _fits(here * (state_bytes(method) + activations))
 
 
-def _compare(needed: int) -> None:
+def _fits(needed: int) -> bool:
+    """Return False, and log a warning, if a run needs more bytes than this machine has."""
     if needed > memory():
         log.warning(
             "This run takes about %s, but this machine has %s of memory. Lower batch_size, or raise accumulate, or set "
@@ -209,3 +218,4 @@ def _compare(needed: int) -> None:
             decimal(needed),
             decimal(memory()),
         )
+    return needed <= memory()

@@ -77,7 +77,7 @@ def resolve(
             raise SettingsError(f"{config.method}: {error}") from error
     defaults = method.encoder_defaults(method_config, config.encoder.variant, size)
     precision = chosen_precision(config)
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or config.gpu is not None:
         defaults |= gpu_defaults(config.encoder.variant, precision)
     if config.init_from:
         defaults.pop("layer_scale", None)  # a new layer scale near 0 would undo the pretraining
@@ -142,7 +142,7 @@ def chosen_precision(config: RunConfig) -> str:
     precision = config.precision
     if precision == "auto":
         precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        if precision == "no" and faster_in_bf16(config):
+        if precision == "no" and (config.gpu is not None or faster_in_bf16(config)):
             precision = "bf16"
     if precision == "fp16" and not torch.cuda.is_available():
         raise SettingsError("--precision fp16 needs a CUDA device, but this machine has none. Use bf16 or fp32.")

@@ -4,12 +4,12 @@ import functools
 import json
 from typing import Any
 
-import fake_device
 import pytest
 import roofline
 import torch
 from torch import nn
 
+from tessera.pretrain import fake_device
 from tessera.pretrain.methods.cross_entropy import crop_loss
 
 GPU = roofline.GPUS["h200"]

@@ -1,0 +1,179 @@
+"""The forecast of `--dry_run`: how fast a run trains, how long it takes, and what it needs of its loader.
+
+On the device that is there, a few steps of the run are measured. For a GPU that is named, the work of a step is counted
+on fake tensors (`fake_device`), which gives a bound: no step can be faster than its memory traffic and its products.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from rich.filesize import decimal
+
+from tessera.data.batch import Batch
+from tessera.data.batches import Batches
+from tessera.pretrain.config import RunConfig
+from tessera.pretrain.engines import Engine
+from tessera.pretrain.engines.ddp import DDP
+from tessera.pretrain.fake_device import DEVICE, GPU, Counter, backward, counting, fake_copy
+from tessera.pretrain.methods.method import Method
+from tessera.pretrain.step import finish_step, start_step, to_device
+from tessera.pretrain.training_run import TrainingRun
+
+GPUS = {
+    "h200": GPU("H200", memory=0.9 * 4.3e12, low=700e12, full=40e12),
+    "h100": GPU("H100", memory=0.9 * 3.0e12, low=650e12, full=40e12),
+    "a100": GPU("A100", memory=0.9 * 1.9e12, low=250e12, full=18e12),
+}
+LOADER_SECONDS = 2.0
+"""Time for which the loader is measured."""
+STEP_SECONDS = 20.0
+"""Longest step that is measured with all of its images. The time of a longer step is extrapolated from few images."""
+FEW = 4
+"""Number of images of the first measured steps."""
+REACHED = (0.4, 0.8)
+"""Share of the counted bound that training reaches on a GPU: a guess, because this project did not run on a GPU yet."""
+LAUNCH = 8e-6
+"""Seconds in which a process launches one kernel in PyTorch: a guess, too."""
+
+
+def loader_speed(batches: Batches) -> float:
+    """Return the images/s that one process reads, decodes and crops, measured for `LOADER_SECONDS`.
+
+    `batches` must have no workers.
+    """
+    images, started = 0, 0.0
+    for number, batch in enumerate(batches):
+        if number == 0:  # the first batch also opens files
+            first, started = len(batch), time.perf_counter()
+            continue
+        images += len(batch)
+        if time.perf_counter() - started > LOADER_SECONDS:
+            break
+    return (images or first) / max(time.perf_counter() - started, 1e-9)
+
+
+def step_seconds(run: TrainingRun, batch: Batch) -> float:
+    """Return the seconds of a step whose forward passes all have `batch`, from the loader. Collective.
+
+    The second and third of three steps are measured, and the shorter one counts. The weights of the run change.
+    """
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        batches = (to_device(run, batch) for _ in range(run.config.accumulate))
+        finish_step(run, start_step(run, run.state.step, batches))
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])
+
+
+@contextmanager
+def fake_run(
+    config: RunConfig, accelerator: Accelerator, method: Method, gpu: GPU
+) -> Iterator[tuple[Counter, TrainingRun]]:
+    """Return a context with a run on a fake GPU, and the counter of its work. The weights of `method` are lost."""
+    with (
+        mock.patch.dict(PartialState._shared_state, device=DEVICE),
+        mock.patch.dict(AcceleratorState._shared_state, device=DEVICE),
+        counting(gpu) as counter,
+    ):
+        fake_copy(method)
+        method.to = lambda *_, **__: method  # torch cannot move fake parameters, which are on the device already
+        accelerator.backward = backward
+        run = bare_run(config, accelerator, method, DDP(accelerator, method, config.optim))
+        counter.clear()
+        yield counter, run
+
+
+def bare_run(config: RunConfig, accelerator: Accelerator, method: Method, engine: Engine) -> TrainingRun:
+    """Return a run without evaluation, records and checkpoints."""
+    nothing: Any = None
+    return TrainingRun(config, Path(), accelerator, method, engine, None, None, nothing, images=1)
+
+
+def forecast(
+    config: RunConfig,
+    accelerator: Accelerator,
+    engine_class: type[Engine],
+    method: Method,
+    loader: Callable[[int], Batches],
+    *,
+    workers: int,
+    fits: bool,
+) -> dict[str, str]:
+    """Return the rows of the forecast's table. Collective. `method` cannot be used afterwards.
+
+    Args:
+        loader: Returns a loader without workers whose steps have the given number of images over all processes.
+        workers: Number of loader workers of each process.
+        fits: True if the memory of the machine holds a step.
+    """
+    reading = loader_speed(loader(config.batch_size))
+    if config.gpu is not None:
+        batch = next(iter(loader(config.batch_size // config.gpus)))
+        return counted(config, accelerator, method, batch, reading)
+    processes = accelerator.num_processes
+    each = config.batch_size // processes // config.accumulate
+    passes = processes * config.accumulate
+    run = bare_run(config, accelerator, method, engine_class(accelerator, method, config.optim))
+    few = min(FEW, each)
+    seconds = step_seconds(run, next(iter(loader(few * passes))))
+    if fits and seconds * each / few < STEP_SECONDS:
+        seconds = step_seconds(run, next(iter(loader(config.batch_size))))
+    elif each > few:
+        more = min(2 * few, each)
+        rise = step_seconds(run, next(iter(loader(more * passes)))) - seconds
+        seconds += rise * (each - few) / (more - few)
+    training = config.batch_size / seconds
+    made = reading * max(workers, 1) * processes
+    # without workers, a process reads and trains in turns
+    whole = min(training, made) if workers else 1 / (1 / training + 1 / made)
+    return {
+        "training, images/s": f"{training:,.0f} ({1e3 * seconds:,.0f} ms per step, measured)",
+        "loader, images/s": f"{made:,.0f} ({reading:,.0f} per worker, measured)",
+        "time": f"{_time(config, whole)} at {whole:,.0f} images/s, without evaluations",
+    }
+
+
+def counted(
+    config: RunConfig, accelerator: Accelerator, method: Method, batch: Batch, reading: float
+) -> dict[str, str]:
+    """Return the rows of the forecast for the GPUs that `config.gpu` names. The weights of `method` are lost.
+
+    Args:
+        batch: Batch of the loader for one forward pass of one GPU.
+        reading: Images/s of one loader worker of this machine.
+    """
+    gpus, gpu = config.gpus, GPUS[config.gpu or ""]
+    trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
+    with fake_run(config, accelerator, method, gpu) as (counter, run):
+        start_step(run, 0, [to_device(run, batch) for _ in range(config.accumulate)])
+    most = config.batch_size / counter.seconds()
+    # with small encoders, a process launches kernels more slowly than the GPU runs them
+    launched = config.batch_size / (LAUNCH * counter.total().kernels)
+    low, high = (min(share * most, launched) for share in REACHED)
+    kept = sum(size for _, size in counter.saved.values())
+    rows = {
+        f"images/s of {gpus} {gpu.name}": f"at most {most:,.0f} (counted), likely {low:,.0f} to {high:,.0f} (a guess)",
+        "time": f"{_time(config, high)} to {_time(config, low)}, without evaluations",
+        "activations of a GPU": decimal(kept),
+        "loader workers per GPU": f"{math.ceil(high / gpus / reading)}, of {reading:,.0f} images/s on this machine",
+    }
+    if gpus > 1:
+        sent = round(2 * (gpus - 1) / gpus * 4 * trained)
+        rows["sent by a GPU in each step"] = f"{decimal(sent)} of gradients, during the backward pass (DDP)"
+    return rows
+
+
+def _time(config: RunConfig, speed: float) -> str:
+    """Return the length of a run at a speed in images/s as a text."""
+    minutes = config.steps * config.batch_size / speed / 60
+    if minutes < 1:
+        return f"{60 * minutes:.1f} s"
+    return f"{minutes / 60:.1f} hours" if minutes >= 90 else f"{minutes:.1f} minutes"

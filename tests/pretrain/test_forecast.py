@@ -1,0 +1,98 @@
+"""The forecast of `--dry_run`."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from tessera.data.batch import Batch
+from tessera.pretrain import forecast
+from tessera.pretrain.command_line import load
+from tessera.pretrain.config import RunConfig
+from tessera.pretrain.job import run_job
+from tessera.pretrain.resolve import make_accelerator
+from tessera.runtime.settings import SettingsError
+
+SMALL = (
+    "--encoder vit_micro --encoder.depth 1 --dino.local_crops 1 --dino.prototypes 32 --dino.hidden_dim 16 "
+    "--dino.bottleneck_dim 8 --batch_size 16 --steps 30 --workers 0 --precision fp32 --evaluation.pictures 0"
+)
+pytestmark = pytest.mark.usefixtures("fresh_engine")
+
+
+def report(text: str, tmp_path: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the table of the forecast in one line, without its borders."""
+    config: RunConfig = load([*SMALL.split(), "--dry_run", *text.split()])
+    accelerator, engine_class = make_accelerator(config)
+    run_job(accelerator, engine_class, config, tmp_path)  # pyright: ignore[reportArgumentType]
+    table = capsys.readouterr().out.split("forecast", 1)[1]
+    return " ".join(re.sub(r"[^ -~]", " ", table).split())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_time_follows_from_measured_speeds(
+    tmp_path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """A step of 16 images in 0.5 s, and a loader of 64 images/s: in turns 21.3 images/s, with workers 32."""
+    monkeypatch.setattr(forecast, "step_seconds", lambda run, batch: len(batch) / 32)
+    monkeypatch.setattr(forecast, "loader_speed", lambda batches: 64.0)
+    shown = report(f"--workers {workers}", tmp_path, capsys)
+    assert "training, images/s 32 (500 ms per step, measured)" in shown
+    assert f"loader, images/s {64 * max(workers, 1)} (64 per worker, measured)" in shown
+    seconds = 30 * 16 / 32 if workers else 30 * 16 * (1 / 32 + 1 / 64)
+    assert f"{seconds:.1f} s" in shown
+
+
+def test_a_long_step_is_extrapolated(
+    tmp_path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 s and 8 s for each image: of 4 and 8 images, not of 16."""
+    seen = []
+
+    def seconds(run: object, batch: Batch) -> float:
+        seen.append(len(batch))
+        return 100 + 8 * len(batch)
+
+    monkeypatch.setattr(forecast, "step_seconds", seconds)
+    assert f"({1000 * (100 + 8 * 16):,} ms per step" in report("", tmp_path, capsys)
+    assert seen == [4, 8]
+
+
+def test_real_steps_and_a_real_loader_are_measured(tmp_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = report("--accumulate 2", tmp_path, capsys)
+    assert re.search(r"training, images/s [1-9][\d,]* \([1-9][\d,]* ms per step, measured\)", shown)
+    assert re.search(r"loader, images/s [1-9][\d,]*", shown)
+
+
+def test_steps_of_a_named_gpu_are_counted(tmp_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    one, eight = (report(text, tmp_path, capsys) for text in ("--gpu h100", "--gpu h100 --gpus 8"))
+    most = [int(re.findall(r"at most ([\d,]+)", shown)[0].replace(",", "")) for shown in (one, eight)]
+    assert "images/s of 1 H100" in one
+    assert "sent by a GPU" not in one
+    assert 1 < most[1] / most[0] <= 8  # eight GPUs have two images each, and as many kernels
+    assert "kB of gradients" in eight
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("--gpu h100", "Add --dry_run"),
+    ("--dry_run --gpus 8", "--gpus belongs to"),
+    ("--dry_run --gpu b42", "h100"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(text: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load([*SMALL.split(), *text.split()])
+
+
+def test_settings_are_those_of_the_gpu(tmp_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config: RunConfig = load(["--encoder", "vit_micro", "--encoder.depth", "1", "--dry_run", "--gpu", "a100"])
+    accelerator, _ = make_accelerator(config)
+    assert accelerator.mixed_precision == "bf16"
+
+
+def test_the_loader_is_measured_after_its_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(np.arange(100.0))
+    monkeypatch.setattr(forecast.time, "perf_counter", lambda: float(next(clock)))
+    batches = [type("Five", (), {"__len__": lambda self: 5})() for _ in range(9)]
+    assert forecast.loader_speed(batches) == pytest.approx(5 * 3 / 4)  # pyright: ignore
