@@ -3,7 +3,7 @@
 Letters in shapes: N tokens of an image; D width of a token; r x c grid of a position table.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -166,11 +166,36 @@ def resize_table(table: Tensor, old: tuple[int, int], new: tuple[int, int], inte
     maps = rearrange(table.float(), "1 (r c) d -> 1 d r c", r=old[0], c=old[1])
     if interpolation == "dino":
         scale = [(after + 0.1) / before for before, after in zip(old, new, strict=True)]
-        maps = F.interpolate(maps, scale_factor=scale, mode="bicubic", align_corners=False)
+        maps = interpolate(maps, scales=scale)
     else:
-        antialias = interpolation == "antialias"
-        maps = F.interpolate(maps, size=new, mode="bicubic", align_corners=False, antialias=antialias)
+        maps = interpolate(maps, size=new, antialias=interpolation == "antialias")
     return rearrange(maps, "1 d r c -> 1 (r c) d").to(table.dtype)
+
+
+def interpolate(
+    maps: Tensor,
+    *,
+    size: Sequence[int] | None = None,
+    scales: Sequence[float] | None = None,
+    mode: Literal["bilinear", "bicubic"] = "bicubic",
+    antialias: bool = False,
+) -> Tensor:
+    """Resize float32 maps to `size` or by `scales`: (B, D, r, c) -> (B, D, R, C).
+
+    This is `F.interpolate`, except where `torch.use_deterministic_algorithms` asks for a deterministic gradient, which
+    CUDA's `F.interpolate` does not have. There, each axis is multiplied by the matrix of its interpolation.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        return F.interpolate(maps, size, scales, mode, align_corners=False, antialias=antialias)
+    resized = maps.double()  # autocast leaves float64 as it is
+    for axis in (2, 3):
+        length = maps.shape[axis]
+        one = torch.eye(length, dtype=torch.float64, device=maps.device)[None, None]
+        to = None if size is None else (size[axis - 2], length)
+        by = None if scales is None else (scales[axis - 2], 1.0)
+        matrix = F.interpolate(one, to, by, mode, align_corners=False, antialias=antialias)[0, 0]  # (R, r)
+        resized = (resized.movedim(axis, -1) @ matrix.T).movedim(-1, axis)
+    return resized.float()
 
 
 def init_linear(layer: nn.Module, init: Init) -> None:

@@ -23,7 +23,7 @@ from tessera.encoders.blocks import PatchEmbed
 from tessera.encoders.checks import check_block_count, check_counts, check_heads
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.images import Images, Mask
-from tessera.encoders.layers import LayerNorm, PreNormBlock, init_linear, learned, resize_table, table_grid
+from tessera.encoders.layers import LayerNorm, PreNormBlock, init_linear, interpolate, learned, resize_table, table_grid
 
 VARIANTS = {
     "sam_vit_micro": {
@@ -58,8 +58,8 @@ def resize_relative(table: Tensor, size: int) -> Tensor:
     length = 2 * size - 1
     if len(table) == length:
         return table
-    stretched = F.interpolate(table.float().T[None], size=length, mode="linear", align_corners=False)  # (1, d, length)
-    return stretched[0].T.to(table.dtype)
+    stretched = interpolate(table.float().T[None, :, :, None], size=(length, 1), mode="bilinear")  # (1, d, length, 1)
+    return stretched[0, :, :, 0].T.to(table.dtype)
 
 
 def relative_positions(table: Tensor, size: int) -> Tensor:

@@ -205,6 +205,9 @@ class RunConfig(Settings, frozen=True):
     fp32"""
     compile: bool = False
     """apply torch.compile to each block of the encoder and to the colour changes"""
+    deterministic: bool = False
+    """use only deterministic algorithms of PyTorch, so that a resumed run is bit-equal on GPUs, too; slower. An
+    operation without such an algorithm ends the run with an error that names it"""
     record_every: Derived[int] = derived(ge=1)
     """number of steps between two records of metrics; default: 50, or a tenth of a run of less than 500 steps"""
     checkpoint_every: int = Field(default=1000, ge=1)

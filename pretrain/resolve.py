@@ -181,6 +181,10 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
         SettingsError: the engine's package is not installed, or the engine does not support the settings.
     """
     precision = chosen_precision(config)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch requires it for CUDA's matrix products
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     accelerator = processes.make_accelerator(
         # DeepSpeed's own mixed precision would cast the teacher's weights, so its engine uses autocast (zero.py)

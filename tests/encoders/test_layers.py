@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tessera.encoders.layers import LayerScale, init_linear, resize_table, sincos_table
+from tessera.encoders.layers import LayerScale, init_linear, interpolate, resize_table, sincos_table
 
 
 def naive_bicubic(table, old, new, scale):
@@ -41,6 +41,23 @@ def test_tables_are_resized_by_the_rules_of_dino_and_of_mae(old, new):
     scale = [n / o for n, o in zip(new, old, strict=True)]
     torch.testing.assert_close(mae.double(), naive_bicubic(table, old, new, scale), rtol=1e-4, atol=5e-5)
     assert (dino - mae).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("options", [
+    {"size": (6, 5)}, {"size": (6, 5), "antialias": True}, {"scales": (6.1 / 14, 5.1 / 12)}, {"size": (31, 20)},
+    {"size": (27, 1), "mode": "bilinear"},
+])  # fmt: skip
+def test_maps_are_resized_alike_by_deterministic_algorithms(monkeypatch, options):
+    maps = torch.randn(2, 8, 14, 12, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    expected = interpolate(maps, **options)
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    (gradient,) = torch.autograd.grad(expected, maps, upstream)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = interpolate(maps, **options)
+    assert "Upsample" not in type(found.grad_fn).__name__
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.autograd.grad(found, maps, upstream)[0], gradient, rtol=1e-5, atol=1e-5)
 
 
 def test_sincos_table_is_the_formula():

@@ -1,5 +1,6 @@
 """Settings of a run that follow from the machine, and the shards on which all processes must agree."""
 
+import os
 import shutil
 import time
 from datetime import timedelta
@@ -16,6 +17,7 @@ from tessera.data.demo import demo_shards
 from tessera.data.shards import ShardError, Source, expand
 from tessera.data.shards.tars import LocalTar, RemoteTar
 from tessera.pretrain import resolve as resolving
+from tessera.pretrain.command_line import load
 from tessera.pretrain.config import settings_model
 from tests.ranks import on_processes
 
@@ -157,3 +159,14 @@ def _classes_are_counted_for_longer_than_collectives_wait(rank: int) -> None:
 @pytest.mark.slow
 def test_the_other_processes_wait_while_the_main_process_reads_labels(free_port: int) -> None:
     on_processes(_classes_are_counted_for_longer_than_collectives_wait, free_port)
+
+
+def test_deterministic_algorithms_are_used_where_asked(fresh_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        for asked in ("false", "true"):
+            resolving.make_accelerator(load(["--encoder", "vit_micro", "--deterministic", asked]))
+            assert torch.are_deterministic_algorithms_enabled() == (asked == "true")
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
