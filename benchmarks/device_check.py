@@ -3,6 +3,7 @@
 Each stage runs in a process of its own with a time limit, so a failure or a hang does not affect the other stages. The
 most important stages run first:
 
+- start: the command of the README with ViT-S/16;
 - ceilings: versions, and the highest rates of matrix products and copies, and the time of a kernel launch;
 - equality: differences between device and CPU in colour changes, and in losses and gradients of every method with every
   encoder; a step in which the CPU does not wait for the device; steps in fp16;
@@ -11,7 +12,8 @@ most important stages run first:
 - processes: two processes that share the device and communicate over gloo, and DeepSpeed over NCCL;
 - profile: the kernels that take most of the time of a step, and the share of the time in which the device is idle;
 - step_compiled: the step with `--compile true`, which needs a C compiler;
-- pairs: speed and memory of every method with ViT-S/16, and of DINO and MAE with an encoder of each family.
+- pairs: speed and memory of every method with ViT-S/16, and of DINO and MAE with an encoder of each family;
+- deterministic: a run with `--deterministic true` that is killed and resumed is bit-equal.
 
 A stage appends each row of results to FOLDER/results.jsonl as soon as it is measured. The table of all rows is written
 to FOLDER/results.md, and the output of the stages to FOLDER/log.txt. The exit code is 0 if every stage has run and
@@ -47,14 +49,16 @@ from tessera.runtime.settings import Settings, SettingsError, parse
 
 ROOT = Path(__file__).parents[1]
 STAGES = {
+    "start": ("runs.start", 45),
     "ceilings": ("ceilings.ceilings", 25),
     "equality": ("equality.equality", 80),
     "step": ("steps.step", 90),
-    "run": ("runs.run", 110),
-    "processes": ("processes.processes", 75),
-    "profile": ("steps.profiled", 30),
-    "step_compiled": ("steps.step_compiled", 100),
-    "pairs": ("steps.pairs", 60),
+    "run": ("runs.run", 90),
+    "processes": ("processes.processes", 65),
+    "profile": ("steps.profiled", 25),
+    "step_compiled": ("steps.step_compiled", 70),
+    "pairs": ("steps.pairs", 45),
+    "deterministic": ("runs.deterministic", 35),
 }
 """Function of each stage, as MODULE.NAME in the folder device/, and time limit in seconds. The limits sum to 570 s."""
 WHEELS = {

@@ -1,4 +1,4 @@
-"""Run pretrain/run.py on JPEGs, kill and resume a run, and score a run by k-NN."""
+"""Run pretrain/run.py on JPEGs, kill and resume runs, and score a run by k-NN."""
 
 import io
 import json
@@ -25,18 +25,41 @@ SMALL = ["--encoder", "vit_micro", "--batch_size", "16", "--dino.global_size", "
 SMALL += ["--dino.local_crops", "2", "--dino.prototypes", "64"]
 
 
+def start(small: bool) -> Iterator[Row]:
+    """Yield a row for the command of the README with an encoder of its advice for a GPU."""
+    with tempfile.TemporaryDirectory() as name:
+        shards = make_shards(Path(name) / "shards", 64 if small else 1024, (75, 100) if small else IMAGE)
+        steps, advice = (4, SMALL) if small else (20, ["--encoder", "vit_small", "--batch_size", "512"])
+        yield attempt({"run": "README"}, lambda: fed(command(shards, steps, advice), Path(name) / "run", steps))
+
+
 def run(small: bool) -> Iterator[Row]:
     """Yield rows for the speed of a run on JPEGs, for a run that is killed and resumed, and for the time of k-NN."""
     images, steps = (64, 8) if small else (2048, 40)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder, output = Path(name), Path(name) / "fed"
         shards = make_shards(folder / "shards", images, (75, 100) if small else IMAGE)
-        script, output = ROOT / "pretrain" / "run.py", folder / "fed"
-        command = [sys.executable, str(script), "--method", "dino", "--data", shards, "--steps", str(steps)]
-        command += ["--evaluation.pictures", "0", *(SMALL if small else RECIPE)]
-        yield attempt({"run": "from JPEGs"}, lambda: fed(command, output, steps))
-        yield attempt({"run": "killed and resumed"}, lambda: killed(command, folder / "killed", output, steps))
+        line = command(shards, steps, ["--evaluation.pictures", "0", *(SMALL if small else RECIPE)])
+        yield attempt({"run": "from JPEGs"}, lambda: fed(line, output, steps))
+        yield attempt({"run": "killed and resumed"}, lambda: killed(line, folder / "killed", output, steps, 0.02))
         yield attempt({"run": "k-NN accuracy"}, lambda: scored(shards, output, images))
+
+
+def deterministic(small: bool) -> Iterator[Row]:
+    """Yield a row for a run with `--deterministic true` that is killed and resumed, and must be bit-equal."""
+    images, steps = (64, 8) if small else (1024, 16)
+    with tempfile.TemporaryDirectory() as name:
+        folder, output = Path(name), Path(name) / "undisturbed"
+        shards = make_shards(folder / "shards", images, (75, 100) if small else IMAGE)
+        line = command(shards, steps, [*(SMALL if small else RECIPE), "--deterministic", "true"])
+        yield attempt({"run": "deterministic"}, lambda: fed(line, output, steps))
+        yield attempt({"run": "deterministic, killed"}, lambda: killed(line, folder / "killed", output, steps, 0.0))
+
+
+def command(shards: str, steps: int, settings: list[str]) -> list[str]:
+    """Return the command of a DINO run."""
+    script = ROOT / "pretrain" / "run.py"
+    return [sys.executable, str(script), "--method", "dino", "--data", shards, "--steps", str(steps), *settings]
 
 
 def make_shards(folder: Path, images: int, size: tuple[int, int]) -> str:
@@ -79,8 +102,11 @@ def fed(command: list[str], output: Path, steps: int) -> Row:
     return found | {"GB on the GPU": last.get("peak_memory_gb"), "whole run, s": time.perf_counter() - started}
 
 
-def killed(command: list[str], output: Path, undisturbed: Path, steps: int) -> Row:
-    """Kill a run after its first checkpoint, resume it, and compare its last loss with that of an undisturbed run."""
+def killed(command: list[str], output: Path, undisturbed: Path, steps: int, tolerance: float) -> Row:
+    """Kill a run after its first checkpoint, resume it, and compare its last loss with that of an undisturbed run.
+
+    The relative difference may be `tolerance`.
+    """
     every = steps // 4
     command = [*command, "--output", str(output), "--record_every", "1", "--checkpoint_every", str(every)]
     process = subprocess.Popen(command)
@@ -96,7 +122,7 @@ def killed(command: list[str], output: Path, undisturbed: Path, steps: int) -> R
     found = [row["step"] for row in records(output) if row["step"]]
     loss, expected = records(output)[-1]["loss"], records(undisturbed)[-1]["loss"]
     difference = abs(loss - expected) / abs(expected)
-    ok = found == list(range(1, steps + 1)) and difference < 0.02
+    ok = found == list(range(1, steps + 1)) and difference <= tolerance
     return {"steps": len(found), "loss": loss, "difference": difference, "resumed run, s": seconds, "ok": ok}
 
 
