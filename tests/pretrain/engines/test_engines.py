@@ -53,7 +53,9 @@ OWN = {
 }
 """Settings of a method beside the small ones."""
 SIZES = '--dinov3.gram_start 1 --dinov3.gram_refresh_steps 1 --dinov3.sizes {"16/12/24":0.5,"12/8/24":0.5}'
-RUNS: dict[str, Run] = {method: run(method, OWN.get(method, "")) for method in METHODS} | {
+# rounding grows fastest in DINOv3: after ten steps, single moments differ by 1.4e-5 on an AMD EPYC
+LENGTH = dict.fromkeys(METHODS, 10) | {"dinov3": 6}
+RUNS: dict[str, Run] = {method: run(method, OWN.get(method, ""), steps=LENGTH[method]) for method in METHODS} | {
     "finetune, lora": run("finetune", "--finetune.lora_rank 4", steps=5),
     "distill, two students": run("distill", "--distill.students navit_micro --optim.lr 3e-4", steps=4),
     "dinov3, sizes": run("dinov3", f"--dinov3.gram_size 24 {SIZES}", steps=6),
@@ -88,7 +90,9 @@ SHARDED: dict[str, Run] = {  # what only engines that gather weights could get w
     for method in ("dino", "mae")
     for variant in OTHERS
 }
-BF16: dict[str, Run] = {f"{method}, bf16": run(method, "--precision bf16") for method in METHODS}
+BF16: dict[str, Run] = {
+    f"{method}, bf16": run(method, "--precision bf16", steps=LENGTH[method]) for method in METHODS
+}
 BF16["dino of swin_micro, bf16"] = run("dino", "--encoder swin_micro --optim.lr 3e-4 --precision bf16", steps=4)
 BF16["dino, bf16 between blocks"] = run("dino", "--precision bf16 --encoder.bf16_residuals true")
 ALL = RUNS | SHARDED | BF16
@@ -213,7 +217,9 @@ def assert_same(folder: Path, reference: Path, within: float = CLOSE) -> None:
     assert ours.keys() == wanted.keys()
     assert {str(t.dtype) for t in ours.values()} == {"torch.float32"}
     for name, tensor in ours.items():
-        near = (tensor - wanted[name]).abs() <= within * wanted[name].abs().max()
+        # the relative error of a square is twice that of its gradient
+        error = 2 * within if name.startswith("exp_avg_sq.") else within
+        near = (tensor - wanted[name]).abs() <= error * wanted[name].abs().max()
         assert bool((near | noise(wanted, name)).all()), (folder.name, name)
     steps = [
         json.loads((f / "checkpoints/latest/trainer.json").read_text())["optimizer_steps"] for f in (folder, reference)
