@@ -125,6 +125,10 @@ class Counter:
     """Stream on which operations are queued now."""
     memory: dict[int, Memory] = field(default_factory=dict)
     """Storages by address."""
+    pinned: dict[int, Any] = field(default_factory=dict)
+    """Storages of host memory that were pinned, by address. They are kept so that no address is used again."""
+    unpinned: list[str] = field(default_factory=list)
+    """Copies from host memory that is not pinned, for which a process waits."""
     races: list[str] = field(default_factory=list)
     """Operations that use a value of another stream without waiting for it."""
     rows: dict[tuple[str, str], Count] = field(default_factory=dict)
@@ -139,6 +143,8 @@ class Counter:
     def clear(self) -> None:
         """Forget all operations so far."""
         self.rows.clear()
+        self.unpinned.clear()
+        self.races.clear()
         self.stream.seconds = 0.0
 
     def seconds(self) -> float:
@@ -253,6 +259,9 @@ class _CountOperations(TorchDispatchMode):
         self.counter.queue(name, inputs, outputs)
         if name == "_to_copy" and not _on_device(inputs):
             size = sum(map(_bytes, inputs))
+            if inputs[0].untyped_storage()._cdata not in self.counter.pinned:
+                shape = " x ".join(map(str, inputs[0].shape)) or "scalar"
+                self.counter.unpinned.append(f"{self.counter.part}: {shape} {inputs[0].dtype}")
             self.counter.record(name, Count(bytes=size, seconds=size / self.counter.gpu.copy))
             return out
         self.counter.record(name, self._count(func, args, kwargs, out, inputs, outputs))
@@ -293,6 +302,7 @@ class _Replace(TorchFunctionMode):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if func is Tensor.pin_memory:
+            self.counter.pinned[args[0].untyped_storage()._cdata] = args[0].untyped_storage()
             return first
         if not isinstance(first, Tensor) or first.device.type != DEVICE.type:
             return func(*args, **kwargs)
@@ -403,6 +413,8 @@ def counting(gpu: GPU) -> Iterator[Counter]:
         stack.enter_context(mock.patch("torch.cuda.stream", counter.on))
         stack.enter_context(mock.patch("torch.cuda.current_stream", counter.current_stream))
         stack.enter_context(mock.patch.object(FakeTensor, "record_stream", counter.record_stream, create=True))
+        stack.enter_context(mock.patch("torch.cuda.get_rng_state", return_value=None))
+        stack.enter_context(mock.patch("torch.cuda.set_rng_state"))
         stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", return_value=True))
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", Tensor.tolist))  # reads all values at once
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
