@@ -21,8 +21,7 @@ TINY = [
 class Launched:
     """A running pretrain/run.py or another script, in a process group of its own.
 
-    One process without an engine is started by `python SCRIPT`, as in docs/cluster.md. `accelerate launch` would take
-    seconds more.
+    One process without an engine is started by `python SCRIPT`, because `accelerate launch` would take seconds more.
 
     Args:
         arguments: flags of the script.

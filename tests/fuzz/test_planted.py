@@ -1,6 +1,6 @@
 """The fuzzers find defects that are planted on purpose, with the seeds and the numbers of cases of their own tests.
 
-A defect changes the text of one function. docs/trust.md lists the defects.
+A defect changes the text of one function.
 """
 
 import inspect

@@ -90,9 +90,7 @@ SHARDED: dict[str, Run] = {  # what only engines that gather weights could get w
     for method in ("dino", "mae")
     for variant in OTHERS
 }
-BF16: dict[str, Run] = {
-    f"{method}, bf16": run(method, "--precision bf16", steps=LENGTH[method]) for method in METHODS
-}
+BF16: dict[str, Run] = {f"{method}, bf16": run(method, "--precision bf16", steps=LENGTH[method]) for method in METHODS}
 BF16["dino of swin_micro, bf16"] = run("dino", "--encoder swin_micro --optim.lr 3e-4 --precision bf16", steps=4)
 BF16["dino, bf16 between blocks"] = run("dino", "--precision bf16 --encoder.bf16_residuals true")
 ALL = RUNS | SHARDED | BF16
