@@ -181,6 +181,9 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
         SettingsError: the engine's package is not installed, or the engine does not support the settings.
     """
     precision = chosen_precision(config)
+    # cuDNN's attention makes a plan for each new shape, and masks and `skip_dropped` change shapes at every step. Without
+    # it, PyTorch takes flash attention.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch requires it for CUDA's matrix products
         torch.use_deterministic_algorithms(True)

@@ -59,7 +59,8 @@ def dino_loss(student: Tensor, teacher: Tensor, local_weight: float = 1.0) -> Te
         local_weight: factor of the pairs with a local crop s. The mean still divides by the number of all pairs.
     """
     crops, images, _ = student.shape
-    pairs = torch.einsum("gbk,sbk->gs", teacher, student)  # (G, S)
+    # one product for each image: a GPU computes a single small product with a sum of millions of terms on few cores
+    pairs = torch.einsum("gbk,sbk->bgs", teacher, student).sum(0)  # (G, S)
     if local_weight != 1:
         pairs = torch.cat([pairs[:, : len(teacher)], local_weight * pairs[:, len(teacher) :]], 1)
     skipped = pairs.diagonal().sum()

@@ -167,6 +167,7 @@ def test_deterministic_algorithms_are_used_where_asked(fresh_engine: None, monke
         for asked in ("false", "true"):
             resolving.make_accelerator(load(["--encoder", "vit_micro", "--deterministic", asked]))
             assert torch.are_deterministic_algorithms_enabled() == (asked == "true")
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
