@@ -52,13 +52,13 @@ STAGES = {
     "start": ("runs.start", 45),
     "ceilings": ("ceilings.ceilings", 25),
     "equality": ("equality.equality", 80),
-    "step": ("steps.step", 90),
+    "step": ("steps.step", 80),
     "run": ("runs.run", 90),
     "processes": ("processes.processes", 65),
     "profile": ("steps.profiled", 25),
     "step_compiled": ("steps.step_compiled", 70),
     "pairs": ("steps.pairs", 45),
-    "deterministic": ("runs.deterministic", 35),
+    "deterministic": ("runs.deterministic", 45),
 }
 """Function of each stage, as MODULE.NAME in the folder device/, and time limit in seconds. The limits sum to 570 s."""
 WHEELS = {

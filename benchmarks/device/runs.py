@@ -47,7 +47,7 @@ def run(small: bool) -> Iterator[Row]:
 
 def deterministic(small: bool) -> Iterator[Row]:
     """Yield a row for a run with `--deterministic true` that is killed and resumed, and must be bit-equal."""
-    images, steps = (64, 8) if small else (1024, 16)
+    images, steps = (64, 4) if small else (1024, 16)
     with tempfile.TemporaryDirectory() as name:
         folder, output = Path(name), Path(name) / "undisturbed"
         shards = make_shards(folder / "shards", images, (75, 100) if small else IMAGE)
