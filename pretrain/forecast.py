@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from rich.filesize import decimal
@@ -23,14 +24,18 @@ from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.ddp import DDP
 from tessera.pretrain.fake_device import DEVICE, GPU, Counter, backward, counting, fake_copy
 from tessera.pretrain.methods.method import Method
-from tessera.pretrain.step import finish_step, start_step, to_device
+from tessera.pretrain.step import _copy_stream, finish_step, start_step, to_device
 from tessera.pretrain.training_run import TrainingRun
+from tessera.runtime.collectives import all_reduce_max
+from tessera.runtime.settings import SettingsError
 
 GPUS = {
     "h200": GPU("H200", memory=0.9 * 4.3e12, low=700e12, full=40e12),
     "h100": GPU("H100", memory=0.9 * 3.0e12, low=650e12, full=40e12),
     "a100": GPU("A100", memory=0.9 * 1.9e12, low=250e12, full=18e12),
 }
+LOADER_IMAGES = 32
+"""Largest number of images in a batch of the loader that is measured."""
 LOADER_SECONDS = 2.0
 """Time for which the loader is measured."""
 STEP_SECONDS = 20.0
@@ -48,21 +53,23 @@ def loader_speed(batches: Batches) -> float:
 
     `batches` must have no workers.
     """
-    images, started = 0, 0.0
+    started, speed, images = time.perf_counter(), 0.0, 0
     for number, batch in enumerate(batches):
-        if number == 0:  # the first batch also opens files
-            first, started = len(batch), time.perf_counter()
-            continue
         images += len(batch)
-        if time.perf_counter() - started > LOADER_SECONDS:
+        seconds = time.perf_counter() - started
+        speed = images / max(seconds, 1e-9)
+        if number == 0:  # the first batch also opens files, so it counts only if it is the only one
+            started, images = time.perf_counter(), 0
+        elif seconds > LOADER_SECONDS:
             break
-    return (images or first) / max(time.perf_counter() - started, 1e-9)
+    return speed
 
 
 def step_seconds(run: TrainingRun, batch: Batch) -> float:
     """Return the seconds of a step whose forward passes all have `batch`, from the loader. Collective.
 
-    The second and third of three steps are measured, and the shorter one counts. The weights of the run change.
+    The second and third of three steps are measured, and the shorter one counts, on the slowest process. The weights of
+    the run change.
     """
     seconds = []
     for _ in range(3):
@@ -70,7 +77,26 @@ def step_seconds(run: TrainingRun, batch: Batch) -> float:
         batches = (to_device(run, batch) for _ in range(run.config.accumulate))
         finish_step(run, start_step(run, run.state.step, batches))
         seconds.append(time.perf_counter() - started)
-    return min(seconds[1:])
+    return float(all_reduce_max(torch.tensor(min(seconds[1:]))))
+
+
+def check_gpus(config: RunConfig, processes: int) -> None:
+    """Check the settings `gpu` and `gpus`.
+
+    Raises:
+        SettingsError: the forecast does not support the launch or the settings.
+    """
+    if config.gpu is None:
+        return
+    if processes > 1:
+        raise SettingsError("--gpu counts a step in one process. Start the forecast without a launcher, with --gpus N.")
+    if config.compile:
+        raise SettingsError("--gpu counts steps that are not compiled. Remove --compile; a compiled step is faster.")
+    if config.batch_size % (config.gpus * config.accumulate):
+        raise SettingsError(
+            f"--batch_size {config.batch_size} is not divisible by --gpus {config.gpus} times --accumulate "
+            f"{config.accumulate}."
+        )
 
 
 @contextmanager
@@ -83,12 +109,14 @@ def fake_run(
         mock.patch.dict(AcceleratorState._shared_state, device=DEVICE),
         counting(gpu) as counter,
     ):
+        _copy_stream.cache_clear()  # a stream of an earlier count
         fake_copy(method)
         method.to = lambda *_, **__: method  # torch cannot move fake parameters, which are on the device already
         accelerator.backward = backward
         run = bare_run(config, accelerator, method, DDP(accelerator, method, config.optim))
         counter.clear()
         yield counter, run
+        _copy_stream.cache_clear()
 
 
 def bare_run(config: RunConfig, accelerator: Accelerator, method: Method, engine: Engine) -> TrainingRun:
@@ -114,13 +142,12 @@ def forecast(
         workers: Number of loader workers of each process.
         fits: True if the memory of the machine holds a step.
     """
-    reading = loader_speed(loader(config.batch_size))
+    processes = accelerator.num_processes
+    each, passes = config.batch_size // processes // config.accumulate, processes * config.accumulate
+    reading = loader_speed(loader(min(each, LOADER_IMAGES) * passes))
     if config.gpu is not None:
         batch = next(iter(loader(config.batch_size // config.gpus)))
         return counted(config, accelerator, method, batch, reading)
-    processes = accelerator.num_processes
-    each = config.batch_size // processes // config.accumulate
-    passes = processes * config.accumulate
     run = bare_run(config, accelerator, method, engine_class(accelerator, method, config.optim))
     few = min(FEW, each)
     seconds = step_seconds(run, next(iter(loader(few * passes))))
@@ -158,11 +185,12 @@ def counted(
     # with small encoders, a process launches kernels more slowly than the GPU runs them
     launched = config.batch_size / (LAUNCH * counter.total().kernels)
     low, high = (min(share * most, launched) for share in REACHED)
-    kept = sum(size for _, size in counter.saved.values())
+    likely, hours = f"{low:,.0f} to {high:,.0f}", f"{_time(config, high)} to {_time(config, low)}"
+    if low == high:
+        likely, hours = f"{low:,.0f}, limited by the launch of kernels", _time(config, low)
     rows = {
-        f"images/s of {gpus} {gpu.name}": f"at most {most:,.0f} (counted), likely {low:,.0f} to {high:,.0f} (a guess)",
-        "time": f"{_time(config, high)} to {_time(config, low)}, without evaluations",
-        "activations of a GPU": decimal(kept),
+        f"images/s of {gpus} {gpu.name}": f"at most {most:,.0f} (counted), likely {likely} (a guess)",
+        "time": f"{hours}, without evaluations",
         "loader workers per GPU": f"{math.ceil(high / gpus / reading)}, of {reading:,.0f} images/s on this machine",
     }
     if gpus > 1:

@@ -22,7 +22,7 @@ from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.engines import Engine
-from tessera.pretrain.forecast import forecast
+from tessera.pretrain.forecast import check_gpus, forecast
 from tessera.pretrain.loop import train
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring.dense import OnlineSegmentation
@@ -124,7 +124,9 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         jpeg_decoder()
     batches = loader(config, method, prepared.sources, position.step, accelerator)
     if config.dry_run:
-        processes, each, fits = accelerator.num_processes, workers(config, accelerator), True
+        check_gpus(config, accelerator.num_processes)
+        processes = accelerator.num_processes if config.gpu is None else config.gpus
+        each, fits = workers(config, accelerator), True
         if accelerator.is_main_process:
             fits = print_plan(config, method, Plan(prepared.sources, images, processes, each, batches.buffered_bytes))
 

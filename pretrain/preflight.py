@@ -151,7 +151,7 @@ def _shares(config: RunConfig, shards: Sources) -> str:
 def print_plan(config: RunConfig, method: Method, run: Plan) -> bool:
     """Print the resolved settings of the run, and a table of its length, data and memory use.
 
-    Return False if the run takes more memory than this machine has, which is only known for runs on CPUs.
+    Return False if the run takes more memory than this machine, or its GPU, has.
     """
     each = config.batch_size // run.processes // config.accumulate
     activations = activation_bytes(method, config.precision, each)
@@ -181,8 +181,10 @@ def print_plan(config: RunConfig, method: Method, run: Plan) -> bool:
         rows["shares of the sources"] = _shares(config, run.shards)
     print(to_yaml(config))
     print_table("this run", rows)
-    if torch.cuda.is_available() or config.gpu is not None:
+    if config.gpu is not None:
         return True
+    if torch.cuda.is_available():
+        return state_bytes(method) + activations <= torch.cuda.get_device_properties().total_memory
     return _fits(run.processes * (state_bytes(method) + activations))
 
 

@@ -144,7 +144,7 @@ def chosen_precision(config: RunConfig) -> str:
         precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if precision == "no" and (config.gpu is not None or faster_in_bf16(config)):
             precision = "bf16"
-    if precision == "fp16" and not torch.cuda.is_available():
+    if precision == "fp16" and not torch.cuda.is_available() and config.gpu is None:
         raise SettingsError("--precision fp16 needs a CUDA device, but this machine has none. Use bf16 or fp32.")
     precision = {"no": "fp32"}.get(precision, precision)
     if precision != "bf16" and config.encoder_settings.get("bf16_residuals"):
@@ -181,8 +181,8 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
         SettingsError: the engine's package is not installed, or the engine does not support the settings.
     """
     precision = chosen_precision(config)
-    # cuDNN's attention makes a plan for each new shape, and masks and `skip_dropped` change shapes at every step. Without
-    # it, PyTorch takes flash attention.
+    # cuDNN's attention makes a plan for each new shape, and masks and `skip_dropped` change shapes at every step.
+    # Without it, PyTorch takes flash attention.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch requires it for CUDA's matrix products

@@ -56,7 +56,8 @@ class RunningStep:
     """A step whose work is queued on the device."""
 
     numbers: Tensor
-    """Loss, gradient norm and flags of `_agree`, which are copied to host memory when the step is done."""
+    """Loss, gradient norm and flags of `_agree`, and the loss scale if there is one. They are in host memory when the
+    step is done."""
     metrics: dict[str, Tensor]
     samples: list[str]
     corrupt: int
@@ -79,6 +80,8 @@ def start_step(
     previous: RunningStep | None = None,
 ) -> RunningStep:
     """Queue one optimizer step on the device, without waiting for it. Collective.
+
+    Two engines wait all the same: DeepSpeed, which looks for overflows itself, and those that keep moments on the CPU.
 
     Args:
         step: Number of steps before this one.
@@ -109,6 +112,9 @@ def start_step(
     )
     numbers = _agree(torch.stack(losses).mean(), norm.to(run.accelerator.device), discard)
     _, _, finite, _, discarded = numbers.unbind()
+    scaler = run.accelerator.scaler
+    if scaler is not None:
+        numbers = torch.cat([numbers, scaler._scale.view(1)])  # the scale before this step changes it
     updated = ((finite == 1) & (discarded == 0)).to(numbers.dtype)
     engine.step(updated)
     statistics.settle(updated)
@@ -121,15 +127,14 @@ def start_step(
 
 
 def finish_step(run: TrainingRun, running: RunningStep) -> Step:
-    """Wait for a step, and count it in `run.state`. No other part of a training step waits for the device."""
+    """Wait for a step, and count it in `run.state`."""
     if running.end is not None:
         running.end.synchronize()
-    loss, norm, finite, stop, discarded = running.numbers.tolist()
-    updated = finite == 1 and discarded == 0
-    scaler, state = run.accelerator.scaler, run.state
+    loss, norm, finite, stop, discarded, *scale = running.numbers.tolist()
+    updated, state = finite == 1 and discarded == 0, run.state
     # While the loss scale can still be lowered, float16 gradients may overflow although the loss is finite. This is
-    # normal, so `skipped_in_a_row` does not count such a step. Here, the scale has been lowered already.
-    overflow = not updated and scaler is not None and math.isfinite(loss) and scaler.get_scale() >= 1
+    # normal, so `skipped_in_a_row` does not count such a step.
+    overflow = not updated and math.isfinite(loss) and bool(scale) and scale[0] > 1
     waited = running.waited
     if running.free is not None and running.begin is not None:
         # While this process waited, the device may still have computed the step before.

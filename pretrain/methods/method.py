@@ -161,8 +161,8 @@ class Method(nn.Module):
         Args:
             step: Number of optimizer steps before this one.
             updated: 1, or 0 if the step was skipped, because its loss or gradient was not finite: then nothing may
-                change. In a run, a float32 scalar on the device. `ema.update` takes it as an argument; for other
-                updates, use `torch.where`.
+                change. In a run, a float32 scalar on the device, also if an engine keeps weights on the CPU.
+                `ema.update` takes it as an argument; for other updates, use `torch.where`.
         """
 
     def frozen(self) -> dict[str, int]:

@@ -34,8 +34,10 @@ def update(teacher: nn.Module, student: nn.Module, momentum: float, updated: flo
             f"The teacher's weights are {', '.join(map(str, low))}. Keep them in float32, or most updates round to 0."
         )
     weight = torch.as_tensor((1.0 - momentum) * updated)
+    # one copy for each device: an engine may keep weights on the CPU, where they need the factor, too
+    weights = {key: weight.to(*key) for key in {(t.device, t.dtype) for t, _ in moving}}
     torch._foreach_lerp_(  # pyright: ignore[reportPrivateImportUsage]
-        [t for t, _ in moving], [s.to(t.dtype) for t, s in moving], [weight.to(t.dtype) for t, _ in moving]
+        [t for t, _ in moving], [s.to(t.dtype) for t, s in moving], [weights[t.device, t.dtype] for t, _ in moving]
     )
     for t, s in pairs:
         if not t.is_floating_point():

@@ -92,7 +92,25 @@ def test_settings_are_those_of_the_gpu(tmp_path: str, capsys: pytest.CaptureFixt
 
 
 def test_the_loader_is_measured_after_its_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(np.arange(100.0))
-    monkeypatch.setattr(forecast.time, "perf_counter", lambda: float(next(clock)))
     batches = [type("Five", (), {"__len__": lambda self: 5})() for _ in range(9)]
-    assert forecast.loader_speed(batches) == pytest.approx(5 * 3 / 4)  # pyright: ignore
+    for given, expected in ((batches, 5), (batches[:1], 5)):  # a batch a second, which only the first reading shows
+        clock = iter(np.arange(100.0))
+        monkeypatch.setattr(forecast.time, "perf_counter", lambda clock=clock: float(next(clock)))
+        assert forecast.loader_speed(given) == pytest.approx(expected)  # pyright: ignore
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("--gpu h100 --gpus 3", "not divisible by --gpus 3"),
+    ("--gpu h100 --compile true", "not compiled"),
+])  # fmt: skip
+def test_a_forecast_that_would_mislead_is_refused(
+    text: str, message: str, tmp_path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        report(text, tmp_path, capsys)
+
+
+def test_several_processes_cannot_count() -> None:
+    config = load([*SMALL.split(), "--dry_run", "--gpu", "h100"])
+    with pytest.raises(SettingsError, match="without a launcher"):
+        forecast.check_gpus(config, 2)
