@@ -29,7 +29,7 @@ import torch.distributed as dist
 from pydantic import Field
 from tables import machine, publish, table
 from torch import nn
-from training import as_run, device, loader_batch, make_config, on_device, training_step
+from training import as_run, device, loader_batch, make_config, training_step
 
 from tessera.encoders.base import Encoder
 from tessera.pretrain import engines
@@ -150,7 +150,7 @@ def measure(settings: EnginesBenchmark, output: Path) -> None:
         start, traffic = time.perf_counter(), loopback()
         if number == 2:
             forget_peak()
-        training_step(run, [on_device(batch)])
+        training_step(run, batch)
         dist.barrier()
         seconds.append(time.perf_counter() - start)
         sent.append((loopback() - traffic) / accelerator.num_processes)

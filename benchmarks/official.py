@@ -33,9 +33,10 @@ import torch
 from pydantic import Field
 from tables import machine, table
 from torch import Tensor, nn
-from training import loader_batch, make_config, make_run, training_step
+from training import loader_batch, make_config, make_run
 
 from tessera.data.augment import to_model_input
+from tessera.pretrain.step import finish_step, start_step
 from tessera.runtime.settings import Settings, parse
 
 PROTOTYPES, GLOBAL, LOCAL, CROPS = 65_536, 224, 96, (2, 8)
@@ -180,7 +181,7 @@ def ours(settings: OfficialBenchmark, kind: str) -> Callable[[int], None]:
     )  # fmt: skip
     run = make_run(config)
     batch = to_model_input(loader_batch(run.method.transform(), settings.images))
-    return lambda _: training_step(run, [batch]) and None
+    return lambda _: finish_step(run, start_step(run, run.state.step, [batch])) and None
 
 
 if __name__ == "__main__":

@@ -5,27 +5,26 @@ import functools
 import itertools
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
 from tessera import encoders
-from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.collate import Collator, Sample, Transform
 from tessera.pretrain import loop
 from tessera.pretrain.build import build_method
-from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.config import RunConfig, settings_model
 from tessera.pretrain.engines import Engine
+from tessera.pretrain.forecast import bare_run
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.resolve import make_accelerator, resolve
-from tessera.pretrain.step import Step, finish_step, start_step
+from tessera.pretrain.step import Step, finish_step, start_step, to_device
 from tessera.pretrain.training_run import TrainingRun
 from tessera.runtime.settings import validate
 
@@ -98,11 +97,6 @@ def loader_batch(transform: Transform, images: int, *, size: tuple[int, int] = I
     return batch.pin_memory() if torch.cuda.is_available() else batch
 
 
-def on_device(batch: Batch) -> Batch:
-    """Copy a batch of the loader to the device, and convert it to the input of a method."""
-    return to_model_input(batch.to(device(), non_blocking=True))
-
-
 class Records:
     """Recorder and saver of a run. The recorder keeps the records in memory, and the saver saves nothing."""
 
@@ -120,8 +114,9 @@ class Records:
 
 def as_run(config: RunConfig, accelerator: Accelerator, method: Method, engine: Engine) -> TrainingRun:
     """Return a run without data, evaluation and checkpoints."""
-    records: Any = Records()
-    return TrainingRun(config, Path(), accelerator, method, engine, records, None, records, IMAGES, TrainState())
+    run, records = bare_run(config, accelerator, method, engine), cast(Any, Records())
+    run.recorder = run.saver = records
+    return run
 
 
 def make_run(config: RunConfig) -> TrainingRun:
@@ -132,9 +127,9 @@ def make_run(config: RunConfig) -> TrainingRun:
     return as_run(config, accelerator, method, engine_class(accelerator, method, config.optim))
 
 
-def training_step(run: TrainingRun, batches: Iterable[Batch]) -> Step:
-    """Run one optimizer step on batches of the device, and wait for it."""
-    return finish_step(run, start_step(run, run.state.step, batches))
+def training_step(run: TrainingRun, *batches: Batch) -> Step:
+    """Run one optimizer step on batches of the loader, one per forward pass, and wait for it."""
+    return finish_step(run, start_step(run, run.state.step, (to_device(run, batch) for batch in batches)))
 
 
 def train(run: TrainingRun, batch: Batch) -> list[dict[str, Any]]:

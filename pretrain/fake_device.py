@@ -6,7 +6,7 @@ the bytes that it reads and writes and its FLOP are counted.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -168,15 +168,6 @@ class Counter:
 
     def current_stream(self, _: Any = None) -> Stream:
         return self.stream
-
-    @property
-    def record_stream(self) -> Callable[[Tensor, Stream], None]:
-        """The method `Tensor.record_stream` of a tensor of the device."""
-
-        def record(tensor: Tensor, stream: Stream) -> None:
-            self.memory[tensor.untyped_storage()._cdata].recorded.add(stream)
-
-        return record
 
     def reused_too_early(self) -> int:
         """Return the number of storages whose memory their stream may use again while another one still reads it."""
@@ -399,6 +390,9 @@ def counting(gpu: GPU) -> Iterator[Counter]:
     """Make `DEVICE` a fake device, and count all operations on it inside the context."""
     counter = Counter(gpu)
 
+    def record_stream(tensor: Tensor, stream: Stream) -> None:
+        counter.memory[tensor.untyped_storage()._cdata].recorded.add(stream)
+
     def pack(tensor: Tensor) -> Tensor:
         if tensor.device.type == DEVICE.type and not isinstance(tensor, nn.Parameter):
             storage = tensor.untyped_storage()
@@ -412,7 +406,7 @@ def counting(gpu: GPU) -> Iterator[Counter]:
         stack.enter_context(mock.patch("torch.cuda.Event", Event))
         stack.enter_context(mock.patch("torch.cuda.stream", counter.on))
         stack.enter_context(mock.patch("torch.cuda.current_stream", counter.current_stream))
-        stack.enter_context(mock.patch.object(FakeTensor, "record_stream", counter.record_stream, create=True))
+        stack.enter_context(mock.patch.object(FakeTensor, "record_stream", record_stream, create=True))
         stack.enter_context(mock.patch("torch.cuda.get_rng_state", return_value=None))
         stack.enter_context(mock.patch("torch.cuda.set_rng_state"))
         stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", return_value=True))

@@ -24,7 +24,7 @@ from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.ddp import DDP
 from tessera.pretrain.fake_device import DEVICE, GPU, Counter, backward, counting, fake_copy
 from tessera.pretrain.methods.method import Method
-from tessera.pretrain.step import _copy_stream, finish_step, start_step, to_device
+from tessera.pretrain.step import finish_step, start_step, to_device
 from tessera.pretrain.training_run import TrainingRun
 from tessera.runtime.collectives import all_reduce_max
 from tessera.runtime.settings import SettingsError
@@ -75,7 +75,7 @@ def step_seconds(run: TrainingRun, batch: Batch) -> float:
     for _ in range(3):
         started = time.perf_counter()
         batches = (to_device(run, batch) for _ in range(run.config.accumulate))
-        finish_step(run, start_step(run, run.state.step, batches))
+        finish_step(run, start_step(run, 0, batches))
         seconds.append(time.perf_counter() - started)
     return float(all_reduce_max(torch.tensor(min(seconds[1:]))))
 
@@ -109,14 +109,12 @@ def fake_run(
         mock.patch.dict(AcceleratorState._shared_state, device=DEVICE),
         counting(gpu) as counter,
     ):
-        _copy_stream.cache_clear()  # a stream of an earlier count
         fake_copy(method)
         method.to = lambda *_, **__: method  # torch cannot move fake parameters, which are on the device already
         accelerator.backward = backward
         run = bare_run(config, accelerator, method, DDP(accelerator, method, config.optim))
         counter.clear()
         yield counter, run
-        _copy_stream.cache_clear()
 
 
 def bare_run(config: RunConfig, accelerator: Accelerator, method: Method, engine: Engine) -> TrainingRun:

@@ -124,20 +124,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         jpeg_decoder()
     batches = loader(config, method, prepared.sources, position.step, accelerator)
     if config.dry_run:
-        check_gpus(config, accelerator.num_processes)
-        processes = accelerator.num_processes if config.gpu is None else config.gpus
-        each, fits = workers(config, accelerator), True
-        if accelerator.is_main_process:
-            fits = print_plan(config, method, Plan(prepared.sources, images, processes, each, batches.buffered_bytes))
-
-        def small_loader(batch_size: int) -> Batches:
-            alone = config.model_copy(update={"batch_size": batch_size, "workers": 0})
-            return loader(alone, method, prepared.sources, 0, accelerator)
-
-        fits = all(gather_objects(fits))
-        rows = forecast(config, accelerator, engine_class, method, small_loader, workers=each, fits=fits)
-        if accelerator.is_main_process:
-            print_table("forecast", rows)
+        dry_run(prepared, accelerator, engine_class, config, method, batches.buffered_bytes)
         return
     estimates = accelerator.device.type == "cpu" and not engine_class.sharded and not config.compile
     if accelerator.is_main_process and estimates:
@@ -173,6 +160,31 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         run = TrainingRun(config, output, accelerator, method, engine, *own)
         train(run, iter(batches))
     finish_run(run)
+
+
+def dry_run(
+    prepared: Prepared,
+    accelerator: Accelerator,
+    engine_class: type[Engine],
+    config: RunConfig,
+    method: Method,
+    buffered_bytes: int,
+) -> None:
+    """Print the plan of a run and its forecast. Collective. `method` cannot be used afterwards."""
+    check_gpus(config, accelerator.num_processes)
+    each, fits = workers(config, accelerator), True
+    if accelerator.is_main_process:
+        processes = accelerator.num_processes if config.gpu is None else config.gpus
+        fits = print_plan(config, method, Plan(prepared.sources, prepared.images, processes, each, buffered_bytes))
+
+    def small_loader(batch_size: int) -> Batches:
+        small = config.model_copy(update={"batch_size": batch_size, "workers": 0})
+        return loader(small, method, prepared.sources, 0, accelerator)
+
+    fits = all(gather_objects(fits))
+    rows = forecast(config, accelerator, engine_class, method, small_loader, workers=each, fits=fits)
+    if accelerator.is_main_process:
+        print_table("forecast", rows)
 
 
 def first_batches(given: RunConfig) -> tuple[Prepared, Batches, torch.device]:

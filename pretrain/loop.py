@@ -59,18 +59,10 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
             previous, on_device = running[-1] if running else None, (to_device(run, batch) for batch in micro_batches)
             running.append(start_step(run, step, on_device, discard=waits, waited=waited, previous=previous))
             # A step is finished while the device runs the next one. It is finished at once if its weights are used now.
-            at_once, stop = save_due or _uses_weights(config, step + 1), False
-            while len(running) > (0 if at_once or stop else 1):
-                result = finish_step(run, running.pop(0))
-                stop = stop or result.stop
-                if not result.discarded:
-                    meter.add(config.batch_size, result.waited, result.corrupt)
-                    progress.update(state.step, result.loss, meter.images_per_second, meter.data_wait)
-                    if not result.updated:
-                        _report_skipped(run, result)
-            if not (at_once or stop):
+            result = _finish(run, running, save_due or _uses_weights(config, step + 1), meter, progress)
+            if result is None:
                 continue
-            stop = stop and state.step < run.steps
+            stop = result.stop and state.step < run.steps
             evaluate = _due(config.evaluate_every, state.step)
             if not result.discarded and (_due(config.record_every, state.step) or evaluate or state.step == run.steps):
                 record = _record(run, result, meter)
@@ -94,6 +86,24 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
             if stop:
                 _exit(run)
     run.saver.wait()
+
+
+def _finish(
+    run: TrainingRun, running: list[RunningStep], at_once: bool, meter: "Meter", progress: Progress
+) -> Step | None:
+    """Finish all steps but the newest one, or all steps if `at_once` is True or a process received a stop signal.
+
+    Return the result of the last step if no step is left, else None.
+    """
+    result = None
+    while len(running) > (0 if at_once or (result and result.stop) else 1):
+        result = finish_step(run, running.pop(0))
+        if not result.discarded:
+            meter.add(run.config.batch_size, result.waited, result.corrupt)
+            progress.update(run.state.step, result.loss, meter.images_per_second, meter.data_wait)
+            if not result.updated:
+                _report_skipped(run, result)
+    return None if running else result
 
 
 def _uses_weights(config: RunConfig, step: int) -> bool:

@@ -6,7 +6,6 @@ its loss. Everything that depends on whether the loss is finite, such as the upd
 device.
 """
 
-import functools
 import math
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -178,17 +177,12 @@ def to_device(run: TrainingRun, batch: Batch) -> Batch:
     device = run.accelerator.device
     if device.type != "cuda":
         return to_model_input(batch.to(device), compile=run.config.compile)
-    computing, copying = torch.cuda.current_stream(device), _copy_stream(device)
-    with torch.cuda.stream(copying):
+    computing = torch.cuda.current_stream(device)
+    with torch.cuda.stream(run.copy_stream):
         moved = batch.to(device, non_blocking=True)
-    computing.wait_stream(copying)
+    computing.wait_stream(run.copy_stream)
     moved.record_stream(computing)  # else the next copy could overwrite it while it is still used
     return to_model_input(moved, compile=run.config.compile)
-
-
-@functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def _event(run: TrainingRun) -> torch.cuda.Event | None:

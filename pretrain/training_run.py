@@ -1,8 +1,10 @@
 """The objects of a pretraining run that the training loop uses."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 
 from tessera.pretrain.checkpoints.resume import TrainState
@@ -37,6 +39,11 @@ class TrainingRun:
     """Evaluation of a supervised method; None for other methods, or if the settings name no evaluation shards."""
     dense: OnlineSegmentation | None = None
     """k-NN segmentation of patch tokens; None if the settings name no shards with maps."""
+
+    @cached_property
+    def copy_stream(self) -> torch.cuda.Stream:
+        """Stream on which batches are copied to the GPU of this process."""
+        return torch.cuda.Stream(self.accelerator.device)
 
     @property
     def steps(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from device.runner import Row, attempt
 from torch import Tensor
-from training import device, loader_batch, make_config, make_run, on_device, train, training_step
+from training import device, loader_batch, make_config, make_run, train, training_step
 
 from tessera import encoders
 from tessera.data.augment import to_model_input
@@ -62,7 +62,7 @@ def gradients(name: str, variant: str) -> Row:
     for precision, (loss_limit, gradient_limit) in LIMITS.items():
         moved = copy.deepcopy(method).to(device())
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            loss, gradient = loss_and_gradient(moved, on_device(batch), bf16=precision == "bf16")
+            loss, gradient = loss_and_gradient(moved, to_model_input(batch.to(device())), bf16=precision == "bf16")
         by_loss = abs(loss - expected) / abs(expected)
         by_gradient = float((gradient - right).norm() / right.norm())
         found |= {f"loss, {precision}": by_loss, f"gradient, {precision}": by_gradient}
@@ -89,7 +89,7 @@ def step_without_waits(name: str) -> Row:
     """Start a training step in which every wait for the device is an error, and finish it afterwards."""
     run = small_run(name, steps=10, precision="bf16")
     batch = loader_batch(run.method.transform(), IMAGES, size=SIZE)
-    training_step(run, [on_device(batch)])  # the first step may wait, because it sets up libraries
+    training_step(run, batch)  # the first step may wait, because it sets up libraries
     with waits("error"):
         running = start_step(run, run.state.step, [to_device(run, batch)])
     step = finish_step(run, running)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from device.runner import Row, attempt
 from device.runs import ROOT, SMALL, records
-from training import loader_batch, make_config, make_run, on_device, training_step
+from training import loader_batch, make_config, make_run, training_step
 
 from tessera.data.demo import demo_shards
 from tessera.pretrain.methods import METHODS
@@ -80,7 +80,7 @@ def trained(processes: int) -> tuple[TrainingRun, list[float]]:
     run = make_run(make_config("dino", "vit_micro", 2 * IMAGES, own=own, encoder={"drop_path": 0.0}, **plain))
     transform, rank = run.method.transform(), run.accelerator.process_index
     batches = [loader_batch(transform, IMAGES, size=(32, 40), seed=seed) for seed in range(rank, rank + accumulate)]
-    return run, [training_step(run, [on_device(b) for b in batches]).loss for _ in range(STEPS)]
+    return run, [training_step(run, *batches).loss for _ in range(STEPS)]
 
 
 def main(file: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from device.equality import colours
 from device.runner import Row, attempt
 from torch.profiler import ProfilerActivity, profile
-from training import loader_batch, make_config, make_run, on_device, train, training_step, wait
+from training import loader_batch, make_config, make_run, train, training_step, wait
 
 from tessera.pretrain.methods import METHODS, pretraining_methods
 from tessera.pretrain.training_run import TrainingRun
@@ -123,13 +123,13 @@ def profiled(small: bool) -> Iterator[Row]:
     run = case_run(case, steps=10)
     batch = loader_batch(run.method.transform(), case[2])
     for _ in range(3):
-        training_step(run, [on_device(batch)])
+        training_step(run, batch)
     wait()
     cuda = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiler:
         for _ in range(STEPS):
-            training_step(run, [on_device(batch)])
+            training_step(run, batch)
         wait()
     kind = "CUDA" if cuda else "CPU"
     events = [event for event in profiler.events() or [] if event.device_type.name == kind and not _is_span(event)]

@@ -40,6 +40,7 @@ class Engine(ABC):
     accelerator: Accelerator
     method: Method
     optimizer: torch.optim.Optimizer
+    """AdamW itself, not the wrapper of accelerate or DeepSpeed."""
 
     @abstractmethod
     def __init__(self, accelerator: Accelerator, method: Method, optim: OptimConfig) -> None:
@@ -71,7 +72,7 @@ class Engine(ABC):
         """Tell AdamW whether its next step changes anything. Its fused kernels read an attribute for this."""
         # Moments that are kept on the CPU need the value there, for which this process has to wait.
         on_device = next(iter(self.adamw_state)).device
-        self.adamw.found_inf = (1 - updated).to(on_device)  # pyright: ignore[reportAttributeAccessIssue]
+        self.optimizer.found_inf = (1 - updated).to(on_device)  # pyright: ignore[reportAttributeAccessIssue]
 
     def full_parameters(self, module: nn.Module) -> Iterator[Tensor]:
         """Yield each parameter of `module` in full. An engine that shards parameters gathers them one by one."""
@@ -116,14 +117,9 @@ class Engine(ABC):
             state["step"] = _updates(parameter, optimizer_steps)
 
     @property
-    def adamw(self) -> torch.optim.Optimizer:
-        """The optimizer itself, without the wrapper of an engine."""
-        return self.optimizer
-
-    @property
     def adamw_state(self) -> AdamWState:
         """AdamW's state of each parameter: the moments and the number of updates."""
-        return self.adamw.state
+        return self.optimizer.state
 
 
 def build_optimizer(method: Method, optim: OptimConfig) -> torch.optim.AdamW:

@@ -42,9 +42,10 @@ class ZeRO(Engine):
         self.accelerator, self.method = accelerator, method
         self.meta_copy = MetaCopy(method) if self.stage == 3 else None
         self.trained = trainable(method)
-        wrapped, self.optimizer = accelerator.prepare(method, build_optimizer(method, optim))
+        wrapped, _ = accelerator.prepare(method, build_optimizer(method, optim))
         self.engine = cast(Any, wrapped)
         self.zero = self.engine.optimizer
+        self.optimizer = self.zero.optimizer
         flat = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
         allocate_moments(self.adamw_state, flat)
         if self.stage < 3:
@@ -90,10 +91,6 @@ class ZeRO(Engine):
     def after_load(self, optimizer_steps: int) -> None:
         self.zero.refresh_fp32_params()  # updates the optimizer's own copy of the weights
         super().after_load(optimizer_steps)
-
-    @property
-    def adamw(self) -> torch.optim.Optimizer:
-        return self.zero.optimizer
 
     @property
     def _offloads(self) -> bool:
