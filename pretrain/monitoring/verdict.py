@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 Outcome = Literal["warming up", "learning", "levelled off", "flat", "falling", "collapsing"]
 RECENT = 3
 """A run has levelled off after this number of evaluations in a row without a clear gain."""
+TRENDS: tuple[Outcome, ...] = ("falling", "flat", "levelled off", "learning")
+"""Trends of an accuracy, from the worst to the best."""
 ADVISED = ("flat", "falling", "collapsing")
 """Outcomes for which the verdict also names settings to try."""
 
@@ -87,35 +89,44 @@ def outcome(
 ) -> Outcome:
     """Return the outcome of the newest evaluation.
 
-    An accuracy counts as higher or lower than another one only if the difference exceeds the measurement noise
-    (`noise`).
-
     - warming up: the run is in its first `early_steps`.
     - collapsing: the method, or the rank of the features, shows a sign of collapse.
-    - falling: the accuracy is lower than at an earlier evaluation, or lower than before training.
-    - flat: the accuracy is not higher than before training, and neither is that of the linear probe.
-    - levelled off: the accuracy is higher than before training, but has not risen over the last `RECENT` evaluations.
-    - learning: the accuracy of k-NN or of the linear probe is higher than before training.
+    - falling, flat, levelled off or learning: the `trend` of the main accuracy, or that of the linear probe if it is
+      better.
 
     Args:
-        history: accuracies so far. The first entry is the accuracy before training.
+        history: main accuracies so far. The first entry is the accuracy before training.
         queries: number of images that are scored.
         early_steps: number of steps at the start of the run in which accuracies and signs of collapse do not count.
         signs: signs of collapse in the metrics of this step.
-        linear: accuracies of the linear probe so far; empty if there is none.
+        linear: accuracies of the linear probe so far. They do not count if the newest evaluation has none.
     """
-    first, now = history[0], history[-1]
-    best = max(history, key=lambda score: score.accuracy)
-    margin = noise(now.accuracy, queries)
-    if now.step <= early_steps:
+    now = history[-1].step
+    if now <= early_steps:
         return "warming up"
     if signs:
         return "collapsing"
-    if now.accuracy < best.accuracy - margin:
+    found = [trend(scores, queries) for scores in (history, linear) if scores and scores[-1].step == now]
+    return max(found, key=TRENDS.index)
+
+
+def trend(history: Sequence[Score], queries: int) -> Outcome:
+    """Return the trend of accuracies that were measured on `queries` images. The first one is that before training.
+
+    An accuracy counts as higher or lower than another one only if the difference exceeds the measurement noise
+    (`noise`).
+
+    - falling: the newest accuracy is lower than an earlier one.
+    - flat: it is not higher than the first one.
+    - levelled off: it is higher than the first one, but there was no gain over the last `RECENT` evaluations.
+    - learning: it is higher than the first one.
+    """
+    now = history[-1].accuracy
+    margin = noise(now, queries)
+    if now < max(score.accuracy for score in history) - margin:
         return "falling"
-    if now.accuracy <= first.accuracy + margin:
-        probe_rises = bool(linear) and linear[-1].accuracy > linear[0].accuracy + noise(linear[-1].accuracy, queries)
-        return "learning" if probe_rises else "flat"
+    if now <= history[0].accuracy + margin:
+        return "flat"
     recent = [score.accuracy for score in history[-1 - RECENT :]]
     if len(history) > 1 + RECENT and max(recent) <= recent[0] + margin / 2:
         return "levelled off"
@@ -155,7 +166,7 @@ def line(scores: Scores, k: int, queries: int, found: Outcome, advice: Sequence[
     history = scores.history
     first, now = history[0], history[-1]
     text = f"step {now.step}: {k}-NN {100 * now.accuracy:.1f} % ({baselines(scores)}){linear(scores)}: {found}"
-    if found == "learning" and scores.linear and now.accuracy <= first.accuracy + noise(now.accuracy, queries):
+    if scores.linear and found in TRENDS and found != trend(history, queries):
         text += " by the linear probe"
     if found == "flat":
         gain, chance = 100 * (now.accuracy - first.accuracy), 100 * noise(now.accuracy, queries)

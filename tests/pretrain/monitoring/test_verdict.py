@@ -49,6 +49,24 @@ def test_warm_up_and_signs_of_collapse_come_first() -> None:
     assert outcome(history(0.5, 0.6), QUERIES, 100, {"rank": "the rank fell"}) == "warming up"
 
 
+@pytest.mark.parametrize(
+    ("accuracies", "probe", "expected"),
+    [
+        ((0.50, 0.45), (0.50, 0.60), "learning"),
+        ((0.50, 0.60), (0.50, 0.45), "learning"),
+        ((0.50, 0.45), (0.60, 0.55), "falling"),
+        ((0.50, 0.60, 0.605, 0.60, 0.61), (0.50, 0.60, 0.62, 0.64, 0.66), "learning"),
+        ((0.50, 0.60, 0.605, 0.60, 0.61), (0.50, 0.60, 0.605, 0.60, 0.61), "levelled off"),
+    ],
+)
+def test_outcome_is_the_better_trend_of_k_nn_and_probe(
+    accuracies: tuple[float, ...], probe: tuple[float, ...], expected: str
+) -> None:
+    assert outcome(history(*accuracies), QUERIES, 50, {}, history(*probe)) == expected
+    older = history(*probe, 0.9)[:-1]
+    assert outcome(history(*accuracies, 0.10), QUERIES, 50, {}, older) == "falling", "the newest step has no probe"
+
+
 def test_line_shows_the_baselines_the_change_and_the_advice() -> None:
     scores = Scores()
     scores.add(0, {"knn_top1": 0.504, "knn_pixels": 0.564})
