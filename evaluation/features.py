@@ -220,6 +220,7 @@ def extract(
     feature: Callable[[Encoder, Tensor], Tensor] = pooled,
     transform: Transform | None = None,
     labels: bool = True,
+    images: int | None = None,
     part: tuple[int, int] | None = None,
     progress: bool = True,
 ) -> LabelledFeatures:
@@ -240,9 +241,11 @@ def extract(
         workers: number of loader workers per process. None selects one per free core, at most 8.
         precision: precision of the forward pass: `fp32`, or `bf16` for bfloat16 autocast.
         source: options for reading remote shards.
-        feature: function that maps the encoder and its input (B, C, S, S) to features (B, D).
-        transform: transform of the images. None selects the centre crop.
+        feature: function that maps the encoder and its input, n crops of each image (n * B, C, S, S), to features
+            (B, D).
+        transform: transform with one view of n crops. None selects the centre crop.
         labels: True to read the labels. If False, all labels are -1.
+        images: number of images, spaced evenly over the shards. None selects all images.
         part: index and number of the parts into which the images are split. The other processes may then encode other
             parts, or none.
         progress: True to show a progress bar on the main process.
@@ -253,32 +256,36 @@ def extract(
     """
     size, device = input_size(encoder, image_size), accelerator.device
     workers = free_cores(accelerator.num_processes) if workers is None else workers
+    transform = transform or CenterCrop(size, resize=resize_size(size, resize))
     batches = evaluation_batches(
         shards,
-        transform or CenterCrop(size, resize=resize_size(size, resize)),
+        transform,
         batch_size,
         part=part or (accelerator.process_index, accelerator.num_processes),
         labels=labels,
+        images=images,
         reading=Reading(workers=workers, source=source, preprocessing=encoder.preprocessing),
     )
     if part is None:
         check_total(batches.total)
 
-    def encode(images: Tensor) -> Tensor:
-        """Return the features on the CPU: (B, C, S, S) -> (B, D) float32."""
-        with torch.inference_mode(), encoding(encoder, images, precision):
-            return feature(encoder, images).float().cpu()
+    def encode(crops: Tensor) -> Tensor:
+        """Return the features on the CPU: (n * B, C, S, S) -> (B, D) float32."""
+        with torch.inference_mode(), encoding(encoder, crops, precision):
+            return feature(encoder, crops).float().cpu()
 
     features, found, keys = [], [], []
     shown = progress and accelerator.is_main_process
-    for batch in track(batches, f"features of {batches.total:,} images, batches", total=len(batches), shown=shown):
+    count = min(images or batches.total, batches.total)
+    for batch in track(batches, f"features of {count:,} images, batches", total=len(batches), shown=shown):
         features.append(encode(single_view(to_model_input(batch.to(device, non_blocking=True)))))
         found.append(batch.labels if batch.labels is not None else torch.full((len(batch),), -1))
         keys += batch.keys
     # A process has no features if there are fewer images than processes, or if all of its images are corrupt. In this
     # case, a tensor of zeros is encoded to find the width D, and the result is an empty tensor (0, D).
     if not features:
-        features = [encode(torch.zeros(1, encoder.preprocessing.channels, size, size, device=device))[:0]]
+        crops = transform.views[0].crops
+        features = [encode(torch.zeros(crops, encoder.preprocessing.channels, size, size, device=device))[:0]]
         found = [torch.zeros(0, dtype=torch.int64)]
     # concatenate outside of inference mode, so that the results are normal tensors that allow in-place changes
     return LabelledFeatures(torch.cat(features), torch.cat(found), keys)  # (N, D), (N,)
@@ -301,10 +308,10 @@ def check_total(images: int) -> None:
 
 
 def single_view(batch: Batch) -> Tensor:
-    """Return the images (B, C, S, S) of a batch of centre crops."""
+    """Return the crops (n * B, C, S, S) of a batch with one view of n crops."""
     (view,) = batch.views
     if not isinstance(view.images, Tensor):
-        raise TypeError("The batch contains packed images. A batch of centre crops must contain one tensor.")
+        raise TypeError("The batch contains packed images. Its only view must be one tensor.")
     return view.images
 
 

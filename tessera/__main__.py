@@ -25,6 +25,7 @@ COMMANDS = {
     "attentive_probe": ("tessera.evaluation.attentive_probe", "attentive probe"),
     "few_shot": ("tessera.evaluation.few_shot", "accuracy with few labels"),
     "retrieval": ("tessera.evaluation.retrieval", "image retrieval"),
+    "view_retrieval": ("tessera.evaluation.view_retrieval", "score of an encoder without labels"),
     "finetune": ("tessera.evaluation.finetune", "fine-tune with labels"),
     "segmentation": ("tessera.evaluation.segmentation", "mean IoU of a linear segmentation"),
     "patch_knn": ("tessera.evaluation.patch_knn", "mean IoU of a k-NN segmentation"),

@@ -1,0 +1,142 @@
+"""Score of frozen features without labels: how often the nearest crop to a crop comes from the same image.
+
+    accelerate launch evaluation/view_retrieval.py --checkpoint OUTPUT --data SHARDS
+
+Two random crops with colour changes are drawn of each image, as DINO's global crops (2104.14294) and for every method
+alike. The mean of all features is subtracted from them. The score is the share of images whose first crop is more
+similar, by cosine, to the second crop of the same image than to the second crop of any other image.
+
+The score compares checkpoints of one run, and runs on the same images with the same `image_size`. How well it agrees
+with the accuracy of a linear probe is measured in benchmarks/results/small_data.md.
+
+Shape letters: N images of this process, D features per crop.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from pydantic import Field
+from torch import Tensor
+
+from tessera.data.augment import colors_for
+from tessera.data.crops import MultiCrop, MultiCropConfig
+from tessera.data.shards import Shards, describe_remote, open_shards
+from tessera.encoders.base import Encoder
+from tessera.evaluation.command import main
+from tessera.evaluation.features import (
+    EncoderSettings,
+    EvaluationError,
+    extract,
+    full_float32,
+    input_size,
+    load_encoder,
+)
+from tessera.evaluation.results import Evaluation, check_output, write_result
+from tessera.runtime.collectives import all_gather
+from tessera.runtime.processes import make_accelerator
+
+IMAGES = 2048
+"""Default number of images. The score of 2,048 images has a standard error of at most 1.1 points."""
+
+
+class ViewRetrievalSettings(EncoderSettings):
+    """Score of an encoder's frozen features without labels: two crops of an image find each other."""
+
+    data: str | list[str]
+    """SHARDS of the images; labels are not read"""
+    images: int = Field(IMAGES, ge=2)
+    """number of images, spaced evenly over the shards; fewer if the shards have fewer"""
+    output: str | None = None
+    """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
+
+
+def crop_features(
+    encoder: Encoder, shards: Shards, accelerator: Accelerator, images: int = IMAGES, **options: Any
+) -> Tensor:
+    """Return the features of two crops of each image, (N, 2, D). Collective.
+
+    The crops depend only on the index of the image, so all encoders get the same crops.
+
+    Args:
+        encoder: encoder on the accelerator's device.
+        shards: SHARDS of the images, or opened shards.
+        accelerator: accelerator of all processes.
+        images: number of images of all processes.
+        options: options of `evaluation.features.extract`.
+
+    Raises:
+        ShardError: the shards cannot be read.
+        EvaluationError: the encoder does not accept images of this size.
+    """
+    size = input_size(encoder, options.get("image_size"))
+    config = MultiCropConfig(global_size=size, local_crops=0)
+    transform = MultiCrop(colors_for(config, encoder.preprocessing.channels))
+
+    def pair(encoder: Encoder, crops: Tensor) -> Tensor:
+        """Return the features of both crops of each image in one row: (2 * B, C, S, S) -> (B, 2 * D)."""
+        return torch.cat(encoder(crops).pooled.chunk(2), 1)
+
+    options |= {"transform": transform, "feature": pair, "labels": False, "images": images}
+    return extract(encoder, shards, accelerator, **options).features.unflatten(1, (2, -1))
+
+
+@torch.no_grad()
+def view_retrieval(features: Tensor, device: torch.device | None = None) -> tuple[float, int]:
+    """Return the share of images, 0 to 1, whose first crop is nearest to their own second crop, and the number of
+    images of all processes. Collective.
+
+    Of equally similar crops, that of the first image counts as the nearest. If a feature is not finite, the share is 0.
+
+    Args:
+        features: features of the two crops of each image of this process, (N, 2, D).
+        device: device of the computation. None selects the device of the features.
+
+    Raises:
+        EvaluationError: there are fewer than 2 images.
+    """
+    every = torch.cat(all_gather(features.to(device or features.device).float()))  # (images of all processes, 2, D)
+    count = len(every)
+    if count < 2:
+        raise EvaluationError(f"View retrieval needs at least 2 readable images, but there are {count}.")
+    with torch.autocast(every.device.type, enabled=False), full_float32():
+        first, second = F.normalize(every - every.mean((0, 1)), dim=2).unbind(1)
+        similarity = first @ second.T
+    own = similarity.diagonal()
+    found = (similarity.argmax(1) == torch.arange(count, device=every.device)) & own.isfinite()
+    return found.double().mean().item(), count
+
+
+def run(settings: ViewRetrievalSettings) -> dict[str, Any]:
+    """Compute the score, print it and write it to a file. Return the contents of the file on the main process.
+
+    Raises:
+        ResultError: `settings.output` exists.
+        ShardError: the shards cannot be read.
+        EvaluationError: the encoder cannot be loaded or used, or there are too few images.
+    """
+    accelerator = make_accelerator()
+    check_output(settings.output)
+    access = describe_remote([settings.data], settings.access)
+    shards = open_shards(settings.data, source=access, progress=accelerator.is_main_process)
+    encoder, file = load_encoder(settings)
+    encoder.to(accelerator.device)
+    options = settings.model_dump(include={"image_size", "batch_size", "workers", "precision"}) | {"source": access}
+    score, images = view_retrieval(crop_features(encoder, shards, accelerator, settings.images, **options))
+    if not accelerator.is_main_process:
+        return {}
+    result = {
+        "protocol": "view retrieval",
+        "top1": score,
+        "val_images": images,
+        "checkpoint": str(file or settings.checkpoint),
+        "settings": settings.model_dump(mode="json")
+        | {"image_size": input_size(encoder, settings.image_size), "processes": accelerator.num_processes},
+    }
+    evaluation = Evaluation("view_retrieval", file, settings.data, settings.output, shards.content())
+    return write_result(evaluation, result, ["images", "own crop is nearest"], [[images, score]])
+
+
+if __name__ == "__main__":
+    main(ViewRetrievalSettings, run)
