@@ -14,6 +14,7 @@ Shape letters: N images of this process, D features per crop.
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from tessera.data.augment import colors_for
 from tessera.data.crops import MultiCrop, MultiCropConfig
-from tessera.data.shards import Shards, describe_remote, open_shards
+from tessera.data.shards import Source, describe_remote, open_shards
 from tessera.encoders.base import Encoder
 from tessera.evaluation.command import main
 from tessera.evaluation.features import (
@@ -47,21 +48,22 @@ class ViewRetrievalSettings(EncoderSettings):
     data: str | list[str]
     """SHARDS of the images; labels are not read"""
     images: int = Field(IMAGES, ge=2)
-    """number of images, spaced evenly over the shards; fewer if the shards have fewer"""
+    """number of images, spaced evenly over the first shards that have so many; fewer if all shards have fewer"""
     output: str | None = None
     """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
 
 
 def crop_features(
-    encoder: Encoder, shards: Shards, accelerator: Accelerator, images: int = IMAGES, **options: Any
+    encoder: Encoder, shards: Source, accelerator: Accelerator, images: int = IMAGES, **options: Any
 ) -> Tensor:
     """Return the features of two crops of each image, (N, 2, D). Collective.
 
-    The crops depend only on the index of the image, so all encoders get the same crops.
+    The crops depend only on the index of the image, so all encoders get the same crops. Only the first shards that have
+    as many images are read, because the others may be far away.
 
     Args:
         encoder: encoder on the accelerator's device.
-        shards: SHARDS of the images, or opened shards.
+        shards: opened shards of the images.
         accelerator: accelerator of all processes.
         images: number of images of all processes.
         options: options of `evaluation.features.extract`.
@@ -78,8 +80,9 @@ def crop_features(
         """Return the features of both crops of each image in one row: (2 * B, C, S, S) -> (B, 2 * D)."""
         return torch.cat(encoder(crops).pooled.chunk(2), 1)
 
+    nearest = shards.first(int(np.searchsorted(np.cumsum(shards.counts), images)) + 1)
     options |= {"transform": transform, "feature": pair, "labels": False, "images": images}
-    return extract(encoder, shards, accelerator, **options).features.unflatten(1, (2, -1))
+    return extract(encoder, nearest, accelerator, **options).features.unflatten(1, (2, -1))
 
 
 @torch.no_grad()

@@ -127,6 +127,8 @@ class EvaluationConfig(Section):
     """SHARDS with segmentation maps to segment"""
     maps_ignore: tuple[int, ...] = ()
     """map values whose pixels are ignored, besides 255"""
+    view_images: int = Field(default=2048, ge=0)
+    """number of training images whose crops are compared without labels if there is no evaluation.val; 0: none"""
     k: int = Field(default=20, ge=1)
     """number of nearest neighbours (k)"""
     linear_iterations: int = Field(default=100, ge=0)

@@ -26,7 +26,7 @@ from tessera.pretrain.forecast import check_gpus, forecast
 from tessera.pretrain.loop import train
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring.dense import OnlineSegmentation
-from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, write_accuracy
+from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, OnlineViews, write_accuracy
 from tessera.pretrain.monitoring.recorder import Recorder, record_start
 from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
 from tessera.pretrain.preflight import Plan, print_plan, print_table, warn_of_memory
@@ -140,7 +140,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if newest:
         resume.restore(newest, accelerator, engine)
         log.info("resumed from %s, step %d of %d", newest, position.step, config.steps)
-    knn, accuracy, dense = evaluations(config, method, prepared.shards, accelerator)
+    knn, accuracy, dense, views = evaluations(config, method, prepared.shards, accelerator)
     recorder = None
     if accelerator.is_main_process:
         if newest is None or position.step < config.steps:  # settings of a run that is done have no effect any more
@@ -156,7 +156,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         saving_on_interrupt(),
         Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver,
     ):
-        own = (recorder, knn, saver, images, position, accuracy, dense)
+        own = (recorder, knn, saver, images, position, accuracy, dense, views)
         run = TrainingRun(config, output, accelerator, method, engine, *own)
         train(run, iter(batches))
     finish_run(run)
@@ -252,21 +252,24 @@ def workers(config: RunConfig, accelerator: Accelerator) -> int:
 
 def evaluations(
     config: RunConfig, method: Method, shards: WeightedShards, accelerator: Accelerator
-) -> tuple[OnlineKNN | None, Accuracy | None, OnlineSegmentation | None]:
-    """Return the online k-NN, the evaluation of a supervised method, and the segmentation of images with maps.
+) -> tuple[OnlineKNN | None, Accuracy | None, OnlineSegmentation | None, OnlineViews | None]:
+    """Return the online k-NN, the evaluation of a supervised method, the segmentation of images with maps, and the
+    score without labels.
 
-    The first is None for a supervised method, and the second for all other methods. Both are None if `evaluation.val`
-    is not set, and the third if no maps are named.
+    The first and the last are None for a supervised method, and the second for all other methods. The first two are
+    None if `evaluation.val` is not set, the third if no maps are named, and the last if `evaluation.val` is set.
     """
     own, dense = config.evaluation, None
+    train: Any = list(shards) if isinstance(shards, dict) else shards
     if own.maps_train is not None or own.maps_val is not None:
         dense = OnlineSegmentation(own, method.image_size, accelerator, config.access)
+    options = (method.image_size, accelerator, config.access)
     if own.val is None:
-        return None, None, dense
-    train: Any = list(shards) if isinstance(shards, dict) else shards
+        compared = own.view_images and not method.supervised
+        return None, None, dense, OnlineViews(own, own.train or train, *options) if compared else None
     if method.supervised:
-        return None, Accuracy(own, train, method.image_size, accelerator, config.access), dense
-    return OnlineKNN(own, own.train or train, method.image_size, accelerator, config.access), None, dense
+        return None, Accuracy(own, train, *options), dense, None
+    return OnlineKNN(own, own.train or train, *options), None, dense, None
 
 
 def announce(given: RunConfig, config: RunConfig, images: int, engine: Engine) -> None:
@@ -323,7 +326,8 @@ def finish_run(run: TrainingRun) -> None:
     )
     if scores.history:
         after = f"{100 * scores.history[-1].accuracy:.1f} % after {run.steps} steps"
-        print(f"\n{evaluation.k}-NN accuracy on held-out images: {after} ({baselines(scores)}){linear(scores)}")
+        name = f"{evaluation.k}-NN accuracy on held-out images" if evaluation.val else OnlineViews.name
+        print(f"\n{name}: {after} ({baselines(scores)}){linear(scores)}")
     command = f"tessera linear_probe --checkpoint {run.output} --train '{train}' --val '{val}'"
     data = run.config.data
     stages = [data.stages] if isinstance(data.stages, str) else data.stages or []

@@ -14,7 +14,7 @@ from tessera.data.pictures import crops, panels
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.monitoring import feature_maps, verdict
 from tessera.pretrain.monitoring.collapse import CollapseAlarm
-from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN
+from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, OnlineViews
 from tessera.pretrain.monitoring.progress_bar import Progress
 from tessera.pretrain.step import RunningStep, Step, finish_step, start_step, to_device
 from tessera.pretrain.training_run import TrainingRun
@@ -225,7 +225,7 @@ def _record_and_score(run: TrainingRun, record: dict[str, Any], batch: Batch | N
         shown: dict[str, np.ndarray | None] = {}
         if run.config.evaluation.pictures and batch is not None:
             shown |= _pictures(run, to_device(run, batch))
-        if run.online_knn is not None or run.dense is not None:
+        if run.online_knn is not None or run.dense is not None or run.views is not None:
             shown |= _score(run, record, alarm)
         if run.accuracy is not None:
             record |= _classify(run, run.accuracy)
@@ -249,6 +249,9 @@ def _score(run: TrainingRun, record: dict[str, Any], alarm: CollapseAlarm) -> di
                 "pca": feature_maps.pca(encoder, images),
             }
             encoder.train(training)
+    if run.views is not None:
+        record |= run.views.evaluate(encoder)
+        log.info("%s", _verdict(run, run.views, record, alarm))
     if run.dense is not None:
         found = run.dense.evaluate(encoder)
         log.info("step %d: mean IoU of a k-NN segmentation %.1f %%", run.state.step, 100 * found["patch_miou"])
@@ -269,17 +272,19 @@ def _classify(run: TrainingRun, evaluation: Accuracy) -> dict[str, float]:
     return found
 
 
-def _verdict(run: TrainingRun, online_knn: OnlineKNN, record: dict[str, Any], alarm: CollapseAlarm) -> str:
+def _verdict(
+    run: TrainingRun, evaluation: OnlineKNN | OnlineViews, record: dict[str, Any], alarm: CollapseAlarm
+) -> str:
     """Add the accuracies in `record` to the scores of the run, and return a one-line verdict on the run."""
     step, scores = run.state.step, verdict.Scores(run.state.scores)
     scores.add(step, record)
     if step == 0:
-        return f"step 0: {online_knn.config.k}-NN accuracy {verdict.baselines(scores)}{verdict.linear(scores)}"
+        return f"step 0: {evaluation.name} {verdict.baselines(scores)}{verdict.linear(scores)}"
     signs = alarm.signs(record, run.method.collapse_signs(record))
     early = max(run.config.optim.warmup_steps, int(run.config.health.grace * run.steps))
-    found = verdict.outcome(scores.history, online_knn.queries, early, signs, scores.linear)
+    found = verdict.outcome(scores.history, evaluation.queries, early, signs, scores.linear)
     advice = list(signs.values()) or run.method.advice(record)
-    return verdict.line(scores, online_knn.config.k, online_knn.queries, found, advice)
+    return verdict.line(scores, evaluation.name, evaluation.queries, found, advice)
 
 
 def _record_pictures(run: TrainingRun, shown: dict[str, np.ndarray]) -> None:

@@ -13,7 +13,7 @@ from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring.dense import OnlineSegmentation
-from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN
+from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, OnlineViews
 from tessera.pretrain.monitoring.recorder import Recorder
 
 
@@ -39,6 +39,8 @@ class TrainingRun:
     """Evaluation of a supervised method; None for other methods, or if the settings name no evaluation shards."""
     dense: OnlineSegmentation | None = None
     """k-NN segmentation of patch tokens; None if the settings name no shards with maps."""
+    views: OnlineViews | None = None
+    """Score without labels; None if the settings name evaluation shards, or for a supervised method."""
 
     @cached_property
     def copy_stream(self) -> torch.cuda.Stream:

@@ -22,6 +22,7 @@ a file has several of these keys, the first one counts."""
 ONLINE = {
     "knn_top1": ("evaluation.k", "{}-NN in training", "evaluation.val"),
     "linear_top1": ("evaluation.linear_iterations", "linear probe of {} iterations in training", "evaluation.val"),
+    "view_retrieval": ("evaluation.view_images", "view retrieval of {} images in training", "data.shards"),
     "patch_miou": ("evaluation.maps_ignore", "10-NN of patches in training (mIoU)", "evaluation.maps_val"),
 }
 """Metrics that are scores of evaluations during training. Each value consists of the name of a setting, of the name of

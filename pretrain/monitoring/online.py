@@ -1,7 +1,9 @@
 """Evaluations during training: k-NN and a linear probe of the features, or the accuracy of a classifier."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from tessera.data.augment import to_model_input
 from tessera.data.crops import CenterCrop
 from tessera.data.loader import Reading, evaluation_batches
-from tessera.data.shards import DEFAULT, Source, SourceConfig
+from tessera.data.shards import DEFAULT, Source, SourceConfig, describe_remote, open_shards
 from tessera.encoders.base import Encoder, Preprocessing
 from tessera.evaluation import logistic
 from tessera.evaluation.features import (
@@ -27,6 +29,7 @@ from tessera.evaluation.features import (
 from tessera.evaluation.knn import knn_accuracy
 from tessera.evaluation.results import Evaluation, write_result
 from tessera.evaluation.splits import check_labels, open_labelled_splits
+from tessera.evaluation.view_retrieval import crop_features, view_retrieval
 from tessera.pretrain.config import EvaluationConfig, RunConfig
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring.verdict import Scores
@@ -36,6 +39,71 @@ PIXEL_SIDE = 32
 """Side in pixels to which larger images are shrunk before the k-NN accuracy of the raw pixels is computed."""
 TOP = 5
 """Number of best-scored classes in top-5 accuracy. An image counts as correct if its class is one of them."""
+
+
+def extract_options(config: EvaluationConfig, image_size: int, accelerator: Accelerator) -> dict[str, Any]:
+    """Return the options of `evaluation.features.extract` for an evaluation during training."""
+    precision = config.precision
+    if precision == "auto":
+        in_bf16 = accelerator.mixed_precision == "bf16" and accelerator.device.type == "cuda"
+        precision = "bf16" if in_bf16 else "fp32"
+    return {"image_size": image_size, "batch_size": config.batch_size, "precision": precision, "progress": False}
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode within a `with` block, and restore its mode (train or eval) and the random states."""
+    training = model.training
+    model.eval()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    model.train(training)
+
+
+class OnlineViews:
+    """Score of a run without labels; see `evaluation.view_retrieval`. All processes must create the object and call
+    `evaluate`."""
+
+    name = "view retrieval"
+    """Name of the score in messages."""
+    queries = 0
+    """Number of scored images; known after the first evaluation."""
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        train: str | list[str],
+        image_size: int,
+        accelerator: Accelerator,
+        source: SourceConfig = DEFAULT,
+    ) -> None:
+        """Open the training shards.
+
+        Args:
+            config: settings of the evaluation.
+            train: SHARDS of the training images.
+            image_size: side of the images in pixels.
+            accelerator: accelerator of the run.
+            source: options for reading remote shards.
+
+        Raises:
+            ShardError: a shard cannot be used.
+        """
+        self.config, self.image_size, self.accelerator = config, image_size, accelerator
+        self.source = describe_remote([train], source)
+        self.shards = open_shards(train, progress=accelerator.is_main_process, source=self.source)
+
+    def evaluate(self, encoder: Encoder) -> dict[str, float]:
+        """Return the share of images whose crops find each other, 0 to 1, as `view_retrieval`.
+
+        Raises:
+            EvaluationError: fewer than 2 images can be read.
+        """
+        options = extract_options(self.config, self.image_size, self.accelerator) | {"source": self.source}
+        with eval_mode(encoder):
+            features = crop_features(encoder, self.shards, self.accelerator, self.config.view_images, **options)
+        share, self.queries = view_retrieval(features, self.accelerator.device)
+        return {"view_retrieval": share}
 
 
 class OnlineEvaluation:
@@ -73,27 +141,20 @@ class OnlineEvaluation:
     ) -> list[LabelledFeatures]:
         """Return the features of centre crops for each item of `shards`; see `evaluation.features.extract`.
 
-        `model` contains `encoder`, and is in eval mode during the extraction. Afterwards, its mode (train or eval) and
-        the random states are restored.
+        `model` contains `encoder`.
         """
-        training = model.training
-        model.eval()
-        precision = self.config.precision
-        if precision == "auto":
-            in_bf16 = self.accelerator.mixed_precision == "bf16" and self.accelerator.device.type == "cuda"
-            precision = "bf16" if in_bf16 else "fp32"
-        options = {"image_size": self.image_size, "batch_size": self.config.batch_size, "source": self.source}
-        with torch.random.fork_rng(devices=[]):
-            found = [
-                extract(encoder, one, self.accelerator, **options, precision=precision, feature=feature, progress=False)
-                for one in shards
-            ]
-        model.train(training)
-        return found
+        options = extract_options(self.config, self.image_size, self.accelerator) | {"feature": feature}
+        with eval_mode(model):
+            return [extract(encoder, one, self.accelerator, source=self.source, **options) for one in shards]
 
 
 class OnlineKNN(OnlineEvaluation):
     """k-NN and linear probe on the same features of an encoder."""
+
+    @property
+    def name(self) -> str:
+        """Name of the main score in messages."""
+        return f"{self.config.k}-NN"
 
     queries = 0
     """Number of scored images; known after the first evaluation."""

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-ACCURACIES = {"knn_top1": "k-NN", "linear_top1": "linear", "val_top1": "top-1"}
+ACCURACIES = {"knn_top1": "k-NN", "linear_top1": "linear", "val_top1": "top-1", "view_retrieval": "view retrieval"}
 """Names under which the progress shows accuracies, by metric."""
 
 

@@ -14,8 +14,12 @@ ADVISED = ("flat", "falling", "collapsing")
 """Outcomes for which the verdict also names settings to try."""
 
 
+MAIN = ("knn_top1", "val_top1", "view_retrieval")
+"""Metrics that can be the main score of a run. An evaluation has one of them."""
+
+
 class Score(NamedTuple):
-    """Accuracy of k-NN, of the linear probe or of a classifier at one evaluation."""
+    """Accuracy of k-NN, of the linear probe or of a classifier, or the view retrieval, at one evaluation."""
 
     step: int
     """Number of steps before the evaluation."""
@@ -32,7 +36,8 @@ class Score(NamedTuple):
 class Scores:
     """Accuracies of all evaluations of a run so far, and the k-NN accuracy with raw pixels as features.
 
-    The main accuracy is that of k-NN, or that of the classifier if the method is supervised.
+    The main accuracy is that of k-NN, that of the classifier if the method is supervised, or the view retrieval if the
+    run has no labels.
     """
 
     memory: dict[str, Any] = field(default_factory=dict)
@@ -64,11 +69,15 @@ class Scores:
         return self.memory.get("newest", {})
 
     def add(self, step: int, record: Mapping[str, float]) -> None:
-        """Add the accuracies of an evaluation. `record` must have `knn_top1` or `val_top1`, and may have `linear_top1`
-        and `knn_pixels`."""
-        accuracy = record["knn_top1"] if "knn_top1" in record else record["val_top1"]
-        self.memory["newest"] = {"step": step} | {name: x for name, x in record.items() if name.endswith("_top1")}
-        self.memory.setdefault("history", []).append([step, accuracy])
+        """Add the accuracies of an evaluation. `record` must have one metric of `MAIN`, and may have `linear_top1` and
+        `knn_pixels`. If a resumed run has another main metric than before, its history begins again."""
+        main = next(name for name in MAIN if name in record)
+        if self.memory.setdefault("main", main) != main:
+            self.memory.clear()
+            self.memory["main"] = main
+        shown = {name: x for name, x in record.items() if name in (*MAIN, "linear_top1")}
+        self.memory["newest"] = {"step": step} | shown
+        self.memory.setdefault("history", []).append([step, record[main]])
         if "linear_top1" in record:
             self.memory.setdefault("linear", []).append([step, record["linear_top1"]])
         if "knn_pixels" in record:
@@ -153,19 +162,19 @@ def linear(scores: Scores) -> str:
     return text if first.step == now.step else f"{text} ({first.when} {100 * first.accuracy:.1f} %)"
 
 
-def line(scores: Scores, k: int, queries: int, found: Outcome, advice: Sequence[str]) -> str:
+def line(scores: Scores, name: str, queries: int, found: Outcome, advice: Sequence[str]) -> str:
     """Format the verdict as one line: the accuracy with its baselines, the outcome, and settings to try.
 
     Args:
         scores: accuracies so far.
-        k: number of neighbours.
+        name: name of the main accuracy, such as `20-NN`.
         queries: number of images that are scored.
         found: result of `outcome`.
         advice: observations about the run, each with settings to try.
     """
     history = scores.history
     first, now = history[0], history[-1]
-    text = f"step {now.step}: {k}-NN {100 * now.accuracy:.1f} % ({baselines(scores)}){linear(scores)}: {found}"
+    text = f"step {now.step}: {name} {100 * now.accuracy:.1f} % ({baselines(scores)}){linear(scores)}: {found}"
     if scores.linear and found in TRENDS and found != trend(history, queries):
         text += " by the linear probe"
     if found == "flat":

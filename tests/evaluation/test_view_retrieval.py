@@ -7,6 +7,7 @@ from accelerate import Accelerator
 from sklearn.neighbors import NearestNeighbors
 
 from tessera import encoders
+from tessera.data.shards import open_shards
 from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.view_retrieval import ViewRetrievalSettings, crop_features, run, view_retrieval
 from tests.evaluation.conftest import FAMILIES, results_of_one_and_two_processes, save_encoder, write_shard
@@ -40,12 +41,12 @@ def test_equal_and_broken_features_find_nothing():
 
 
 def test_every_encoder_gets_the_same_two_different_crops(shards):
-    seen = []
+    seen, source = [], open_shards(str(shards / "train-{0..1}.tar"))
     encoder = encoders.build("vit_micro").eval()
     encoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].clone()))
     for batch_size in (8, 8, 5):
         options = {"images": 10, "batch_size": batch_size, "workers": 0}
-        features = crop_features(encoder, str(shards / "train-{0..1}.tar"), Accelerator(), **options)
+        features = crop_features(encoder, source, Accelerator(), **options)
         assert features.shape == (10, 2, encoder.dim)
     first, again = ([half for crops in seen[i : i + 2] for half in crops.chunk(2)] for i in (0, 2))
     torch.testing.assert_close(first, again)
@@ -62,7 +63,7 @@ def test_the_command_works_for_every_family(shards, tmp_path, variant):
     (file,) = tmp_path.glob(f"{variant}-view_retrieval-shards*-train-*.json")
     found = json.loads(file.read_text())
     assert (found["protocol"], found["val_images"]) == ("view retrieval", 31)
-    features = crop_features(encoders.load(path).eval(), data, Accelerator(), batch_size=4, workers=0)
+    features = crop_features(encoders.load(path).eval(), open_shards(data), Accelerator(), batch_size=4, workers=0)
     assert found["top1"] == view_retrieval(features)[0]
 
 

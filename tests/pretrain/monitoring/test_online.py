@@ -15,12 +15,14 @@ from sklearn.preprocessing import Normalizer, StandardScaler
 from threadpoolctl import threadpool_limits
 
 from tessera import encoders
+from tessera.data.shards import open_shards
 from tessera.encoders.base import IMAGENET, Encoder, Preprocessing
 from tessera.evaluation.features import EvaluationError
+from tessera.evaluation.view_retrieval import crop_features, view_retrieval
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import EvaluationConfig
 from tessera.pretrain.methods.supervised import Finetune, FinetuneConfig
-from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, write_accuracy
+from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, OnlineViews, write_accuracy
 from tessera.pretrain.monitoring.verdict import Scores, accuracy_line
 from tessera.pretrain.resolve import resolve
 from tessera.runtime.processes import make_accelerator
@@ -116,6 +118,19 @@ def test_the_precision_of_the_forward_passes_is_a_setting(shards, monkeypatch, a
     encoder.blocks[0].mlp.register_forward_hook(lambda *hooked: seen.add(hooked[2].dtype))  # pyright: ignore
     online_knn.evaluate(encoder)
     assert seen == {expected}
+
+
+def test_views_are_those_of_the_command_and_leave_the_encoder_as_it_was(shards) -> None:
+    paths, _ = shards
+    encoder = make(paths)[1]
+    views = OnlineViews(EvaluationConfig(view_images=20), paths["train"], SIDE, make_accelerator())
+    before = torch.get_rng_state()
+    found = views.evaluate(encoder)
+    assert encoder.training
+    assert torch.equal(torch.get_rng_state(), before)
+    features = crop_features(encoder.eval(), open_shards(paths["train"]), make_accelerator(), 20, workers=0)
+    assert found == {"view_retrieval": view_retrieval(features)[0]}
+    assert views.queries == 20
 
 
 def test_leaves_mode_random_numbers_and_gradients_as_they_were(shards) -> None:

@@ -73,11 +73,13 @@ def test_line_shows_the_baselines_the_change_and_the_advice() -> None:
     assert baselines(scores) == "before training 50.4 %, raw pixels 56.4 %"
     scores.add(100, {"knn_top1": 0.58})
     scores.add(200, {"knn_top1": 0.512})
-    assert line(scores, 20, 360, "learning", ["Try this."]) == (
+    assert line(scores, "20-NN", 360, "learning", ["Try this."]) == (
         "step 200: 20-NN 51.2 % (before training 50.4 %, raw pixels 56.4 %): learning, -6.8 points since step 100"
     )
-    assert line(scores, 20, 360, "flat", []).endswith("flat, +0.8 points since step 0, of which 7.5 can be chance. ")
-    assert line(scores, 20, 360, "falling", ["Seen that.", "Try this."]).endswith(
+    assert line(scores, "20-NN", 360, "flat", []).endswith(
+        "flat, +0.8 points since step 0, of which 7.5 can be chance. "
+    )
+    assert line(scores, "20-NN", 360, "falling", ["Seen that.", "Try this."]).endswith(
         "falling, -6.8 points since step 100, best 58.0 % at step 100. Seen that. Try this."
     )
 
@@ -87,12 +89,23 @@ def test_line_shows_the_linear_probe_of_the_same_step() -> None:
     scores.add(0, {"knn_top1": 0.5, "linear_top1": 0.6, "knn_pixels": 0.55})
     assert linear(scores) == ", linear probe 60.0 %"
     scores.add(100, {"knn_top1": 0.7, "linear_top1": 0.812})
-    assert line(Scores(json.loads(json.dumps(scores.memory))), 20, 360, "learning", []) == (
+    assert line(Scores(json.loads(json.dumps(scores.memory))), "20-NN", 360, "learning", []) == (
         "step 100: 20-NN 70.0 % (before training 50.0 %, raw pixels 55.0 %), linear probe 81.2 % "
         "(before training 60.0 %): learning, +20.0 points since step 0"
     )
     scores.add(200, {"knn_top1": 0.7})  # resumed without the linear probe
     assert linear(scores) == ""
+
+
+def test_another_main_score_begins_a_new_history() -> None:
+    scores = Scores()
+    scores.add(0, {"view_retrieval": 0.05})
+    scores.add(100, {"view_retrieval": 0.2, "loss": 1.0})
+    assert scores.newest == {"step": 100, "view_retrieval": 0.2}
+    resumed = Scores(json.loads(json.dumps(scores.memory)))
+    resumed.add(200, {"knn_top1": 0.6, "linear_top1": 0.7})
+    assert resumed.history == [Score(200, 0.6)]
+    assert baselines(resumed) == "step 200 60.0 %"
 
 
 def test_scores_survive_a_checkpoint() -> None:
