@@ -34,6 +34,8 @@ COMMANDS = {
     "summary": ("tessera.encoders.summary", "print the size and cost of encoders"),
     "runs": ("tessera.evaluation.runs", "list runs, their scores, and how to continue them"),
     "report": ("tessera.evaluation.report", "compare runs on one page"),
+    "conformance": ("tessera.evaluation.conformance", "compare losses with their published formulas"),
+    "check_resume": ("tessera.evaluation.check_resume", "kill and resume a run, and compare it"),
     "preview": ("tessera.data.preview", "show images, or the crops and masks of a run"),
     "make_shards": ("tessera.data.make_shards", "make shards from a folder of images"),
     "check_shards": ("tessera.data.check_shards", "verify shards"),

@@ -8,6 +8,7 @@ import torch
 
 from tessera import encoders
 from tessera.data.batch import Batch
+from tessera.evaluation import references
 from tessera.pretrain.methods.dino import DINO, DINOConfig, resolve
 from tessera.pretrain.methods.heads import Head
 from tessera.pretrain.methods.method import RunSize
@@ -47,19 +48,6 @@ def naive_head(head: Head, x: np.ndarray) -> np.ndarray:
     return x @ (weights["last_layer.weight_g"] * v / np.linalg.norm(v, axis=1, keepdims=True)).T
 
 
-def naive_loss(student: torch.Tensor, teacher: torch.Tensor, center: torch.Tensor, temperatures) -> torch.Tensor:
-    """DINO's double loop over crops; logits (crops, B, K)."""
-    total, terms = torch.zeros((), dtype=torch.float64), 0
-    for g in range(len(teacher)):
-        target = torch.softmax((teacher[g] - center) / temperatures[1], dim=-1)
-        for s in range(len(student)):
-            if s == g:
-                continue
-            total = total - (target * torch.log_softmax(student[s] / temperatures[0], dim=-1)).sum(-1).mean()
-            terms += 1
-    return total / terms
-
-
 def test_head_equals_formula() -> None:
     method, _ = make()
     assert not method.student["head"].last_layer.weight_g.requires_grad
@@ -85,7 +73,7 @@ def test_method_loss_and_gradients_equal_naive_float64() -> None:
     student = torch.cat([v.unflatten(0, (n, -1)) for v, n in zip(logits, crops_of(batch), strict=True)])
     with torch.no_grad():
         teacher = twin.teacher["head"](twin.teacher["encoder"](views[0]).pooled).unflatten(0, (2, -1))
-    naive = naive_loss(student, teacher, twin.center, (0.1, method.temperature(3)))
+    naive = references.dino_loss(student, teacher, twin.center, 0.1, method.temperature(3))
     naive.backward()
     torch.testing.assert_close(loss.double(), naive, rtol=1e-5, atol=0)
     for (name, p), q in zip(method.student.named_parameters(), twin.student.parameters(), strict=True):

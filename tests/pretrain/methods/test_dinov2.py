@@ -9,6 +9,7 @@ from torch import Tensor
 from tessera import encoders
 from tessera.data.batch import Batch, View
 from tessera.encoders.images import Mask
+from tessera.evaluation import references
 from tessera.pretrain.methods.dinov2 import DINOv2, DINOv2Config, resolve
 from tessera.pretrain.methods.method import RunSize
 from tessera.pretrain.optim.adamw import OptimConfig, parameter_groups
@@ -60,11 +61,7 @@ def naive_terms(method: DINOv2, given: Batch, step: int) -> dict[str, Tensor]:
     def probabilities(logits: Tensor, center: Tensor) -> Tensor:
         if c.centering == "mean":
             return torch.softmax((logits - center) / tau, dim=-1)
-        q = (logits / tau - (logits / tau).max()).exp()
-        for _ in range(3):
-            q = q / q.sum(0, keepdim=True) / q.shape[1]
-            q = q / q.sum(1, keepdim=True) / len(q)
-        return q * len(q)
+        return references.sinkhorn(logits, tau)
 
     with torch.no_grad():
         seen = method.teacher["encoder"](first.images)
@@ -80,15 +77,10 @@ def naive_terms(method: DINOv2, given: Batch, step: int) -> dict[str, Tensor]:
     per_token = -(teacher_tokens * token_logits.log_softmax(1)).sum(1)
     counts = mask.hidden.view(2 * images, -1).sum(1).tolist()
     per_crop = [part.mean() for part in per_token.split(counts) if len(part)]
-    koleo = []
-    for crop in pooled[:2]:
-        x = crop / crop.norm(dim=1, keepdim=True)
-        for i in range(images):
-            koleo.append(-min((x[i] - x[j]).norm() for j in range(images) if j != i).log())
     return {
         "dino_loss": torch.stack(pairs).mean(),
         "ibot_loss": torch.stack(per_crop).sum() / (2 * images),
-        "koleo_loss": 0.1 * 2 * torch.stack(koleo).mean(),
+        "koleo_loss": 0.1 * (references.koleo_loss(pooled[0]) + references.koleo_loss(pooled[1])),
     }
 
 

@@ -2,12 +2,12 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
 from tessera import encoders
 from tessera.data.batch import Batch
+from tessera.evaluation import references
 from tessera.pretrain.methods.lejepa import (
     LeJEPA,
     LeJEPAConfig,
@@ -31,23 +31,6 @@ def make(images: int = 4, **settings) -> tuple[LeJEPA, Batch]:
     generator = torch.Generator().manual_seed(1)
     views = [torch.randn(n * images, 3, s, s, generator=generator) for n, s in ((2, 16), (config.local_crops, 8))]
     return method, batch_of(views, (2, config.local_crops))
-
-
-def naive_sigreg(embeddings: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """Loops over views, directions and points, in float64. The integral is the trapezoid rule from -3 to 3."""
-    embeddings, directions = embeddings.double(), directions.double()
-    points = np.linspace(-3, 3, 33)
-    total = torch.zeros((), dtype=torch.float64)
-    for view in embeddings:
-        for direction in directions.T:
-            x = (view * direction).sum(1)
-            values = []
-            for t in points:
-                phi = math.exp(-t * t / 2)
-                real, imaginary = torch.cos(t * x).mean() - phi, torch.sin(t * x).mean()
-                values.append((real**2 + imaginary**2) * phi)
-            total = total + len(view) * torch.trapezoid(torch.stack(values), torch.from_numpy(points))
-    return total / (len(embeddings) * directions.shape[1])
 
 
 def naive_invariance(embeddings: torch.Tensor) -> torch.Tensor:
@@ -122,7 +105,7 @@ def test_method_loss_and_gradients_equal_naive_float64() -> None:
             x = x.clamp(min=0)
     embeddings = x.unflatten(0, (5, -1))
     weight = 0.02 * 256 / 4 / (0.98 + 0.02 * 256 / 4)
-    naive = weight * naive_sigreg(embeddings, draw_directions(6, 20, 3, CPU))
+    naive = weight * references.sigreg(embeddings, draw_directions(6, 20, 3, CPU).double())
     naive = naive + (1 - weight) * naive_invariance(embeddings)
     naive.backward()
     torch.testing.assert_close(loss.double(), naive, rtol=1e-5, atol=0)
