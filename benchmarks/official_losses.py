@@ -1,8 +1,8 @@
-"""The official code of the papers as an adapter of `tessera conformance`: it shows that the formulas have its conventions.
+"""The authors' code of the papers as an adapter of `tessera conformance`.
 
-    for code in facebookresearch/{dino,dinov2,dinov3,mae} rbalestr-lab/lejepa; do git clone https://github.com/$code; done
-    export PYTHONPATH=$PWD/dino:$PWD/dinov2:$PWD/dinov3:$PWD/mae:$PWD/lejepa
-    cd benchmarks && tessera conformance official_losses
+git clone https://github.com/facebookresearch/dino   # and dinov2, dinov3, mae, and rbalestr-lab/lejepa
+export PYTHONPATH=$PWD/dino:$PWD/dinov2:$PWD/dinov3:$PWD/mae:$PWD/lejepa
+cd benchmarks && tessera conformance official_losses
 """
 
 from types import SimpleNamespace
@@ -18,7 +18,8 @@ from models_mae import MaskedAutoencoderViT  # pyright: ignore[reportMissingImpo
 from torch import Tensor
 
 if not dist.is_initialized():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 koleo_loss = KoLeoLoss()
 gram_loss = GramLoss(apply_norm=True, remove_neg=False)

@@ -112,6 +112,10 @@ def mae_with_epsilon_of_deviation(predicted: Tensor, patches: Tensor, mask: Tens
     return F.mse_loss(predicted[mask], target[mask])
 
 
+def centers_from_first_mean(logits: Tensor, momentum: float) -> Tensor:
+    return ours.center_updates(logits, momentum) + momentum ** torch.arange(1, 4)[:, None] * logits[0].mean(0)
+
+
 DEFECTS: list[tuple[str, str, Callable[..., Tensor]]] = [
     ("dino_loss", "student temperature", changed("dino_loss", 1.01, 1)),
     ("dino_loss", "teacher temperature", changed("dino_loss", 1, 1.01)),
@@ -147,7 +151,7 @@ DEFECTS: list[tuple[str, str, Callable[..., Tensor]]] = [
     ("mae_loss", "epsilon of the standard deviation", mae_with_epsilon_of_deviation),
     ("mae_loss", "visible patches", lambda p, t, mask: mae(p, t, torch.ones_like(mask))),
     ("center_updates", "sum of rows", lambda x, m: ours.center_updates(x * x.shape[1], m)),
-    ("center_updates", "starts at the first mean", lambda x, m: torch.stack([x[0].mean(0)] * 3)),
+    ("center_updates", "starts at the first mean", centers_from_first_mean),
     ("center_updates", "momentum", lambda x, m: ours.center_updates(x, 1 - m)),
     ("teacher_updates", "momentum", lambda x, m: ours.teacher_updates(x, 1 - m)),
     ("teacher_updates", "one step late", lambda x, m: ours.teacher_updates(torch.cat([x[:1], x[:-1]]), m)),
