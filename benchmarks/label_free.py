@@ -159,7 +159,8 @@ def table(lines: Sequence[dict[str, Any]]) -> None:
     for name in ["view retrieval", *SCORES, "loss"]:
         within = [correlation(found, name) for found in runs.values() if len(found) > 2]
         groups = [[line for line in lines if line["method"] == method] for method in methods]
-        cells = [float(np.mean(within)), min(within, default=math.nan), *(correlation(group, name) for group in [*groups, lines])]
+        across = [correlation(group, name) for group in [*groups, lines]]
+        cells = [float(np.mean(within)), min(within, default=math.nan), *across]
         print(f"| {name} |", " | ".join(f"{cell:.2f}" for cell in cells), "|")
 
 
@@ -173,6 +174,7 @@ def run(settings: LabelFreeBenchmark) -> None:
     """Score the checkpoints that the output does not have yet, and print the table."""
     lines = [json.loads(line) for line in settings.output.read_text().splitlines()] if settings.output.exists() else []
     done = {(line["run"], line["step"]) for line in lines}
+    names = {Path(folder).name for folder in settings.runs}
     shards = open_shards(settings.data)
     for folder in map(Path, settings.runs):
         records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -187,7 +189,7 @@ def run(settings: LabelFreeBenchmark) -> None:
             with settings.output.open("a") as file:
                 file.write(json.dumps(lines[-1]) + "\n")
             print(lines[-1], flush=True)
-    table(lines)
+    table([line for line in lines if line["run"] in names])
 
 
 if __name__ == "__main__":

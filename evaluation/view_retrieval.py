@@ -6,8 +6,8 @@ Two random crops with colour changes are drawn of each image, as DINO's global c
 alike. The mean of all features is subtracted from them. The score is the share of images whose first crop is more
 similar, by cosine, to the second crop of the same image than to the second crop of any other image.
 
-The score compares checkpoints of one run, and runs on the same images with the same `image_size`. How well it agrees
-with the accuracy of a linear probe is measured in benchmarks/results/small_data.md.
+The score compares checkpoints of one run, and less well those of several methods on the same images. Its agreement with
+the accuracy of a linear probe is measured in benchmarks/results/small_data.md.
 
 Shape letters: N images of this process, D features per crop.
 """
