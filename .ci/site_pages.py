@@ -70,7 +70,7 @@ def help_of(name: str) -> str:
     words = [sys.executable, "-m", "tessera", name, "--help", *(["all"] if name == "pretrain" else [])]
     environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
     shown = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT, env=environment).stdout.strip()
-    return shown.partition("\nusage: run.py")[0]  # the help of `finetune` also contains that of `pretrain`
+    return shown.partition("\nusage: ")[0]  # the help of `adapt` and of `finetune` also contains that of `pretrain`
 
 
 def tables(text: str) -> str:

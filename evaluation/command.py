@@ -33,7 +33,7 @@ from tessera.evaluation.features import (
     subtract_mean,
 )
 from tessera.evaluation.results import Evaluation, check_output, write_result
-from tessera.evaluation.splits import check_labels, open_labelled_splits
+from tessera.evaluation.splits import Flags, check_labels, open_labelled_splits
 from tessera.runtime import stdio
 from tessera.runtime.collectives import all_gather
 from tessera.runtime.processes import exit_on_user_error, make_accelerator
@@ -132,8 +132,12 @@ def evaluate(
     return write_result(evaluation, result.entries | entries, result.columns, result.rows)
 
 
-def labelled_data(settings: LabelledSettings, accelerator: Accelerator) -> LabelledData:
+def labelled_data(
+    settings: LabelledSettings, accelerator: Accelerator, names: Flags = ("--train", "--val")
+) -> LabelledData:
     """Compute the features of `settings.train` and `settings.val`. Call this function on all processes.
+
+    `names` are the flags of both sets in error messages.
 
     Raises:
         ShardError: the shards cannot be read, or a sample has no label.
@@ -144,7 +148,7 @@ def labelled_data(settings: LabelledSettings, accelerator: Accelerator) -> Label
         opened = [open_shards(settings.train, source=access, progress=accelerator.is_main_process)]
         opened[0].require_labels()
     else:
-        opened = open_labelled_splits(settings.train, settings.val, settings.access, accelerator)
+        opened = open_labelled_splits(settings.train, settings.val, settings.access, accelerator, names)
     encoder, file = load_encoder(settings)
     encoder.to(accelerator.device)
     parts = [extract(encoder, shards, accelerator, **settings.options()) for shards in opened]

@@ -53,6 +53,14 @@ class KNNSettings(LabelledSettings, frozen=True):
 
 
 def knn_accuracy(
+    train: LabelledFeatures, val: LabelledFeatures, k: Sequence[int], temperature: float = 0.07, **options: Any
+) -> dict[int, tuple[float, float]]:
+    """Return the top-1 and top-5 accuracy (0 to 1) for each k. Arguments and errors are those of `knn_ranks`."""
+    ranks = knn_ranks(train, val, k, temperature, **options)
+    return {n: (int((place < 1).sum()) / len(place), int((place < 5).sum()) / len(place)) for n, place in ranks.items()}
+
+
+def knn_ranks(
     train: LabelledFeatures,
     val: LabelledFeatures,
     k: Sequence[int],
@@ -62,8 +70,9 @@ def knn_accuracy(
     device: torch.device | None = None,
     pass_size: int = 2048,
     chunk: int = 8192,
-) -> dict[int, tuple[float, float]]:
-    """Return the top-1 and top-5 accuracy (0 to 1) for each k. Call this function on all processes.
+) -> dict[int, Tensor]:
+    """Return the rank of the true class of the queries of all processes for each k, on the CPU. Call this function on
+    all processes.
 
     Each process passes its part of the bank and of the queries. The parts are joined in order of rank. The computation
     is in float32, and its memory on `device` does not grow with the bank. Of equally similar images, the first one in
@@ -91,7 +100,7 @@ def knn_accuracy(
     classes = _check(labels, targets, k, classes)
     check_finite(train.features, val.features)
     bank = train.features.float()
-    correct = {n: torch.zeros(2, dtype=torch.int64) for n in k}
+    found: dict[int, list[Tensor]] = {n: [] for n in k}
     with torch.no_grad(), torch.autocast(device.type, enabled=False), full_float32():
         for query, target in queries(val, pass_size, device):
             keys = _nearest(query, bank, offset, nearest, chunk)
@@ -100,8 +109,8 @@ def knn_accuracy(
             # subtract the largest similarity, because exp could overflow
             votes = (similarity.double() - similarity[:, :1].double()) / temperature
             for n, place in _vote(votes.exp(), labels[index], target, k, classes).items():
-                correct[n] += torch.stack([(place < 1).sum(), (place < 5).sum()]).cpu()
-    return {n: (int(top1) / len(targets), int(top5) / len(targets)) for n, (top1, top5) in correct.items()}
+                found[n].append(place.cpu())
+    return {n: torch.cat(places) for n, places in found.items()}
 
 
 def _check(labels: Tensor, targets: Tensor, k: Sequence[int], classes: int | None) -> int:

@@ -51,7 +51,12 @@ def normalised(features: Tensor) -> Tensor:
 
 
 def probe(train: LabelledFeatures, val: LabelledFeatures, iterations: int, device: torch.device) -> float:
-    """Return the top-1 accuracy (0 to 1) on `val` of a classifier that is fitted on `train`.
+    """Return the top-1 accuracy (0 to 1) over all processes. Arguments are those of `probe_ranks`."""
+    return _shares(probe_ranks(train, val, iterations, device))[0]
+
+
+def probe_ranks(train: LabelledFeatures, val: LabelledFeatures, iterations: int, device: torch.device) -> Tensor:
+    """Return the rank of the true class (M,) on `val` of a classifier that is fitted on `train`.
 
     Each feature is normalised to mean 0 and variance 1 over the training images. Each feature vector is then divided by
     its L2 norm. The L2 penalty has the weight `STRENGTH`. Call this function on all processes. The memory on `device`
@@ -68,7 +73,7 @@ def probe(train: LabelledFeatures, val: LabelledFeatures, iterations: int, devic
     inputs, scored = (F.normalize(normalise(part), dim=1) for part in (inputs, scored))
     classes = int(torch.cat(all_gather(train.labels)).max()) + 1
     classifier = fit(inputs, train.labels, classes, STRENGTH, iterations, device=device)
-    return accuracy(classifier, scored, val.labels)[0]
+    return ranks(classifier, scored, val.labels)
 
 
 @torch.no_grad()
@@ -131,7 +136,6 @@ def _chunks(features: Tensor, labels: Tensor, device: torch.device) -> Iterator[
         yield x.to(device), y.to(device)
 
 
-@torch.no_grad()
 def accuracy(classifier: Classifier, features: Tensor, labels: Tensor) -> tuple[float, float]:
     """Return the top-1 and top-5 accuracy (0 to 1) over all processes. Call this function on all processes.
 
@@ -140,11 +144,19 @@ def accuracy(classifier: Classifier, features: Tensor, labels: Tensor) -> tuple[
         features: normalised features (N, D) of this process's part of the scored images.
         labels: labels (N,) of these images.
     """
-    device = classifier.weight.device
-    counts = torch.zeros(3, dtype=torch.int64, device=device)
+    return _shares(ranks(classifier, features, labels))
+
+
+@torch.no_grad()
+def ranks(classifier: Classifier, features: Tensor, labels: Tensor) -> Tensor:
+    """Return the rank of the true class of each image, on the CPU: (N, D), (N,) -> (N,) int64."""
     with full_float32():
-        for x, y in _chunks(features, labels, device):
-            place = true_class_rank(x @ classifier.weight, y)
-            counts += torch.stack([(place < 1).sum(), (place < 5).sum(), place.new_tensor(len(place))])
+        chunks = _chunks(features, labels, classifier.weight.device)
+        return torch.cat([true_class_rank(x @ classifier.weight, y).cpu() for x, y in chunks])
+
+
+def _shares(places: Tensor) -> tuple[float, float]:
+    """Return the shares of ranks (N,) of all processes that are below 1 and below 5. Collective."""
+    counts = torch.stack([(places < 1).sum(), (places < 5).sum(), torch.tensor(len(places))])
     top1, top5, images = all_reduce_sum(counts).tolist()
     return top1 / images, top5 / images

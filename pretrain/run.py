@@ -5,6 +5,8 @@ import faulthandler
 import logging
 import os
 import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 from tessera.runtime import preemption, stdio
 
@@ -29,8 +31,17 @@ from tessera.runtime import watchdog
 from tessera.runtime.user_error import UserError, without_controls
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Train with the settings of a command line, and return the exit code.
+def train(argv: list[str]) -> None:
+    """Train with the settings of a command line."""
+    config = load(argv)
+    # imported here, because accelerate and torch.distributed take seconds, and --help does not need them
+    from tessera.pretrain.job import pretrain
+
+    pretrain(config)
+
+
+def main(argv: list[str] | None = None, command: Callable[[list[str]], None] = train) -> int:
+    """Call a command that trains with its command line, and return the exit code.
 
     0: the run is complete. 2: the user must change the settings, the data or the disk. 69: another process of the run
     was lost. 75: the run received SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, saved and stopped; --resume continues the run.
@@ -43,11 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     rank = int(rank) if rank.isdecimal() else 0  # the watchdog refuses other values
     try:
         with preemption.listening():
-            config = load(sys.argv[1:] if argv is None else argv)
-            # imported here, because accelerate and torch.distributed take seconds, and --help does not need them
-            from tessera.pretrain.job import pretrain
-
-            pretrain(config)
+            command(sys.argv[1:] if argv is None else argv)
     except watchdog.LostError as error:
         _complain(f"process {rank}: {error}")
         return watchdog.EXIT_CODE
@@ -100,11 +107,15 @@ def _complain(message: str) -> None:
     print(f"\n{os.path.basename(sys.argv[0])}: {without_controls(message)}", file=sys.stderr)
 
 
-if __name__ == "__main__":
-    code = main()
+def leave(code: int) -> NoReturn:
+    """Exit with the code that `main` returned."""
     preemption.ignore()
     saver = sys.modules.get("tessera.pretrain.checkpoints.save")  # None if the run has not started
     if code == watchdog.EXIT_CODE or (saver and saver.has_unfinished_save()):
         sys.stdout.flush()
         os._exit(code)  # a normal exit would wait for the lost process
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

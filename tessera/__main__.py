@@ -20,6 +20,7 @@ from tessera.runtime import stdio
 
 COMMANDS = {
     "pretrain": ("tessera.pretrain.run", "pretrain an encoder"),
+    "adapt": ("tessera.pretrain.adapt", "continue the pretraining of an encoder, and measure the gain"),
     "knn": ("tessera.evaluation.knn", "k-NN accuracy"),
     "linear_probe": ("tessera.evaluation.linear_probe", "linear probe"),
     "attentive_probe": ("tessera.evaluation.attentive_probe", "attentive probe"),
