@@ -48,17 +48,8 @@ from tessera.runtime.watchdog import watched
 
 METHOD = "lejepa"
 PROBE = "linear probe"
-
-
-class Splits(NamedTuple):
-    """Labelled images on which an encoder is scored."""
-
-    train: Any
-    """SHARDS of the k-NN bank, on which the linear probe is fitted too."""
-    val: Any
-    """SHARDS of the images that are classified."""
-    flags: Flags
-    """Flags of both sets, for messages."""
+Splits = tuple[Any, Any, Flags]
+"""Labelled SHARDS of the k-NN bank, labelled SHARDS that are scored, and the flags of both for messages."""
 
 
 class Forgetting(Settings):
@@ -95,8 +86,7 @@ class Change(NamedTuple):
 
 
 def adapt(argv: list[str]) -> None:
-    """Score an encoder, continue its pretraining, score the result, write both scores, and print
-    advice.
+    """Score an encoder, continue its pretraining, score the result, write the scores and print advice.
 
     Raises:
         UserError: a setting is missing or wrong, the encoder cannot be used, or the shards cannot be read.
@@ -115,9 +105,9 @@ def adapt(argv: list[str]) -> None:
             raise SettingsError(f"{missing} is missing. It names what is scored before and after the training.")
         bank = config.evaluation.train or (list(shards) if isinstance(shards, dict) else shards)
         flag = "--data" if config.evaluation.train is None else "--evaluation.train"
-        sets = [Splits(bank, config.evaluation.val, (flag, "--evaluation.val"))]
+        sets: list[Splits] = [(bank, config.evaluation.val, (flag, "--evaluation.val"))]
         if other.forget_val is not None:
-            sets.append(Splits(other.forget_train, other.forget_val, ("--forget_train", "--forget_val")))
+            sets.append((other.forget_train, other.forget_val, ("--forget_train", "--forget_val")))
         before = [correct(config.init_from, one, config, accelerator) for one in sets]
     output = pretrain(given)
     with watched(AGAIN):
@@ -154,12 +144,12 @@ def correct(checkpoint: str | Path, shards: Splits, config: RunConfig, accelerat
         ShardError: the shards cannot be read, or a sample has no label.
         EvaluationError: the encoder cannot be used, the sets overlap, or a label is invalid.
     """
-    own, form = config.evaluation, config.data
-    given = {"checkpoint": str(checkpoint), "train": shards.train, "val": shards.val, "k": [own.k]}
+    own, form, (train, val, names) = config.evaluation, config.data, shards
+    given = {"checkpoint": str(checkpoint), "train": train, "val": val, "k": [own.k]}
     given |= {"image_size": config.encoder.model_dump()["image_size"], "batch_size": own.batch_size}
     given |= {"image": form.image, "label": form.label, "stages": form.stages}
     settings = validate(KNNSettings, given | {"source": config.source, "workers": config.workers})
-    data = labelled_data(settings, accelerator, shards.flags)
+    data = labelled_data(settings, accelerator, names)
     ranks = {f"{own.k}-NN": knn_ranks(data.train, data.val, [own.k], device=accelerator.device)[own.k]}
     if own.linear_iterations:
         places = logistic.probe_ranks(data.train, data.val, own.linear_iterations, accelerator.device)
