@@ -47,6 +47,7 @@ from tessera.runtime.settings import Settings, SettingsError, flags, peek, valid
 from tessera.runtime.watchdog import watched
 
 METHOD = "lejepa"
+"""Default of `--method`. In short runs, k-NN gained more with it than with DINO (benchmarks/results/small_data.md)."""
 PROBE = "linear probe"
 Splits = tuple[Any, Any, Flags]
 """Labelled SHARDS of the k-NN bank, labelled SHARDS that are scored, and the flags of both for messages."""
