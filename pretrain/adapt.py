@@ -8,10 +8,11 @@
     --forget_train SHARDS, --forget_val SHARDS
                             other labelled images, on which to measure what the encoder forgets
 
-All other flags are those of `tessera pretrain`. The given encoder and the new one are scored by k-NN and by a linear
-probe, as during a run, on images of the size of the run. Both classify the same images, so the error of a gain is that
-of paired differences: twice the standard error of the mean over images of (correct after) - (correct before). It does
-not include the randomness of training.
+All other flags are those of `tessera pretrain`; here, --method is lejepa by default. Set the size of the crops, such as
+--lejepa.global_size 64, to that of the encoder. The given encoder and the new one are scored by k-NN and by a linear
+probe, as during a run, on images of this size. Both classify the same images, so the error of a gain is that of paired
+differences: twice the standard error of the mean over images of (correct after) - (correct before). It does not include
+the randomness of training.
 """
 
 # isort: off
