@@ -120,7 +120,7 @@ class EvaluationConfig(Section):
     """labelled SHARDS of the k-NN bank, on which the linear probe is fitted too; default: the training shards"""
     val: str | list[str] | None = None
     """labelled SHARDS to classify with k-NN and a linear probe, or with the classifier of --method finetune; default:
-    no evaluation"""
+    a score without labels (view_images)"""
     maps_train: str | list[str] | None = None
     """SHARDS with segmentation maps, whose patch tokens are the bank of a k-NN segmentation; default: none"""
     maps_val: str | list[str] | None = None
@@ -128,7 +128,7 @@ class EvaluationConfig(Section):
     maps_ignore: tuple[int, ...] = ()
     """map values whose pixels are ignored, besides 255"""
     view_images: int = Field(default=2048, ge=0)
-    """number of training images whose crops are compared without labels if there is no evaluation.val; 0: none"""
+    """number of training images for the score without labels, if there is no evaluation.val; 0: no score"""
     k: int = Field(default=20, ge=1)
     """number of nearest neighbours (k)"""
     linear_iterations: int = Field(default=100, ge=0)
@@ -215,8 +215,8 @@ class RunConfig(Settings, frozen=True):
     checkpoint_every: int = Field(default=1000, ge=1)
     """number of steps between two checkpoints; the last step always gets a checkpoint"""
     evaluate_every: int | None = Field(default=None, ge=1)
-    """number of steps between two evaluations with evaluation.val; default: evaluate only before the first and after
-    the last step, and for --method finetune also after each epoch"""
+    """number of steps between two evaluations; default: evaluate only before the first and after the last step, and for
+    --method finetune also after each epoch"""
     encoder: EncoderConfig = EncoderConfig()
     optim: OptimConfig = OptimConfig()
     stream: StreamConfig = StreamConfig()
