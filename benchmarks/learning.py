@@ -5,7 +5,7 @@
 
 Each row of the table is one run of `pretrain/run.py`, which evaluates at equal intervals, followed by
 `evaluation/linear_probe.py`. The run folders stay in `--folder`, and a finished run is not repeated.
-benchmarks/lightly_dino.py trains an encoder of this project with the DINO of another library, as a baseline.
+benchmarks/other_libraries.py trains an encoder of this project with methods of other libraries, as baselines.
 """
 
 import json
