@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from pydantic import Field
-from scipy.stats import spearmanr
+from scipy.stats import rankdata
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_mutual_info_score
 from torch import Tensor
@@ -95,7 +95,8 @@ def alpha(features: Tensor) -> float:
 def clusters(features: Tensor) -> float:
     """Return the agreement of two clusterings of the images, each on half of the crops (N, q, D)."""
     halves = [F.normalize(half.mean(1), dim=1).numpy() for half in features.chunk(2, 1)]
-    found = [KMeans(10, n_init=3, random_state=seed).fit_predict(half) for seed, half in enumerate(halves)]
+    options: dict[str, Any] = {"n_clusters": 10, "n_init": 3}
+    found = [KMeans(**options, random_state=seed).fit_predict(half) for seed, half in enumerate(halves)]
     return float(adjusted_mutual_info_score(*found))
 
 
@@ -167,7 +168,10 @@ def table(lines: Sequence[dict[str, Any]]) -> None:
 def correlation(lines: Sequence[dict[str, Any]], name: str) -> float:
     """Return the rank correlation of a score with the linear probe over checkpoints."""
     pairs = [(line[name], line["probe"]) for line in lines if not math.isnan(line[name])]
-    return float(spearmanr(*zip(*pairs, strict=True)).statistic) if len(pairs) > 2 else math.nan
+    if len(pairs) < 3:
+        return math.nan
+    ranks = rankdata(np.array(pairs), axis=0)
+    return float(np.corrcoef(ranks.T)[0, 1])
 
 
 def run(settings: LabelFreeBenchmark) -> None:
