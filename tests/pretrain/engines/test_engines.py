@@ -28,7 +28,8 @@ LOOSE = 3e-4
 """of weights whose gradient is small beside its rounding: AdamW makes of it as large a step as of any other"""
 NARROW = "--encoder vit_micro --encoder.depth 2 --encoder.dim 24 --encoder.heads 2"
 OTHERS = [name for name in MICRO if name != "vit_micro"]
-COMMON = "--evaluation.view_images 0 --batch_size 24 --record_every 1 --checkpoint_every 100 --workers 0 --optim.lr 1e-3 --encoder.drop_path 0.2"
+COMMON = "--batch_size 24 --record_every 1 --checkpoint_every 100 --workers 0 --optim.lr 1e-3 --encoder.drop_path 0.2"
+COMMON += " --evaluation.view_images 0"  # the records of step 0 are those of runs with labels
 
 
 def run(method: str, more: str = "", poison: dict[int, tuple[int, int, str]] | None = None, steps: int = 10) -> Run:
