@@ -140,7 +140,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if newest:
         resume.restore(newest, accelerator, engine)
         log.info("resumed from %s, step %d of %d", newest, position.step, config.steps)
-    knn, accuracy, dense, views = evaluations(config, method, prepared.shards, accelerator)
+    online, accuracy, dense = evaluations(config, method, prepared.shards, accelerator)
     recorder = None
     if accelerator.is_main_process:
         if newest is None or position.step < config.steps:  # settings of a run that is done have no effect any more
@@ -149,14 +149,14 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         else:
             log.warning("The run has done all of its %d steps. To train longer, give more --steps.", config.steps)
         recorder = Recorder(output, position.step, config.metrics, settings)
-        evaluation = knn or accuracy
-        record_start(output, position.step, engine, config.precision, evaluation and evaluation.val.content())
+        scored = (online or accuracy) if config.evaluation.val else None
+        record_start(output, position.step, engine, config.precision, scored and scored.val.content())
         announce(given, config, images, engine)
     with (
         saving_on_interrupt(),
         Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver,
     ):
-        own = (recorder, knn, saver, images, position, accuracy, dense, views)
+        own = (recorder, online, saver, images, position, accuracy, dense)
         run = TrainingRun(config, output, accelerator, method, engine, *own)
         train(run, iter(batches))
     finish_run(run)
@@ -252,24 +252,25 @@ def workers(config: RunConfig, accelerator: Accelerator) -> int:
 
 def evaluations(
     config: RunConfig, method: Method, shards: WeightedShards, accelerator: Accelerator
-) -> tuple[OnlineKNN | None, Accuracy | None, OnlineSegmentation | None, OnlineViews | None]:
-    """Return the online k-NN, the evaluation of a supervised method, the segmentation of images with maps, and the
-    score without labels.
+) -> tuple[OnlineKNN | OnlineViews | None, Accuracy | None, OnlineSegmentation | None]:
+    """Return the score of the features, the evaluation of a supervised method, and the segmentation of images with
+    maps.
 
-    The first and the last are None for a supervised method, and the second for all other methods. The first two are
-    None if `evaluation.val` is not set, the third if no maps are named, and the last if `evaluation.val` is set.
+    The first is None for a supervised method, and the second for all other methods. If `evaluation.val` is not set, the
+    first needs no labels (None if `evaluation.view_images` is 0), and the second is None. The third is None if no maps
+    are named.
     """
     own, dense = config.evaluation, None
     train: Any = list(shards) if isinstance(shards, dict) else shards
     if own.maps_train is not None or own.maps_val is not None:
         dense = OnlineSegmentation(own, method.image_size, accelerator, config.access)
     options = (method.image_size, accelerator, config.access)
-    if own.val is None:
-        compared = own.view_images and not method.supervised
-        return None, None, dense, OnlineViews(own, own.train or train, *options) if compared else None
     if method.supervised:
-        return None, Accuracy(own, train, *options), dense, None
-    return OnlineKNN(own, own.train or train, *options), None, dense, None
+        return None, None if own.val is None else Accuracy(own, train, *options), dense
+    if own.val is None and not own.view_images:
+        return None, None, dense
+    score = OnlineViews if own.val is None else OnlineKNN
+    return score(own, own.train or train, *options), None, dense
 
 
 def announce(given: RunConfig, config: RunConfig, images: int, engine: Engine) -> None:

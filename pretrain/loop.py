@@ -225,7 +225,7 @@ def _record_and_score(run: TrainingRun, record: dict[str, Any], batch: Batch | N
         shown: dict[str, np.ndarray | None] = {}
         if run.config.evaluation.pictures and batch is not None:
             shown |= _pictures(run, to_device(run, batch))
-        if run.online_knn is not None or run.dense is not None or run.views is not None:
+        if run.online is not None or run.dense is not None:
             shown |= _score(run, record, alarm)
         if run.accuracy is not None:
             record |= _classify(run, run.accuracy)
@@ -238,20 +238,20 @@ def _score(run: TrainingRun, record: dict[str, Any], alarm: CollapseAlarm) -> di
     """Evaluate the features and tokens of the encoder, add the scores to `record`, and return pictures. Collective."""
     shown: dict[str, np.ndarray | None] = {}
     encoder = run.engine.gather_full_parameters(run.method.trained_encoder())
-    if run.online_knn is not None:
-        record |= run.online_knn.evaluate(encoder, pixels=run.state.step == 0)
-        log.info("%s", _verdict(run, run.online_knn, record, alarm))
+    if isinstance(run.online, OnlineKNN):
+        record |= run.online.evaluate(encoder, pixels=run.state.step == 0)
         if run.recorder and run.config.evaluation.pictures:
-            images, training = run.online_knn.shown_images(encoder.preprocessing), encoder.training
+            images, training = run.online.shown_images(encoder.preprocessing), encoder.training
             encoder.eval()  # batch norm would use statistics of all processes, but only the main process is here
             shown = {
                 "attention": feature_maps.attention(encoder, images),
                 "pca": feature_maps.pca(encoder, images),
             }
             encoder.train(training)
-    if run.views is not None:
-        record |= run.views.evaluate(encoder)
-        log.info("%s", _verdict(run, run.views, record, alarm))
+    elif run.online is not None:
+        record |= run.online.evaluate(encoder)
+    if run.online is not None:
+        log.info("%s", _verdict(run, run.online, record, alarm))
     if run.dense is not None:
         found = run.dense.evaluate(encoder)
         log.info("step %d: mean IoU of a k-NN segmentation %.1f %%", run.state.step, 100 * found["patch_miou"])

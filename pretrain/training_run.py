@@ -28,8 +28,8 @@ class TrainingRun:
     engine: Engine
     recorder: Recorder | None
     """Recorder of metrics and pictures; None except on the main process."""
-    online_knn: OnlineKNN | None
-    """Online k-NN and linear probe; None if the settings name no evaluation shards."""
+    online: OnlineKNN | OnlineViews | None
+    """k-NN and linear probe, or the score without labels; None for a supervised method, or if it is turned off."""
     saver: Saver
     images: int
     """Number of images of the data set."""
@@ -39,8 +39,6 @@ class TrainingRun:
     """Evaluation of a supervised method; None for other methods, or if the settings name no evaluation shards."""
     dense: OnlineSegmentation | None = None
     """k-NN segmentation of patch tokens; None if the settings name no shards with maps."""
-    views: OnlineViews | None = None
-    """Score without labels; None if the settings name evaluation shards, or for a supervised method."""
 
     @cached_property
     def copy_stream(self) -> torch.cuda.Stream:

@@ -41,73 +41,11 @@ TOP = 5
 """Number of best-scored classes in top-5 accuracy. An image counts as correct if its class is one of them."""
 
 
-def extract_options(config: EvaluationConfig, image_size: int, accelerator: Accelerator) -> dict[str, Any]:
-    """Return the options of `evaluation.features.extract` for an evaluation during training."""
-    precision = config.precision
-    if precision == "auto":
-        in_bf16 = accelerator.mixed_precision == "bf16" and accelerator.device.type == "cuda"
-        precision = "bf16" if in_bf16 else "fp32"
-    return {"image_size": image_size, "batch_size": config.batch_size, "precision": precision, "progress": False}
+class OnlineEvaluation:
+    """Evaluation of a run on the images of shards. All processes must create the object and call `evaluate`."""
 
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode within a `with` block, and restore its mode (train or eval) and the random states."""
-    training = model.training
-    model.eval()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    model.train(training)
-
-
-class OnlineViews:
-    """Score of a run without labels; see `evaluation.view_retrieval`. All processes must create the object and call
-    `evaluate`."""
-
-    name = "view retrieval"
-    """Name of the score in messages."""
     queries = 0
     """Number of scored images; known after the first evaluation."""
-
-    def __init__(
-        self,
-        config: EvaluationConfig,
-        train: str | list[str],
-        image_size: int,
-        accelerator: Accelerator,
-        source: SourceConfig = DEFAULT,
-    ) -> None:
-        """Open the training shards.
-
-        Args:
-            config: settings of the evaluation.
-            train: SHARDS of the training images.
-            image_size: side of the images in pixels.
-            accelerator: accelerator of the run.
-            source: options for reading remote shards.
-
-        Raises:
-            ShardError: a shard cannot be used.
-        """
-        self.config, self.image_size, self.accelerator = config, image_size, accelerator
-        self.source = describe_remote([train], source)
-        self.shards = open_shards(train, progress=accelerator.is_main_process, source=self.source)
-
-    def evaluate(self, encoder: Encoder) -> dict[str, float]:
-        """Return the share of images whose crops find each other, 0 to 1, as `view_retrieval`.
-
-        Raises:
-            EvaluationError: fewer than 2 images can be read.
-        """
-        options = extract_options(self.config, self.image_size, self.accelerator) | {"source": self.source}
-        with eval_mode(encoder):
-            features = crop_features(encoder, self.shards, self.accelerator, self.config.view_images, **options)
-        share, self.queries = view_retrieval(features, self.accelerator.device)
-        return {"view_retrieval": share}
-
-
-class OnlineEvaluation:
-    """Evaluation of a run on labelled shards. All processes must create the object and call `evaluate`."""
 
     def __init__(
         self,
@@ -120,21 +58,35 @@ class OnlineEvaluation:
         """Open the shards, and match the classes of both sets by name.
 
         Args:
-            config: settings of the evaluation. `config.val` names the labelled SHARDS of the scored images.
-            train: labelled SHARDS of the training images of the evaluation, such as the bank of k-NN.
+            config: settings of the evaluation. `config.val` names the labelled SHARDS of the scored images. If it is
+                None, the images of `train` are scored, without labels.
+            train: SHARDS of the training images of the evaluation, such as the bank of k-NN.
             image_size: side of the images in pixels.
             accelerator: accelerator of the run.
             source: options for reading remote shards.
 
         Raises:
-            ShardError: a shard cannot be used, or a sample has no label.
+            ShardError: a shard cannot be used, or a sample of labelled shards has no label.
             EvaluationError: a shard is both in `train` and in `config.val`, or the classes cannot be matched.
         """
-        assert config.val is not None
-        flags = ("--data" if config.train is None else "--evaluation.train", "--evaluation.val")
-        self.train, self.val = open_labelled_splits(train, config.val, source, accelerator, flags)
+        if config.val is None:
+            source = describe_remote([train], source)
+            self.train = self.val = open_shards(train, progress=accelerator.is_main_process, source=source)
+        else:
+            flags = ("--data" if config.train is None else "--evaluation.train", "--evaluation.val")
+            self.train, self.val = open_labelled_splits(train, config.val, source, accelerator, flags)
         self.config, self.image_size = config, image_size
         self.accelerator, self.source = accelerator, source
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of `evaluation.features.extract`."""
+        precision = self.config.precision
+        if precision == "auto":
+            in_bf16 = self.accelerator.mixed_precision == "bf16" and self.accelerator.device.type == "cuda"
+            precision = "bf16" if in_bf16 else "fp32"
+        options = {"image_size": self.image_size, "batch_size": self.config.batch_size, "source": self.source}
+        return options | {"precision": precision, "progress": False}
 
     def extract(
         self, model: nn.Module, encoder: Encoder, shards: list[Source], feature: Callable[[Encoder, Tensor], Tensor]
@@ -143,9 +95,36 @@ class OnlineEvaluation:
 
         `model` contains `encoder`.
         """
-        options = extract_options(self.config, self.image_size, self.accelerator) | {"feature": feature}
         with eval_mode(model):
-            return [extract(encoder, one, self.accelerator, source=self.source, **options) for one in shards]
+            return [extract(encoder, one, self.accelerator, feature=feature, **self.options) for one in shards]
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode within a `with` block, and restore its mode (train or eval) and the random states."""
+    training = model.training
+    model.eval()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    model.train(training)
+
+
+class OnlineViews(OnlineEvaluation):
+    """Score without labels (`evaluation.view_retrieval`)."""
+
+    name = "view retrieval"
+    """Name of the score in messages."""
+
+    def evaluate(self, encoder: Encoder) -> dict[str, float]:
+        """Return the share of images whose crops find each other, 0 to 1, as `view_retrieval`.
+
+        Raises:
+            EvaluationError: fewer than 2 images can be read.
+        """
+        with eval_mode(encoder):
+            features = crop_features(encoder, self.train, self.accelerator, self.config.view_images, **self.options)
+        share, self.queries = view_retrieval(features, self.accelerator.device)
+        return {"view_retrieval": share}
 
 
 class OnlineKNN(OnlineEvaluation):
@@ -156,8 +135,6 @@ class OnlineKNN(OnlineEvaluation):
         """Name of the main score in messages."""
         return f"{self.config.k}-NN"
 
-    queries = 0
-    """Number of scored images; known after the first evaluation."""
     _shown: Tensor | None = None
 
     def shown_images(self, preprocessing: Preprocessing) -> Tensor:
