@@ -69,12 +69,9 @@ class EncoderSettings(Settings):
         return self.source.with_form(SampleForm(self.image, self.label))
 
 
-class FeatureSettings(EncoderSettings):
-    """Settings of every command that computes features of centre crops."""
+class PooledSettings(EncoderSettings):
+    """Settings of every command that computes pooled features."""
 
-    resize: int | None = Field(None, ge=1)
-    """short side to which images are resized before the centre crop, in pixels; default: 8/7 of image_size if
-    image_size is at least 128, else image_size"""
     stages: str | list[str] | None = None
     """stages of your own, as module:function, as for data.stages of a run"""
 
@@ -85,8 +82,20 @@ class FeatureSettings(EncoderSettings):
 
     def options(self) -> dict[str, Any]:
         """Return the settings as arguments for `extract`."""
-        names = ("image_size", "resize", "batch_size", "workers", "precision")
+        names = ("image_size", "batch_size", "workers", "precision")
         return {name: getattr(self, name) for name in names} | {"source": self.access}
+
+
+class FeatureSettings(PooledSettings):
+    """Settings of every command that computes features of centre crops."""
+
+    resize: int | None = Field(None, ge=1)
+    """short side to which images are resized before the centre crop, in pixels; default: 8/7 of image_size if
+    image_size is at least 128, else image_size"""
+
+    def options(self) -> dict[str, Any]:
+        """Return the settings as arguments for `extract`."""
+        return super().options() | {"resize": self.resize}
 
 
 class LabelledFeatures(NamedTuple):

@@ -27,8 +27,8 @@ from tessera.data.shards import Source, describe_remote, open_shards
 from tessera.encoders.base import Encoder
 from tessera.evaluation.command import main
 from tessera.evaluation.features import (
-    EncoderSettings,
     EvaluationError,
+    PooledSettings,
     extract,
     full_float32,
     input_size,
@@ -42,7 +42,7 @@ IMAGES = 2048
 """Default number of images. The score of 2,048 images has a standard error of at most 1.1 points."""
 
 
-class ViewRetrievalSettings(EncoderSettings):
+class ViewRetrievalSettings(PooledSettings):
     """Score of an encoder's frozen features without labels: two crops of an image find each other."""
 
     data: str | list[str]
@@ -80,9 +80,10 @@ def crop_features(
         """Return the features of both crops of each image in one row: (2 * B, C, S, S) -> (B, 2 * D)."""
         return torch.cat(encoder(crops).pooled.chunk(2), 1)
 
-    nearest = shards.first(int(np.searchsorted(np.cumsum(shards.counts), images)) + 1)
+    enough = int(np.searchsorted(np.cumsum(shards.counts), images)) + 1
+    read = shards.first(min(enough, len(shards.shards)))
     options |= {"transform": transform, "feature": pair, "labels": False, "images": images}
-    return extract(encoder, nearest, accelerator, **options).features.unflatten(1, (2, -1))
+    return extract(encoder, read, accelerator, **options).features.unflatten(1, (2, -1))
 
 
 @torch.no_grad()
@@ -121,11 +122,11 @@ def run(settings: ViewRetrievalSettings) -> dict[str, Any]:
     """
     accelerator = make_accelerator()
     check_output(settings.output)
-    access = describe_remote([settings.data], settings.access)
-    shards = open_shards(settings.data, source=access, progress=accelerator.is_main_process)
+    options = settings.options()
+    options["source"] = describe_remote([settings.data], options["source"])
+    shards = open_shards(settings.data, source=options["source"], progress=accelerator.is_main_process)
     encoder, file = load_encoder(settings)
     encoder.to(accelerator.device)
-    options = settings.model_dump(include={"image_size", "batch_size", "workers", "precision"}) | {"source": access}
     score, images = view_retrieval(crop_features(encoder, shards, accelerator, settings.images, **options))
     if not accelerator.is_main_process:
         return {}

@@ -67,6 +67,21 @@ def test_the_command_works_for_every_family(shards, tmp_path, variant):
     assert found["top1"] == view_retrieval(features)[0]
 
 
+def black(samples):
+    """A stage that makes all images equal."""
+    for sample in samples:
+        yield sample | {name: np.zeros((16, 16, 3), np.uint8) for name in sample if name in ("png", "jpg")}
+
+
+def test_stages_run_before_the_crops(shards, tmp_path):
+    path, data = save_encoder(tmp_path / "vit.safetensors"), str(shards / "train-{0..1}.tar")
+    plain, equal = (
+        run(ViewRetrievalSettings(checkpoint=path, data=data, stages=stages, workers=0))["top1"]
+        for stages in (None, ["tests.evaluation.test_view_retrieval:black"])
+    )
+    assert plain != equal == 1 / 31
+
+
 @pytest.mark.medium
 def test_two_processes_give_the_same_without_labels(tmp_path, free_port):
     images = np.random.default_rng(0).integers(0, 256, (9, 1, 1, 3), dtype=np.uint8).repeat(16, 1).repeat(16, 2)
