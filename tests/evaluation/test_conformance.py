@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tessera.evaluation import references
-from tessera.evaluation.conformance import ConformanceError, ConformanceSettings, cases, compare, normal, run
+from tessera.evaluation.conformance import Case, ConformanceError, ConformanceSettings, cases, compare, normal, run
 from tessera.pretrain.methods import conformance as ours
 
 TOLERANCE = ConformanceSettings().tolerance
@@ -182,6 +182,13 @@ def test_variants_without_their_defects_agree() -> None:
     }
     for name, function in correct.items():
         assert worst(name, function) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.function}: {case.title}")
+def test_the_losses_of_this_project_are_accurate(case: Case) -> None:
+    found = compare(case, getattr(ours, case.function))
+    assert found["value"] < 1e-6
+    assert found.get("gradient", 0.0) < 1e-5
 
 
 def test_the_losses_of_this_project_agree(capsys: pytest.CaptureFixture[str]) -> None:
