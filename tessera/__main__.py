@@ -41,6 +41,7 @@ COMMANDS = {
     "make_shards": ("tessera.data.make_shards", "make shards from a folder of images"),
     "check_shards": ("tessera.data.check_shards", "verify shards"),
     "slurm": ("tessera.launch.slurm", "submit SLURM jobs"),
+    "completion": ("tessera.completion", "print a script that completes commands and flags in bash and zsh"),
 }
 """Maps the name of each command to its module and its purpose."""
 EVALUATIONS = "tessera.evaluations"
