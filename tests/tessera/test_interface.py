@@ -57,19 +57,6 @@ def test_evaluations_from_python(tmp_path: Path) -> None:
         tessera.knn(tmp_path / "nowhere", train, val)
 
 
-@pytest.mark.slow
-def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "docs" / "example.py"), "2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == "[(128, 3, 16, 16), (128, 3, 12, 12)]"
-    assert "torch.Size([360, " in done.stdout
-    knn, probed = (float(line) for line in lines if re.fullmatch(r"[01]\.\d+", line))
-    assert 0.5 < knn < probed < 1
-    assert (tmp_path / "runs" / "example" / "encoder.safetensors").exists()
-
-
 @pytest.mark.medium
 def test_the_batches_are_those_of_the_run() -> None:
     batches = list(tessera.training_batches("dino", **SMALL))
