@@ -149,8 +149,14 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         else:
             log.warning("The run has done all of its %d steps. To train longer, give more --steps.", config.steps)
         recorder = Recorder(output, position.step, config.metrics, settings)
-        scored = (online or accuracy) if config.evaluation.val else None
-        record_start(output, position.step, engine, config.precision, scored and scored.val.content())
+        contents = {}
+        if scored := online or accuracy:
+            own = config.evaluation
+            name = "evaluation.val" if own.val else "evaluation.train" if own.train else "data.shards"
+            contents[name] = scored.val.content()
+        if dense:
+            contents["evaluation.maps_val"] = dense.opened[1].content()
+        record_start(output, position.step, engine, config.precision, contents)
         announce(given, config, images, engine)
     with (
         saving_on_interrupt(),

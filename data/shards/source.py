@@ -400,16 +400,17 @@ class Source:
         return [(shard.name, int(count)) for shard, count in zip(self.shards, self.counts, strict=True)]
 
     def content(self) -> str | None:
-        """Return a hash of the sizes in bytes of all images, or None if the sizes are not known.
+        """Return a hash of the sizes in bytes of all images, or None if the sizes are unknown or equal.
 
         The same image files have the same hash in a folder, in shards, and in any order. The sizes of the images of
-        Parquet files, of data sets of the user and of shards that cannot be read are not known.
+        Parquet files, of data sets of the user and of shards that cannot be read are not known. Sizes that are all
+        equal, as those of raw pixels, distinguish no data sets.
         """
         try:
             sizes = np.concatenate([shard.index().images[:, 1] for shard in self.shards])
         except ShardError:
             return None
-        return hashlib.sha256(np.sort(sizes).tobytes()).hexdigest()[:16] if sizes.all() else None
+        return hashlib.sha256(np.sort(sizes).tobytes()).hexdigest()[:16] if sizes.all() and np.ptp(sizes) else None
 
     def number(self, shard: np.ndarray, sample: np.ndarray) -> np.ndarray:
         """Return the index in the source of each sample, given its shard and its index in the shard."""

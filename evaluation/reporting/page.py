@@ -12,15 +12,17 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
-from tessera.evaluation.reporting.curves import charts, looks, to_svg
+from tessera.evaluation.reporting.curves import OTHERS, charts, looks, to_svg
 from tessera.evaluation.reporting.neighbours import Group
 from tessera.evaluation.reporting.runs import RunFolder
-from tessera.evaluation.reporting.table import MISSING, Table
+from tessera.evaluation.reporting.table import MISSING, Table, make_table, setting_text
 from tessera.runtime.files import read_bounded
 
 MOST_SETTINGS = 8
 """If more settings than this number differ between the runs, the page initially hides the settings that differ only
 between methods."""
+MOST_COLUMNS = 6
+"""If more settings than this number are shown at first, a line below each run has them. Columns would be too wide."""
 PICTURE_BYTES = 2**26
 """Largest size of a picture in bytes."""
 FIRST_PICTURES = ("attention", "pca", "reconstruction", "crops")
@@ -33,6 +35,10 @@ def render(
     groups: Sequence[Group],
     pictures: Mapping[str, Mapping[str, str]],
     problems: Sequence[str],
+    *,
+    pages: Mapping[str, str] | None = None,
+    focus: RunFolder | None = None,
+    reload: float | None = None,
 ) -> str:
     """Return the HTML text of a page. All names and texts that come from run folders are escaped.
 
@@ -42,24 +48,43 @@ def render(
         groups: nearest neighbours and token colours, as returned by `examine`.
         pictures: return value of `run_pictures`.
         problems: sentences that say what is missing on the page.
+        pages: addresses of the pages of runs by name, for links.
+        focus: run of `table` to which the page is limited. The other runs are gray lines in its charts.
+        reload: seconds after which the page reloads itself. None: never.
     """
-    look = looks(table.runs)
+    look, drawn = looks(table.runs), table.runs
+    if focus:
+        others = [run for run in table.runs if run is not focus]
+        look |= dict.fromkeys((run.name for run in others), OTHERS)
+        drawn, table = [*others, focus], make_table([focus])
+        pictures = {kind: {focus.name: files[focus.name]} for kind, files in pictures.items() if focus.name in files}
     settings = [column for column in table.columns if column.kind == "setting"]
+    follows = sum(column.follows_method for column in settings)
+    hide_follows = len(settings) > MOST_SETTINGS
+    lines = len(settings) - (follows if hide_follows else 0) > MOST_COLUMNS
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     return environment.get_template("page.html").render(
         title=title,
         table=table,
+        columns=[column for column in table.columns if column.kind != "setting"] if lines else table.columns,
+        lines=settings if lines else [],
         problems=problems,
         looks=look,
-        follows=sum(column.follows_method for column in settings),
-        hide_follows=len(settings) > MOST_SETTINGS,
-        charts=[Markup(to_svg(chart, look)) for chart in charts(table.runs)],  # matplotlib escapes the texts
+        follows=follows,
+        hide_follows=hide_follows,
+        charts=[  # matplotlib escapes the texts
+            Markup(to_svg(chart, look)) for chart in charts(drawn) if not focus or chart.lines.get(focus.name)
+        ],
         groups=[group for group in groups if group.seen[0].rows],
         png=png,
         pictures=pictures,
         machines={run.name: machine_facts(run) for run in table.runs if run.machines},
+        pages=pages or {},
+        focus=focus,
+        setting_text=setting_text,
+        reload=reload,
         made=f"Made by `tessera report` on {datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}.",
     )
 

@@ -119,9 +119,13 @@ class RunFolder:
         """Return the evaluation during training to which a metric of `ONLINE` belongs."""
         setting, name, data = ONLINE[metric]
         val = self.settings.get(data)
-        content = self.machines[-1].get(data) if self.machines else None
         protocol = name.format(self.settings.get(setting, "?"))
-        return Test(protocol, data_name(val) if val else "", content if isinstance(content, str) else None)
+        return Test(protocol, data_name(val) if val else "", self.content(data))
+
+    def content(self, setting: str) -> str | None:
+        """Return the hash of the images that a setting names, or None if it is unknown."""
+        content = self.machines[-1].get(setting) if self.machines else None
+        return content if isinstance(content, str) else None
 
 
 def read_runs(folders: Sequence[str | Path]) -> tuple[list[RunFolder], list[str]]:

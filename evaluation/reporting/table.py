@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from tessera.evaluation.reporting.runs import ReportError, RunFolder
+from tessera.evaluation.reporting.extrapolation import final_score
+from tessera.evaluation.reporting.runs import ReportError, RunFolder, is_number
 
 IRRELEVANT = (
     "workers",
@@ -56,6 +57,8 @@ class Column:
     """True for a setting that differs only between methods: all runs of one method have the same value."""
     ascending: bool = False
     """True if small numbers are better."""
+    short: str | None = None
+    """Heading on the page, if the column belongs to the one before it. None: the title."""
 
     @property
     def count(self) -> int:
@@ -124,7 +127,8 @@ def make_columns(runs: Sequence[RunFolder]) -> list[Column]:
 def score_columns(runs: Sequence[RunFolder]) -> list[Column]:
     """Return one column per evaluation, with the score of the newest step. The most common evaluations come first.
 
-    If the untrained encoder was evaluated, a second column has its score.
+    If the untrained encoder was evaluated, another column has its score. For unfinished runs, a further column has the
+    score that is expected at the last step.
     """
     columns = []
     evaluations = dict.fromkeys(name for run in runs for name in run.scores)
@@ -132,7 +136,10 @@ def score_columns(runs: Sequence[RunFolder]) -> list[Column]:
         columns.append(Column(f"{name}, %", "result", [_newest(run, name) for run in runs]))
         if any(0 in run.scores.get(name, {}) for run in runs):
             first = [_percent(run.scores.get(name, {}).get(0)) for run in runs]
-            columns.append(Column(f"{name}, at step 0, %", "fact", first))
+            columns.append(Column(f"{name}, at step 0, %", "fact", first, short="at step 0, %"))
+        cells = [_expected(run, name) for run in runs]
+        expected = Column(f"{name}, forecast at the end, %", "fact", cells, short="forecast at the end, %")
+        columns += [expected] if expected.count else []
     return columns
 
 
@@ -143,6 +150,13 @@ def _newest(run: RunFolder, name: str) -> Cell:
     step, score = list(run.scores[name].items())[-1]
     cell = _percent(score)
     return cell._replace(text=f"{cell.text} (step {step})") if step < run.last_step else cell
+
+
+def _expected(run: RunFolder, name: str) -> Cell:
+    """Return the score that is expected at the last step, and its interval of two standard errors."""
+    steps = run.settings.get("steps")
+    expected = final_score(run.scores.get(name, {}), int(steps)) if is_number(steps) else None
+    return Cell(f"{100 * expected[0]:.1f} ± {100 * expected[1]:.1f}", expected[0]) if expected else Cell()
 
 
 def _percent(score: float | None) -> Cell:
@@ -181,13 +195,17 @@ def _duration(seconds: float) -> Cell:
 
 
 def setting_columns(runs: Sequence[RunFolder]) -> list[Column]:
-    """Return a column for each setting that differs between two runs. Runs without the setting are ignored."""
+    """Return a column for each setting that differs between two runs. Runs without the setting are ignored.
+
+    Paths of the same images do not differ.
+    """
     columns = []
     for name in dict.fromkeys(name for run in runs for name in run.settings):
         if name.startswith(IRRELEVANT):
             continue
         texts = [setting_text(run.settings[name]) if name in run.settings else None for run in runs]
-        if len({text for text in texts if text is not None}) < 2:
+        values = {run.content(name) or text for run, text in zip(runs, texts, strict=True) if text is not None}
+        if len(values) < 2:
             continue
         of_method: dict[str, set[str]] = {}
         for run, text in zip(runs, texts, strict=True):

@@ -105,7 +105,7 @@ class Recorder:
             log.warning("%s. The run continues without its %s records.", error, type(sink).__name__)
 
 
-def record_start(output: Path, step: int, engine: Engine, precision: str, content: str | None) -> None:
+def record_start(output: Path, step: int, engine: Engine, precision: str, contents: dict[str, str | None]) -> None:
     """Append a line to OUTPUT/machine.jsonl. Call this function only on the main process.
 
     The line holds the time in UTC, the hardware, the number of processes, the engine and the versions of packages.
@@ -115,7 +115,8 @@ def record_start(output: Path, step: int, engine: Engine, precision: str, conten
         step: number of optimizer steps that the run has done so far.
         engine: engine of the run.
         precision: precision of the forward pass.
-        content: hash of the images of `evaluation.val` (`Source.content`), by which reports recognise the data set.
+        contents: hashes of scored images (`Source.content`), by which reports recognise a data set. The keys are the
+            settings that name the images.
     """
     device = engine.accelerator.device
     line: dict[str, Any] = {
@@ -129,6 +130,6 @@ def record_start(output: Path, step: int, engine: Engine, precision: str, conten
         "engine": engine.name,
         "precision": precision,
         "versions": versions(),
-        "evaluation.val": content,
+        **contents,
     }
     append_line(output / "machine.jsonl", line)

@@ -1,10 +1,13 @@
 """The command: the files that it writes, and runs that cannot be read."""
 
 import csv
+import json
+import re
 from pathlib import Path
 
 import pytest
 
+from tessera.evaluation import report
 from tessera.evaluation.report import ReportSettings, run
 from tessera.evaluation.reporting.runs import ReportError
 from tessera.runtime.settings import flags, validate
@@ -50,3 +53,30 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ReportError, match="cannot be written"):
         command(str(folder), "--output", str(tmp_path / "file" / "page.html"), "--no-features")
+
+
+def test_a_watched_page_follows_the_run_until_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "run", [record(10, 1.0, knn_top1=0.25)])
+    out = tmp_path / "page.html"
+    pages: list[str] = []
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 7
+        pages.append(out.read_text())
+        if len(pages) == 2:
+            raise KeyboardInterrupt
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(record(20, 1.0, knn_top1=0.75)) + "\n")
+
+    monkeypatch.setattr(report.time, "sleep", sleep)
+    command(str(folder), "--output", str(out), "--watch", "7")
+    assert ["25.00" in page for page in pages] == [True, False]
+    assert ["75.00" in page for page in pages] == [False, True]
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]
+
+
+def test_names_of_pages_are_safe_and_differ() -> None:
+    names = ["a/b", "a-b", "../x", "\N{GREEK SMALL LETTER LAMDA}" * 200, "<b>"]
+    pages = [report.page_name(name) for name in names]
+    assert len(set(pages)) == len(names)
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]{1,100}", page) for page in pages)

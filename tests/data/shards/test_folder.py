@@ -87,6 +87,9 @@ def test_the_hash_of_the_images_depends_on_no_path_and_order(photos, shards, tmp
     assert kinds["folder"] == kinds["shards"] == kinds["shuffled"] != kinds["smaller"]
     (photos / "bee" / "new.png").write_bytes(picture(99, size=(20, 20)))
     assert open_shards(photos).content() != kinds["folder"]
+    for path in [one for one in photos.rglob("*.*") if one.suffix != ".txt"]:
+        path.write_bytes(b"x" * 100)
+    assert open_shards(photos).content() is None, "files of one size have no hash"
 
 
 def test_a_changed_file_is_refused(photos, tmp_path):

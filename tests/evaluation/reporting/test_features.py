@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from accelerate import Accelerator, PartialState
 from sklearn.neighbors import NearestNeighbors
@@ -13,9 +14,10 @@ from tessera import encoders
 from tessera.evaluation.features import extract
 from tessera.evaluation.reporting.neighbours import examine
 from tessera.evaluation.reporting.runs import read_runs
-from tests.evaluation.conftest import save_encoder
+from tests.evaluation.conftest import save_encoder, write_shard
 from tests.evaluation.reporting.made import make_run, record
 
+COPIES = {"a": "first", "b": "copy"}
 ENCODER: dict[str, Any] = {"depth": 1, "dim": 24, "heads": 2, "image_size": 16}
 
 
@@ -57,12 +59,13 @@ def test_the_bank_is_spread_over_all_shards(tmp_path: Path, shards: Path, accele
     assert [row[0].label for row in rows] == ["0", str(10 % 3)]  # the first image of all, and the last
 
 
-def test_runs_on_copies_of_the_same_images_share_a_gallery(
-    tmp_path: Path, shards: Path, accelerator: Accelerator
-) -> None:
-    shutil.copytree(shards, tmp_path / "copy")
-    folders = [run_with_encoder(tmp_path / "a", str(shards / "train-*.tar"))]
-    folders += [run_with_encoder(tmp_path / "b", str(tmp_path / "copy" / "train-*.tar"))]
+def test_runs_on_copies_of_the_same_images_share_a_gallery(tmp_path: Path, accelerator: Accelerator) -> None:
+    images = np.random.default_rng(0).integers(0, 99, (6, 16, 16, 3), dtype=np.uint8)
+    images[0] = 0  # a smaller file: images of one size distinguish no data sets
+    (tmp_path / "first").mkdir()
+    write_shard(tmp_path / "first" / "val-0.tar", images, [0, 1] * 3)
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    folders = [run_with_encoder(tmp_path / name, str(tmp_path / of / "val-*.tar")) for name, of in COPIES.items()]
     (group,), _ = examine(read_runs(folders)[0], accelerator, images=2, neighbours=2)
     assert [seen.run for seen in group.seen] == ["a", "b"]
 

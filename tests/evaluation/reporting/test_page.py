@@ -78,7 +78,7 @@ def test_the_page_shows_the_table_best_first(tmp_path: Path) -> None:
     runs = three_runs(tmp_path)
     table = make_table(runs)
     rows = Cells(page_of(runs)).rows
-    assert rows == [table.titles, *table.rows]
+    assert rows == [[column.short or column.title for column in table.columns], *table.rows]
     assert [row[0] for row in rows[1:]] == ["b", "c & d", "a"]
 
 
@@ -229,8 +229,75 @@ def test_the_page_in_chromium(browser: Any, tmp_path: Path, scheme: str) -> None
     )
     assert (sum(ink) < sum(paper)) == (scheme == "light")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    page.set_viewport_size({"width": 400, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.locator("#filter").fill("LR 0.5")
+    assert page.locator("#runs td.run:visible").all_inner_texts() == ["c & d"]
+    page.locator("#filter").fill("lr 0.5 x")
+    assert page.locator("#runs tbody:visible").count() == 0
     page.close()
     assert said == []
     assert [url for url in requests if not url.startswith("data:")] == [file.as_uri()]
+
+
+def many_settings(folder: Path) -> list[RunFolder]:
+    """Read runs with long names, several data sets, 20 settings that differ, and unfinished curves."""
+    for number, name in enumerate(("short", "a-long-name-" * 7, "a_name_that_has_no_hyphen_" * 4)):
+        settings = {f"dino.a_long_name_of_a_setting_{one}": f"a/long/value/of/it/{number}" for one in range(20)}
+        curve = [{"step": 0, "knn_top1": 0.1}] + [
+            record(step, 1.0, knn_top1=0.8 - 14 / (20 + step)) for step in (20, 30, 40)
+        ]
+        run = make_run(folder / name, curve, seed=number, steps=50, **settings)
+        for data in ("imagenette5-val", "cifar10-test", "photographs-test"):
+            add_result(run, f"{data}.json", protocol="linear probe", data=data, top1=0.5 + number / 10, step=40)
+    return read_runs([folder])[0]
+
+
+@pytest.mark.medium
+def test_nothing_overflows_at_three_widths(browser: Any, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(page_of(many_settings(tmp_path / "runs")))
+    page = browser.new_page()
+    page.goto(file.as_uri())
+    wider = "[...document.querySelectorAll('html, .scroll:has(#runs)')].map(one => one.scrollWidth - one.clientWidth)"
+    hidden = "all => all.filter(one => one.offsetWidth && one.scrollWidth > one.clientWidth).map(one => one.outerHTML)"
+    for width in (400, 1280, 1920):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate(wider) == [0, 0], width
+        assert page.eval_on_selector_all("#runs td, #runs th, h1, .legend span", hidden) == [], width
+    assert "±" in page.locator("#runs").inner_text()
+    page.locator("#filter").fill("dino it/2")
+    assert page.locator("#runs tbody:visible").count() == 1
+    page.close()
+
+
+@pytest.mark.medium
+def test_a_site_has_a_page_for_each_run(browser: Any, tmp_path: Path) -> None:
+    three_runs(tmp_path / "runs")
+    site = tmp_path / "a site"
+    report.run(validate(report.ReportSettings, {"runs": [str(tmp_path / "runs")], "site": site, "features": False}))
+    page = browser.new_page()
+    page.goto((site / "index.html").as_uri())
+    page.locator("#runs a", has_text="c & d").click()
+    assert page.locator("h1").inner_text() == "c & d"
+    assert page.locator(".all").inner_text().count("optim.lr") == 1
+    texts = sorted(page.locator(".charts svg text").all_text_contents())
+    page.locator("a", has_text="All runs").click()
+    assert page.locator("h1").inner_text() == "Comparison of runs"
+    assert sorted(page.locator(".charts svg text").all_text_contents()) == texts, "all pages have the same axes"
+    page.close()
+
+
+@pytest.mark.medium
+def test_a_page_that_reloads_keeps_order_and_filter(browser: Any, tmp_path: Path) -> None:
+    table = make_table(three_runs(tmp_path / "runs"))
+    file = tmp_path / "page.html"
+    file.write_text(render("first", table, [], {}, [], reload=0.5))
+    page = browser.new_page()
+    page.goto(file.as_uri())
+    page.locator("#runs th", has_text="run").first.click()
+    page.locator("#filter").fill("0.")
+    page.locator("#filter").blur()
+    file.write_text(render("second", table, [], {}, [], reload=0.5))
+    page.wait_for_function("document.title === 'second'", timeout=5000)
+    assert page.locator("#filter").input_value() == "0."
+    assert page.locator("#runs td.run").all_inner_texts() == ["a", "b", "c & d"]
+    page.close()

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from tessera.evaluation.reporting.runs import ReportError, RunFolder, read_runs
 from tessera.evaluation.reporting.table import MISSING, Table, make_table, print_table, to_csv, to_markdown
-from tests.evaluation.reporting.made import add_result, make_run, record
+from tests.evaluation.reporting.made import MACHINE, add_result, make_run, record
 
 
 def runs_of(tmp_path: Path) -> list[RunFolder]:
@@ -131,3 +132,23 @@ def test_terminal_csv_and_markdown_show_the_same_cells(tmp_path: Path) -> None:
     assert r"| strange, \|\[b\]name |" in to_markdown(table)
     cells = [line.replace(r"\|", "").count("|") for line in lines]
     assert cells == [len(table.titles) + 1] * len(lines)
+
+
+def test_a_forecast_is_a_column_of_its_own(tmp_path: Path) -> None:
+    for name, last in (("done", 5), ("half", 3), ("early", 1)):
+        curve = [record(100 * step, 1.0, knn_top1=0.8 - 0.5 / (1 + step)) for step in range(last + 1)]
+        make_run(tmp_path / name, curve, steps=500)
+    columns = {column.title: column for column in make_table(read_runs([tmp_path])[0]).columns}
+    column = columns["20-NN in training, val, forecast at the end, %"]
+    text = column.cells[1].text
+    assert [cell.text for cell in column.cells] == [MISSING, text, MISSING]
+    assert text.startswith(("71.", "72.")), "0.8 - 0.5 / 6 = 71.7 %"
+
+
+def test_paths_of_the_same_images_are_no_difference(tmp_path: Path) -> None:
+    for name, content in (("a", "11"), ("b", "11")):
+        folder = make_run(tmp_path / name, [record(10, 1.0)], evaluation={"val": f"{name}/val.tar"})
+        (folder / "machine.jsonl").write_text(json.dumps(MACHINE | {"evaluation.val": content}) + "\n")
+    assert "evaluation.val" not in make_table(read_runs([tmp_path])[0]).titles
+    (tmp_path / "b" / "machine.jsonl").write_text(json.dumps(MACHINE | {"evaluation.val": "22"}) + "\n")
+    assert "evaluation.val" in make_table(read_runs([tmp_path])[0]).titles

@@ -52,7 +52,7 @@ def test_pictures_and_skipped_samples_are_written(tmp_path) -> None:
 def test_every_start_adds_a_line(tmp_path: Path) -> None:
     _, engine = small.make()
     for step in (0, 7):
-        record_start(tmp_path, step, engine, "fp32", "a1b2")
+        record_start(tmp_path, step, engine, "fp32", {"evaluation.val": "a1b2"})
     first, second = (json.loads(line) for line in (tmp_path / "machine.jsonl").read_text().splitlines())
     assert (first["step"], second["step"]) == (0, 7)
     assert (first["device"], first["processes"], first["engine"], first["precision"]) == ("cpu", 1, "ddp", "fp32")
