@@ -13,7 +13,7 @@ NOISE = 0.006
 EXPONENTS = np.geomspace(0.25, 2, 30)
 """Values of c over which the forecast is averaged."""
 EARLIEST = 0.4
-"""Share of the steps before which nothing is forecast: there, the error was four times as large as later."""
+"""Share of the steps before which nothing is forecast: there, the mean error was 2.8 points, and later 1.0."""
 WIDEST = 0.1
 """Half width of the widest interval that is shown."""
 
