@@ -9,6 +9,7 @@ import torch
 
 from tessera import encoders
 from tessera.data.demo import demo_shards
+from tessera.data.shards import open_shards
 from tessera.evaluation.patch_knn import PatchKNNSettings
 from tessera.evaluation.patch_knn import run as patch_knn
 from tessera.evaluation.reporting.runs import read_runs
@@ -44,6 +45,11 @@ def test_a_run_measures_what_the_command_measures(maps: dict[str, str], tmp_path
     (run,), _ = read_runs([tmp_path / "run"])
     (name,) = (name for name in run.scores if name.startswith("10-NN of patches in training (mIoU), "))
     assert run.scores[name] == scores
+    images = {"data.shards": demo_shards()[0], "evaluation.maps_val": maps["val"]}
+    assert {name: run.content(name) for name in images} == {
+        name: open_shards(x).content() for name, x in images.items()
+    }
+    assert None not in map(run.content, images), "reports recognise the images"
     # the run itself is the same without the score
     plain = [word for word in words if word not in maps.values() and "maps" not in word]
     assert main([*plain, "--output", str(tmp_path / "plain")]) == 0
