@@ -290,14 +290,14 @@ def test_a_site_has_a_page_for_each_run(browser: Any, tmp_path: Path) -> None:
 def test_a_page_that_reloads_keeps_order_and_filter(browser: Any, tmp_path: Path) -> None:
     table = make_table(three_runs(tmp_path / "runs"))
     file = tmp_path / "page.html"
-    file.write_text(render("first", table, [], {}, [], reload=0.5))
+    file.write_text(render("first", table, [], {}, [], reload=2))
     page = browser.new_page()
     page.goto(file.as_uri())
     page.locator("#runs th", has_text="run").first.click()
     page.locator("#filter").fill("0.")
     page.locator("#filter").blur()
-    file.write_text(render("second", table, [], {}, [], reload=0.5))
-    page.wait_for_function("document.title === 'second'", timeout=5000)
+    file.write_text(render("second", table, [], {}, [], reload=1000))
+    page.locator("h1", has_text="second").wait_for()
     assert page.locator("#filter").input_value() == "0."
     assert page.locator("#runs td.run").all_inner_texts() == ["a", "b", "c & d"]
     page.close()
