@@ -152,7 +152,7 @@ def _stack_mask(images: Sequence[np.ndarray], crops: int) -> Mask:
 
 @dataclass
 class Batch:
-    """Views, labels, segmentation maps and sample names of one forward pass of one process."""
+    """Views, labels, maps and sample names of one forward pass of one process."""
 
     views: list[View]
     keys: list[str] = field(default_factory=list)
@@ -166,7 +166,8 @@ class Batch:
     sources: np.ndarray | None = None
     """(B,) int64: index of the source of each sample, in a mixture of sources; None if the batch has no samples."""
     maps: Tensor | None = None
-    """(B, S, T) uint8: segmentation map of each image, cut to the only crop of the image; None if not requested."""
+    """(B, S, T): map of classes (uint8) or of depth (float32) of each image, cut to the only crop of the image; None if
+    not requested."""
     skipped: list[str] = field(default_factory=list)
     """Corrupt images that were replaced or left out, each in the form `shard.tar/key: reason`."""
     preprocessing: Preprocessing = IMAGENET

@@ -10,6 +10,7 @@ if the check fails.
 
 import hashlib
 import json
+import math
 import os
 import shlex
 import sys
@@ -59,7 +60,7 @@ PROBLEMS = {
     "refused": "reasons for a run to stop",
     "corrupt": "corrupt images, which a run leaves out",
     "bad_labels": "labels that stop an evaluation",
-    "bad_maps": "segmentation maps that stop an evaluation",
+    "bad_maps": "maps that stop an evaluation",
 }
 """Maps the name of each list of problems in `Facts` to the title under which the problems are printed."""
 
@@ -94,7 +95,7 @@ class Facts:
     """Total size of the shard files in bytes."""
     labelled: int = 0
     mapped: int = 0
-    """Number of samples with a segmentation map."""
+    """Number of samples with a map."""
     decoded: int = 0
     """Number of images that were decoded or found to be corrupt."""
     refused: list[str] = field(default_factory=list)
@@ -103,7 +104,7 @@ class Facts:
     """Corrupt images, as `SHARD.tar/KEY: reason`."""
     bad_labels: list[str] = field(default_factory=list)
     bad_maps: list[str] = field(default_factory=list)
-    """Bad segmentation maps, as `SHARD.tar/KEY: reason`."""
+    """Bad maps, as `SHARD.tar/KEY: reason`."""
     formats: Counter[str] = field(default_factory=Counter)
     longer_side: Counter[int] = field(default_factory=Counter)
     """Histogram of image sizes. Maps an upper bound of the longer side, a power of two, to the number of images."""
@@ -111,6 +112,9 @@ class Facts:
     """Number of samples of each class number."""
     map_values: Counter[int] = field(default_factory=Counter)
     """Number of pixels of each value of the decoded segmentation maps."""
+    depths: Counter[int] = field(default_factory=Counter)
+    """Histogram of the largest depth of each decoded depth map. Maps an upper bound, a power of two, to the number of
+    maps; 0 is the bound of maps without any depth."""
     pixels: np.ndarray = field(default_factory=lambda: np.zeros((1, 256), dtype=np.int64))
     """Histogram of the pixel values of each channel: (C, 256) int64; (1, 256) zeros if no image was decoded."""
     sha256: str | None = None
@@ -136,7 +140,7 @@ class Facts:
     def report(self) -> dict[str, Any]:
         """Return the results as a dict that can be written as JSON."""
         facts = {name: value for name, value in vars(self).items() if name not in ("path", "sha256")}
-        for name in ("longer_side", "classes", "map_values"):
+        for name in ("longer_side", "classes", "map_values", "depths"):
             facts[name] = {str(key): count for key, count in sorted(facts[name].items())}
         found = moments(self.pixels)
         return {
@@ -248,8 +252,13 @@ def _check_samples(facts: Facts, shard: Tar, index: Index, settings: CheckShards
         if index.map_place(sample)[0] < 0:
             continue
         try:
-            values, counts = np.unique(checked_map(shard.target(index, sample), size), return_counts=True)
-            facts.map_values.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+            values = checked_map(shard.target(index, sample), size)
+            if values.is_floating_point():
+                facts.depths[1 << (math.ceil(values.max()) - 1).bit_length() if values.any() else 0] += 1
+            else:
+                facts.map_values.update(
+                    dict(zip(*(one.tolist() for one in values.unique(return_counts=True)), strict=True))
+                )
         except ImageError as error:
             facts.bad_maps.append(f"{name}: {error}")
 
@@ -347,7 +356,10 @@ def _show(report: dict[str, Any]) -> None:
             values = ", ".join(f"{value:.4f}" for value in report["pixels"][name])
             say(name, f"{values}  (each channel, in [0, 1], over all pixels)")
     say("labels", f"{report['labelled']:,} images, {_describe_classes(report['classes'])}")
-    if report["mapped"]:
+    if report["depths"]:
+        bounds = ", ".join(f"{count:,} up to {bound}" for bound, count in report["depths"].items())
+        say("largest depth", f"{bounds}, in the unit of the maps")
+    elif report["mapped"]:
         values = {int(value): count for value, count in report["map_values"].items()}
         ignored, pixels = values.pop(IGNORED, 0), sum(report["map_values"].values())
         say("maps", f"{report['mapped']:,} images, {_describe_classes(values)}")

@@ -86,7 +86,7 @@ class Sample(NamedTuple):
     source: int = 0
     """Index of the source that the sample comes from, in a mixture of sources."""
     map: Tensor | None = None
-    """Segmentation map (S, T) uint8 of the only crop; None if maps are not read."""
+    """Map (S, T) of the only crop; None if maps are not read."""
 
 
 class Skipped(NamedTuple):

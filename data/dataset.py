@@ -17,11 +17,10 @@ from tessera.data.batch import SampleParameters, largest_shrink
 from tessera.data.collate import Sample, Skipped, Transform
 from tessera.data.crops import MixedCrops
 from tessera.data.decode import MAX_PIXELS, ImageError, Picture, Undecoded
-from tessera.data.maps import checked_map, cut_map
+from tessera.data.maps import MapKind, checked_map, cut_map, map_member
 from tessera.data.sampler import MixtureSampler, sample_rng
 from tessera.data.shards import ShardError, Source, UnreadableError
 from tessera.data.shards.failures import DroppedError, ResourceError
-from tessera.data.shards.tar import MAP
 from tessera.data.user_code import Augment
 
 MOST_SKIPPED = 100
@@ -44,13 +43,13 @@ read, so several large images could be in memory at the same time."""
 
 @dataclass(frozen=True)
 class Decoding:
-    """Limits on accepted images, the number of channels of decoded images, and the classes of segmentation maps."""
+    """Limits on accepted images, the number of channels of decoded images, and the kind of maps."""
 
     channels: int = 3
     max_pixels: int = MAX_PIXELS
     """Maximum number of pixels of an image. Larger images count as corrupt."""
-    map_classes: int | None = None
-    """Number of classes of segmentation maps; None if maps are not read."""
+    maps: MapKind | None = None
+    """Kind of the maps; None if maps are not read."""
 
     def picture(self, image: Undecoded) -> Picture:
         """Read the header of an encoded image, or convert a decoded image.
@@ -77,7 +76,7 @@ class _Drawn(NamedTuple):
     views: SampleParameters
     label: int | None
     map: bytes | None
-    """Encoded segmentation map; None if maps are not read."""
+    """Encoded map; None if maps are not read."""
 
 
 class _Failed(NamedTuple):
@@ -163,8 +162,8 @@ class TrainDataset(Dataset[Sample]):
         If a sample cannot be used, yield a `Skipped` for this sample, and then the sample that replaces it.
 
         Raises:
-            ShardError: the shards cannot be read, too many images in a row are corrupt, or a label or a segmentation
-                map is wrong.
+            ShardError: the shards cannot be read, too many images in a row are corrupt, or a label or a map is
+                wrong.
         """
         wanted = addresses(self.sources, self.sampler, positions)
         prepare(self.sources, wanted)
@@ -253,7 +252,7 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
         """Return the decoded sample at an index of the source.
 
         Raises:
-            ShardError: a label is missing or not an integer, or a segmentation map cannot be used.
+            ShardError: a label is missing or not an integer, or a map cannot be used.
         """
         return next(iter(self.__getitems__(range(number, number + 1))))
 
@@ -261,7 +260,7 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
         """Yield the decoded samples at the given indices of the source.
 
         Raises:
-            ShardError: a label is missing or not an integer, or a segmentation map cannot be used.
+            ShardError: a label is missing or not an integer, or a map cannot be used.
         """
         self.source.prepare(numbers)
         for number in numbers:
@@ -287,7 +286,7 @@ def _draw(
     """Read an encoded sample, and draw its random parameters. `at` is the seed and the position of the sample.
 
     Raises:
-        ShardError: a label or a segmentation map is missing, or resources of this machine run out.
+        ShardError: a label or a map is missing, or resources of this machine run out.
     """
     key = ""
     try:
@@ -295,7 +294,7 @@ def _draw(
         picture = decoding.picture(source.image(number, at))
         views = transform.draw(picture.size, rng)
         label = source.label(number) if labels else None
-        encoded_map = None if decoding.map_classes is None else source.target(number)
+        encoded_map = None if decoding.maps is None else source.target(number)
         return _Drawn(key, picture, views, label, encoded_map)
     except ImageError as error:
         return _Failed(f"{key}: {error}", corrupt=True)
@@ -308,7 +307,7 @@ def _draw(
 
 
 def _decoded(drawn: _Drawn | _Failed, decoding: Decoding) -> Sample | _Failed:
-    """Decode a sample and cut its segmentation map.
+    """Decode a sample and cut its map.
 
     Raises:
         ShardError: the map is damaged, does not have the size of the image, or has a value that is not a class number;
@@ -325,10 +324,10 @@ def _decoded(drawn: _Drawn | _Failed, decoding: Decoding) -> Sample | _Failed:
     if drawn.map is None:
         return sample._replace(label=drawn.label)
     try:
-        values = checked_map(drawn.map, drawn.picture.size, decoding.map_classes)
+        values = checked_map(drawn.map, drawn.picture.size, decoding.maps)
     except ImageError as error:
         raise ShardError(
-            f"the segmentation map of {drawn.key} cannot be used: {error}. Correct the member KEY.{MAP}."
+            f"the map of {drawn.key} cannot be used: {error}. Correct the member KEY.{map_member(drawn.map)}."
         ) from None
     (view,) = drawn.views
     return sample._replace(label=drawn.label, map=cut_map(values, view)[0])

@@ -19,6 +19,7 @@ from tessera.data.batches import Batches
 from tessera.data.collate import Collator, Transform
 from tessera.data.dataset import Decoding, EvaluationDataset, TrainDataset
 from tessera.data.decode import MAX_PIXELS
+from tessera.data.maps import MapKind
 from tessera.data.sampler import (
     BUFFER,
     STREAMS,
@@ -116,15 +117,14 @@ class Reading:
     classes: int | None = None
     """Number of classes of the labels in training; None if training reads no labels. `evaluation_batches` ignores this
     number, and reads labels if its argument `labels` is true."""
-    maps: int | None = None
-    """Number of classes of the segmentation maps; None if maps are not read. With maps, the transform must draw
-    a single crop."""
+    maps: MapKind | None = None
+    """Kind of the maps; None if maps are not read. With maps, the transform must draw a single crop."""
     augment: Augment | None = None
     """Augmentation of the user for training images; None for none."""
 
     @property
     def decoding(self) -> Decoding:
-        """Limits on accepted images, the number of channels of decoded images, and the classes of maps."""
+        """Limits on accepted images, the number of channels of decoded images, and the kind of maps."""
         return Decoding(self.preprocessing.channels, self.loader.max_pixels, self.maps)
 
 
@@ -257,14 +257,14 @@ def evaluation_batches(
 
 
 def _require_maps(sources: Sequence[Source], transform: Transform) -> None:
-    """Check that every sample has a segmentation map, and that the transform draws one crop.
+    """Check that every sample has a map, and that the transform draws one crop.
 
     Raises:
         ShardError: a sample has no map. The message names the sample.
         ValueError: the transform draws several crops, or packed crops.
     """
     if transform.packing is not None or [view.crops for view in transform.views] != [1]:
-        raise ValueError("Segmentation maps need a transform that draws one crop of each image, without packing.")
+        raise ValueError("Maps need a transform that draws one crop of each image, without packing.")
     for opened in sources:
         opened.require_targets()
 

@@ -3,9 +3,10 @@
     tessera make_shards IMAGES SHARDS [options]
 
 IMAGES is a folder of images or of class folders, a list, or a CSV or Parquet manifest. A list is a text file with one
-path per line, optionally followed by a tab and a label. An image x.jpg may have a segmentation map: x.seg.png in the
-folder of the image, or x.png in the folder given by --maps. SHARDS is a folder. The command writes the shards
-NAME-000000.tar and so on to this folder, a table beside each shard, and these files:
+path per line, optionally followed by a tab and a label. An image x.jpg may have a map of classes or of depth:
+x.seg.png, x.depth.png or x.depth.npy in the folder of the image, or x.png or x.npy in the folder given by --maps.
+SHARDS is a folder. The command writes the shards NAME-000000.tar and so on to this folder, a table beside each shard,
+and these files:
 
     index.json       sizes, counts, checksums and pixel statistics; a run reads this file first
     left_out.csv     files that were left out, with the reasons
@@ -38,7 +39,7 @@ from tessera.data.shards.failures import ShardError
 from tessera.data.shards.index import CLASSES, FolderIndex, ShardEntry, parse_classes, write_folder
 from tessera.data.shards.listing import NO_LABEL, REASONS, Listing, list_folder
 from tessera.data.shards.open import ENDINGS
-from tessera.data.shards.tar import IMAGES, MAP
+from tessera.data.shards.tar import IMAGES, MAPS
 from tessera.data.statistics import moments
 from tessera.data.tools.inputs import find_maps, list_file, renumber
 from tessera.data.tools.offline import run_command, say, spread
@@ -81,8 +82,8 @@ class MakeShards(Recipe):
     classes: Path | None = None
     """classes.json of other shards, from which the class numbers are taken"""
     maps: Path | None = None
-    """folder of segmentation maps, such as ADE20K's annotations/training: the map of the image a/x.jpg is a/x.png;
-    default: the map is x.seg.png, in the folder of the image"""
+    """folder of maps, such as ADE20K's annotations/training: the map of the image a/x.jpg is a/x.png or a/x.npy;
+    default: the map is x.seg.png, x.depth.png or x.depth.npy, in the folder of the image"""
     root: Path | None = None
     """folder to which the paths in a list or manifest are relative; default: the folder of the list or manifest"""
 
@@ -213,7 +214,7 @@ def _list_images(settings: MakeShards) -> Listing:
     else:
         raise ShardError(f"{images} does not exist. Correct the path.")
     # The search calls `stat` for every image, so skip the search if `list_folder` found no maps beside the images.
-    if settings.maps is not None or images.is_file() or f".{MAP}" in listing.other_files:
+    if settings.maps is not None or images.is_file() or any(f".{name}" in listing.other_files for name in MAPS):
         find_maps(listing, settings.maps)
     if settings.classes:
         renumber(listing, list(parse_classes(settings.classes.read_bytes(), str(settings.classes))))
@@ -250,8 +251,8 @@ def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float)
         shard_bytes: target size of a shard in bytes.
         ratio: expected size of a stored image, divided by the size of its file.
     """
-    # Number of tar blocks per sample: the image and one header block, two blocks for a label, and the segmentation map
-    # and one header block.
+    # Number of tar blocks per sample: the image and one header block, two blocks for a label, and the map and one
+    # header block.
     blocks = np.ceil(listing.sizes[order] * (ratio / BLOCKSIZE)).astype(np.int64) + 1
     blocks += np.where(listing.labels[order] != NO_LABEL, 2, 0)
     if listing.maps is not None:
@@ -327,7 +328,7 @@ def _show(settings: MakeShards, listing: Listing, records: list[Record], left_ou
     images, labelled, mapped, size = (
         sum(getattr(record, name) for record in records) for name in ("nsamples", "labelled", "mapped", "filesize")
     )
-    maps = f", {mapped:,} with a segmentation map" if mapped else ""
+    maps = f", {mapped:,} with a map" if mapped else ""
     say("written", f"{images:,} images, {labelled:,} with a label{maps}, {decimal(size)}")
     if left_out:
         say("left out", f"{len(left_out):,}, listed in {settings.shards / LEFT_OUT}")

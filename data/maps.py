@@ -1,12 +1,17 @@
-"""Segmentation maps: PNGs that hold the class number of each pixel of an image. The value 255 marks ignored pixels.
+"""Maps of the size of their upright image: segmentation maps and depth maps.
 
-A map is gray with up to 8 bits or has a palette, like the maps of ADE20K, Cityscapes and PASCAL VOC. The values of a
-map with a palette are the palette indices, not the colours. A map has the size of its upright image.
+A segmentation map is a PNG that holds the class number of each pixel of an image. The value 255 marks ignored pixels.
+The PNG is gray with up to 8 bits or has a palette, like the maps of ADE20K, Cityscapes and PASCAL VOC. The values of a
+map with a palette are the palette indices, not the colours.
+
+A depth map is a gray PNG of 16 bits, like the maps of NYU Depth v2 and KITTI, or a NumPy array (.npy). Its unit is that
+of the data set. A pixel whose value is not positive and finite has no depth.
 
 Shapes: a map has H x W pixels. There are n crops of S x T pixels.
 """
 
 from io import BytesIO
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,10 +21,22 @@ from torch import Tensor
 from tessera.data.batch import ViewParameters
 from tessera.data.decode import MAX_PIXELS, ImageError, check_header
 from tessera.data.headers import holds_all_pixels
+from tessera.data.shards.tar import MAPS
 
 IGNORED = 255
 """Value of pixels that are neither trained on nor scored."""
-_DEPTH, _COLOURS = 24, 25  # byte offsets of the bit depth and of the colour type in a PNG
+MapKind = int | Literal["depth"]
+"""Kind of maps: the number of classes of segmentation maps, or `depth`."""
+_BITS, _COLOURS = 24, 25  # byte offsets of the bit depth and of the colour type in a PNG
+_ARRAY = np.lib.format.MAGIC_PREFIX  # first bytes of a .npy file
+
+
+def map_member(encoded: bytes) -> str:
+    """Return the file name extension that a map has in a shard, by its content."""
+    segmentation, of_png, of_array = MAPS
+    if encoded.startswith(_ARRAY):
+        return of_array
+    return of_png if encoded[_BITS : _BITS + 1] == bytes([16]) else segmentation
 
 
 def decode_map(encoded: bytes, size: tuple[int, int] | None = None) -> Tensor:
@@ -29,43 +46,84 @@ def decode_map(encoded: bytes, size: tuple[int, int] | None = None) -> Tensor:
         ImageError: the file is damaged, is not a gray or palette PNG of at most 8 bits, has more than `MAX_PIXELS`
             pixels, or does not have the `size` (H, W) of its image.
     """
+    values = _png_values(encoded, size, ("1", "L", "P"), "a map has one channel of class numbers, of at most 8 bits")
+    values = values.astype(np.uint8)
+    if encoded[_COLOURS] == 0 and encoded[_BITS] in (2, 4):
+        values //= 255 // (2 ** encoded[_BITS] - 1)  # Pillow scales values of 2 and 4 bits to 0 to 255
+    return torch.from_numpy(values)
+
+
+def decode_depth(encoded: bytes, size: tuple[int, int] | None = None) -> Tensor:
+    """Decode a depth map: bytes of a PNG or of a NumPy array -> (H, W) float32, with 0 for pixels without a depth.
+
+    Raises:
+        ImageError: the file is damaged, is neither a gray PNG of 16 bits nor an array (H, W) of numbers, or does not
+            have the `size` (H, W) of its image.
+    """
+    if encoded.startswith(_ARRAY):
+        try:
+            values = np.load(BytesIO(encoded), allow_pickle=False)
+        except Exception as error:  # NumPy raises many kinds of errors for damaged files
+            raise ImageError(f"a damaged NumPy array: {error}") from error
+        if values.dtype.kind not in "fiu" or values.ndim != 2:
+            raise ImageError(f"the array has the type {values.dtype} and {values.ndim} axes, but a depth map has 2")
+        _check_size((values.shape[1], values.shape[0]), size)
+    else:
+        values = _png_values(encoded, size, ("I;16", "I"), "a depth map has one channel of 16 bits")
+    depth = torch.from_numpy(values.astype(np.float32))
+    return torch.where((depth > 0) & depth.isfinite(), depth, 0)
+
+
+def _png_values(encoded: bytes, size: tuple[int, int] | None, modes: tuple[str, ...], wanted: str) -> np.ndarray:
+    """Return the pixels (H, W) of a PNG with one of Pillow's `modes`. `wanted` describes these modes in errors."""
     check_header(encoded, MAX_PIXELS)
     try:
         image = Image.open(BytesIO(encoded), formats=("PNG",))
-        if size is not None and image.size != size[::-1]:
-            raise ImageError(
-                f"the map has {image.width} x {image.height} pixels, but the upright image has {size[1]} x {size[0]}"
-            )
-        if image.mode not in ("1", "L", "P"):
-            raise ImageError(
-                f"the PNG has the mode {image.mode}, but a map has one channel of class numbers, of at most 8 bits"
-            )
-        values = np.array(image).astype(np.uint8)
+        _check_size(image.size, size)
+        if image.mode not in modes:
+            raise ImageError(f"the PNG has the mode {image.mode}, but {wanted}")
+        values = np.array(image)
         if not values[-1].any() and not holds_all_pixels(encoded):
             raise ImageError("a damaged PNG: the pixel data is truncated")
     except (ImageError, MemoryError):
         raise
     except Exception as error:  # Pillow raises many kinds of errors for damaged files
         raise ImageError(f"a damaged PNG: {error}") from error
-    if encoded[_COLOURS] == 0 and encoded[_DEPTH] in (2, 4):
-        values //= 255 // (2 ** encoded[_DEPTH] - 1)  # Pillow scales values of 2 and 4 bits to 0 to 255
-    return torch.from_numpy(values)
+    return values
 
 
-def checked_map(encoded: bytes, size: tuple[int, int], classes: int | None = None) -> Tensor:
-    """Decode the segmentation map of an image of `size` (H, W), and check it: bytes of a PNG -> (H, W) uint8.
+def _check_size(found: tuple[int, int], size: tuple[int, int] | None) -> None:
+    """Check the size (width, height) of a map against the `size` (H, W) of its image, if it is known."""
+    if size is not None and found != size[::-1]:
+        raise ImageError(f"the map has {found[0]} x {found[1]} pixels, but the upright image has {size[1]} x {size[0]}")
+
+
+def checked_map(encoded: bytes, size: tuple[int, int], kind: MapKind | None = None) -> Tensor:
+    """Decode the map of an image of `size` (H, W), and check it: bytes -> (H, W), uint8 for classes, float32 for depth.
 
     Raises:
-        ImageError: the map is damaged, its size is not `size`, or a value is neither 255 nor less than `classes`. If
-            `classes` is None, all values are accepted.
+        ImageError: the map is damaged, its size is not `size`, it is of another `kind`, or a value is neither 255 nor
+            less than the number of classes. If `kind` is None, both kinds and all values are accepted.
     """
+    if kind == "depth" or (kind is None and map_member(encoded) != MAPS[0]):
+        return decode_depth(encoded, size)
     values = decode_map(encoded, size)
-    if classes is not None and len(wrong := values[(values >= classes) & (values != IGNORED)]):
+    if kind is not None and len(wrong := values[(values >= kind) & (values != IGNORED)]):
         raise ImageError(
-            f"the map has the value {int(wrong[0])}, but there are {classes} classes, numbered from 0 ({IGNORED} marks "
+            f"the map has the value {int(wrong[0])}, but there are {kind} classes, numbered from 0 ({IGNORED} marks "
             "ignored pixels)"
         )
     return values
+
+
+def encode_map(values: Tensor, member: str) -> bytes:
+    """Encode a decoded map (H, W) as the file with the extension `member`."""
+    file = BytesIO()
+    if member.endswith(".npy"):
+        np.save(file, values.numpy())
+    else:
+        Image.fromarray(values.numpy().astype(np.uint8 if member == MAPS[0] else np.uint16)).save(file, "png")
+    return file.getvalue()
 
 
 def cut_map(values: Tensor, view: ViewParameters) -> Tensor:
@@ -77,7 +135,7 @@ def cut_map(values: Tensor, view: ViewParameters) -> Tensor:
         ValueError: the crops are rotated.
     """
     if view.degrees is not None:
-        raise ValueError("The crops of segmentation maps cannot be rotated. Set the rotation to 0.")
+        raise ValueError("The crops of maps cannot be rotated. Set the rotation to 0.")
     first, second, height, width = view.window or (0, 0, *view.size)
     crops = []
     for (top, left, *sides), flip in zip(view.boxes.tolist(), view.flips.tolist(), strict=True):

@@ -23,7 +23,7 @@ class ShardError(UserError, ValueError):
 
 
 class SampleError(ShardError):
-    """Raised if a label or a segmentation map is missing or wrong.
+    """Raised if a label or a map is missing or wrong.
 
     The error stops the run, even if the settings skip unreadable shards, because the shard itself can be read.
     """

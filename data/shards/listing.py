@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tessera.data.shards.failures import ShardError, is_exhausted
-from tessera.data.shards.tar import IMAGES, LARGEST_MEMBER, MAP
+from tessera.data.shards.tar import IMAGES, LARGEST_MEMBER, MAPS
 from tessera.runtime.user_error import printable
 
 TRAINING_SETS = {"train", "training"}
@@ -31,7 +31,7 @@ REASONS = {
 }
 """Maps a code to the reason why a file is left out. `Listing.sizes` and `Maps.sizes` contain the code in place of the
 size."""
-_MAP = b"." + MAP.encode()
+_MAPS = tuple(b"." + name.encode() for name in MAPS)
 _EXTENSIONS = tuple(b"." + extension.encode() for extension in IMAGES)
 
 
@@ -49,12 +49,12 @@ class File(NamedTuple):
 
 @dataclass
 class Maps:
-    """Segmentation maps of the N files of a `Listing`."""
+    """Maps of classes or of depth of the N files of a `Listing`."""
 
     root: bytes
     """Path of the folder of maps, without symbolic links."""
     suffix: bytes
-    """Suffix of a map, which replaces the extension of its image: `.seg.png`, or `.png` in a folder of maps."""
+    """Suffix of a map, which replaces the extension of its image, such as `.seg.png`, or `.png` in a folder of maps."""
     sizes: np.ndarray
     """Size of each map in bytes, or a key of `REASONS`. `MISSING` means that the image has no map: (N,) int64."""
     modified: np.ndarray
@@ -89,7 +89,7 @@ class Listing:
     classes: list[str] | None = None
     """Names of the classes; None if labels have no names."""
     maps: Maps | None = None
-    """Segmentation maps of the files; None if no file has a map."""
+    """Maps of the files; None if no file has a map."""
 
     @classmethod
     def of(cls, root: bytes, files: Iterable[File], other_files: Counter[str] | None = None) -> "Listing":
@@ -237,8 +237,8 @@ def _walk(root: bytes, besides: bytes | None, other_files: Counter[str]) -> Iter
         label = os.fsdecode(prefix.partition(b"/")[0]) if prefix else None
         for name in sorted(name for name in names if not name.startswith(b".")):
             lower = name.lower()
-            if lower.endswith(_EXTENSIONS) and not lower.endswith(_MAP):
+            if lower.endswith(_EXTENSIONS) and not lower.endswith(_MAPS):
                 yield File(prefix + name, *file_facts(os.path.join(here, name)), label)
             else:
-                extension = _MAP if lower.endswith(_MAP) else os.path.splitext(lower)[1]
+                extension = next((one for one in _MAPS if lower.endswith(one)), os.path.splitext(lower)[1])
                 other_files[printable(os.fsdecode(extension)) or "without extension"] += 1

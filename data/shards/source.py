@@ -2,7 +2,7 @@
 
 A `Shard` is a tar, a folder of images or a map-style data set. To read another kind of storage, derive a class from
 `Shard`, and choose it in `open.shard_at`. A `Source` is a list of shards whose samples are numbered consecutively. A
-`Source` reads names, images, labels and segmentation maps, and handles shards that cannot be read.
+`Source` reads names, images, labels and maps, and handles shards that cannot be read.
 """
 
 import bisect
@@ -34,7 +34,7 @@ from tessera.data.shards.failures import (
 )
 from tessera.data.shards.index import CLASSES
 from tessera.data.shards.stored_index import map_index, packed, read_summary
-from tessera.data.shards.tar import LARGEST_LABEL, MAP, Index
+from tessera.data.shards.tar import LARGEST_LABEL, MAPS, Index
 from tessera.runtime.settings import Section
 
 KEPT_INDICES = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 64), 4096)
@@ -220,15 +220,16 @@ class Shard(ABC):
         return found
 
     def target(self, index: Index, sample: int) -> bytes:
-        """Return the encoded segmentation map of a sample, a PNG.
+        """Return the encoded map of a sample, a PNG or a NumPy array.
 
         Raises:
             SampleError: the sample has no map.
             ShardError: the map cannot be read.
         """
         raise SampleError(
-            f"{self.name}/{index.key(sample)} has no segmentation map, but maps are needed. Add a member KEY.{MAP} to "
-            "the shard. To use a folder of images and maps, make shards from it with `tessera make_shards`. "
+            f"{self.name}/{index.key(sample)} has no segmentation map or depth map, but maps are needed. Add a "
+            f"member KEY.{' or KEY.'.join(MAPS)} to the shard. To use a folder of images and maps, make shards from it "
+            "with `tessera make_shards`. "
             f"If the shard already has this member, its index is outdated. {MAKE_INDEX_AGAIN}"
         )
 
@@ -489,7 +490,7 @@ class Source:
         return seeded(*at)
 
     def target(self, number: int) -> bytes:
-        """Return the encoded segmentation map of a sample, a PNG.
+        """Return the encoded map of a sample, a PNG or a NumPy array.
 
         Raises:
             SampleError: the sample has no map.
@@ -615,7 +616,7 @@ class Source:
             self.label(int(self.number(shard, unlabelled[0])))
 
     def require_targets(self) -> None:
-        """Check that every sample has a segmentation map. The check reads the index of every shard.
+        """Check that every sample has a map. The check reads the index of every shard.
 
         Raises:
             SampleError: a sample has no map. The message names the sample.

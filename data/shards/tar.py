@@ -1,4 +1,4 @@
-"""Index of a tar: the name of each sample, and the byte positions of its image, label and segmentation map.
+"""Index of a tar: the name of each sample, and the byte positions of its image, label and map.
 
 The layout is that of webdataset: neighbouring members form one sample if their paths are equal up to the first dot of
 the file name. Images, labels and maps are read by their byte offsets, and all other members are ignored. Nothing is
@@ -29,6 +29,8 @@ OTHER_IMAGES = ("bmp", "gif", "heic", "avif", "jp2")
 LABEL = "cls"
 MAP = "seg.png"
 """File name extension of segmentation maps in a shard: the map of KEY.jpg is KEY.seg.png."""
+MAPS = (MAP, "depth.png", "depth.npy")
+"""File name extensions of maps of classes and of depth. A sample has one map: the first of these."""
 LARGEST_MEMBER = 256 * 2**20  # maximum size in bytes of an image, label or map
 LARGEST_LABEL = 2**22 - 1
 """Largest class number. Evaluations need memory for every class up to the largest one."""
@@ -242,11 +244,11 @@ class Index(NamedTuple):
     summary: np.ndarray
     """Number of samples, number of samples with a label, and size in bytes of the tar or of all images: (3,) int64."""
     maps: np.ndarray = np.empty((0, 2), dtype=np.int64)
-    """Offset and size of each segmentation map in bytes, or -1 for a sample without a map: (S, 2) int64. If no sample
+    """Offset and size of each map in bytes, or -1 for a sample without a map: (S, 2) int64. If no sample
     has a map, the array is empty: (0, 2)."""
 
     def map_place(self, sample: int) -> tuple[int, int]:
-        """Return the offset and size of the segmentation map of a sample in bytes, or (-1, -1) without a map."""
+        """Return the offset and size of the map of a sample in bytes, or (-1, -1) without a map."""
         offset, size = self.maps[sample] if len(self.maps) else (-1, -1)
         return int(offset), int(size)
 
@@ -276,7 +278,7 @@ def scan_tar(path: str | int, shard: str, image: str | None = None, label: str |
     """
     samples: Members = []
     images = IMAGES if image is None else (image.lower(),)
-    wanted = {*images, label or LABEL, MAP}
+    wanted = {*images, label or LABEL, *MAPS}
     unread, first_unread = 0, b""
     try:
         with open(path, "rb", buffering=0) as file:
@@ -387,7 +389,7 @@ def _index(samples: Members, size: int, shard: str, extensions: Sequence[str], l
             keys.append(key)
             images.append(image)
             labels.append(members.get(label, (-1, -1)))
-            maps.append(members.get(MAP, (-1, -1)))
+            maps.append(next((members[name] for name in MAPS if name in members), (-1, -1)))
     if not images:
         names = " or ".join(f"KEY.{extension}" for extension in extensions)
         raise ShardError(f"{shard} holds no images. Name image files {names}, without a dot in KEY.")

@@ -1,5 +1,5 @@
-"""Inputs of `data.make_shards`: the images in a list (.txt) or a manifest (.csv, .parquet), segmentation maps, and the
-class numbers of other shards."""
+"""Inputs of `data.make_shards`: the images in a list (.txt) or a manifest (.csv, .parquet), maps, and the class
+numbers of other shards."""
 
 import csv
 import os
@@ -10,7 +10,7 @@ import numpy as np
 
 from tessera.data.shards.failures import ShardError
 from tessera.data.shards.listing import MISSING, NO_LABEL, File, Listing, Maps, file_facts
-from tessera.data.shards.tar import LARGEST_LABEL, MAP
+from tessera.data.shards.tar import LARGEST_LABEL, MAPS
 from tessera.runtime.user_error import printable
 
 Row = tuple[str, str | None]
@@ -139,36 +139,50 @@ def _refuse_columns(path: Path, names: Sequence[str]) -> None:
 
 
 def find_maps(listing: Listing, folder: Path | None) -> None:
-    """Find the segmentation maps of all usable images, and store them in `listing.maps`.
+    """Find the maps of all usable images, and store them in `listing.maps`.
 
     Args:
         listing: list of the images.
-        folder: folder of maps, in which the map of the image a/x.jpg is a/x.png. None if the map is a/x.seg.png, in the
-            folder of the image.
+        folder: folder of maps, in which the map of the image a/x.jpg is a/x.png or a/x.npy. None if the map is
+            a/x.seg.png, a/x.depth.png or a/x.depth.npy, in the folder of the image.
 
     Raises:
-        ShardError: `folder` is not a folder, or holds no map of any image.
+        ShardError: `folder` is not a folder, or holds no map of any image; or there are maps of several kinds.
     """
     root = listing.root
     if folder is not None:
         root = os.path.realpath(os.fsencode(folder))
         if not os.path.isdir(root):
-            raise ShardError(f"--maps {folder} is not a folder. Give the folder that holds the segmentation maps.")
-    sizes, modified = np.full(len(listing), MISSING), np.zeros(len(listing), dtype=np.int64)
-    maps = Maps(root, b"." + MAP.encode() if folder is None else b".png", sizes, modified)
-    for entry in map(int, listing.usable):
-        sizes[entry], modified[entry] = file_facts(os.path.join(root, maps.path(listing.path(entry))))
-    found = int((sizes != MISSING).sum())
+            raise ShardError(f"--maps {folder} is not a folder. Give the folder that holds the maps.")
+    suffixes = [".png", ".npy"]
+    if folder is None:
+        every = [f".{name}" for name in MAPS]
+        suffixes = [one for one in every if one in listing.other_files] or every
+    found: list[Maps] = []
+    for suffix in suffixes:
+        sizes, modified = np.full(len(listing), MISSING), np.zeros(len(listing), dtype=np.int64)
+        maps = Maps(root, suffix.encode(), sizes, modified)
+        for entry in map(int, listing.usable):
+            sizes[entry], modified[entry] = file_facts(os.path.join(root, maps.path(listing.path(entry))))
+        found += [maps] if (sizes != MISSING).any() else []
+    if len(found) > 1:
+        kinds = " and ".join(maps.suffix.decode() for maps in found)
+        raise ShardError(
+            f"There are maps with the suffixes {kinds}, but a sample holds one map. Move the maps of each kind to a "
+            "folder, and make shards for each kind with --maps."
+        )
     if found:
-        listing.maps = maps
+        listing.maps = found[0]
     elif folder is not None:
-        example = printable(os.fsdecode(os.path.join(root, maps.path(listing.path(int(listing.usable[0]))))))
+        name = os.path.splitext(listing.path(int(listing.usable[0])))[0] + b".png"
+        example = printable(os.fsdecode(os.path.join(root, name)))
         raise ShardError(
             f"--maps {folder} holds no map of any image. The map of the first image would be {example}. "
-            "Give the folder that holds the segmentation maps."
+            "Give the folder that holds the maps."
         )
     if folder is None:
-        listing.other_files.pop(f".{MAP}", None)
+        for suffix in suffixes:
+            listing.other_files.pop(suffix, None)
 
 
 def renumber(listing: Listing, classes: list[str]) -> None:

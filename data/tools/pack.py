@@ -19,13 +19,14 @@ from PIL import Image
 from pydantic import Field
 from webdataset.writer import TarWriter
 
+from tessera.data.batch import ViewParameters
 from tessera.data.decode import ImageError, decode
 from tessera.data.headers import HeaderError, is_jpeg, is_png
-from tessera.data.maps import checked_map
+from tessera.data.maps import checked_map, cut_map, encode_map, map_member
 from tessera.data.shards.failures import ShardError, is_exhausted
 from tessera.data.shards.index import MOST_CHANNELS, write_table
 from tessera.data.shards.listing import MISSING, NO_LABEL, REASONS, Listing
-from tessera.data.shards.tar import LABEL, MAP, scan_tar
+from tessera.data.shards.tar import LABEL, scan_tar
 from tessera.data.statistics import histogram
 from tessera.data.tiff import is_tiff, read_tiff
 from tessera.runtime.files import atomic_write
@@ -68,7 +69,7 @@ class Prepared(NamedTuple):
     histogram: np.ndarray | None
     """Histogram of the pixel values of each channel: (3, 256) int64; None if the image was not decoded."""
     map: bytes | None = None
-    """Encoded segmentation map; None if the image has no map."""
+    """Encoded map; None if the image has no map."""
 
 
 def read(listing: Listing, entry: int) -> bytes:
@@ -82,7 +83,7 @@ def read(listing: Listing, entry: int) -> bytes:
 
 
 def read_map(listing: Listing, entry: int) -> bytes | None:
-    """Return the content of the segmentation map of an entry, or None if the entry has no map.
+    """Return the content of the map of an entry, or None if the entry has no map.
 
     Raises:
         LeftOut: the map cannot be read, for the reasons that `read` lists.
@@ -96,7 +97,7 @@ def read_map(listing: Listing, entry: int) -> bytes | None:
             raise LeftOut(REASONS[size])
         return _read(os.path.join(maps.root, maps.path(listing.path(entry))), size, int(maps.modified[entry]))
     except LeftOut as error:
-        raise LeftOut(f"the segmentation map cannot be used: {error}") from error
+        raise LeftOut(f"the map cannot be used: {error}") from error
 
 
 def _read(path: bytes, size: int, modified: int) -> bytes:
@@ -125,8 +126,8 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
     """Check an image file and its map, and encode the image again if the recipe requires another size or format.
 
     If the image is not encoded again, the content of the file is kept unchanged. Otherwise the stored image is upright
-    and RGB, has no metadata, and shows white where the original was transparent; a TIFF becomes a PNG. A segmentation
-    map is encoded again only if the image is resized. Maps are resized with nearest-neighbour interpolation.
+    and RGB, has no metadata, and shows white where the original was transparent; a TIFF becomes a PNG. A map is encoded
+    again only if the image is resized. Maps are resized with nearest-neighbour interpolation.
 
     Raises:
         LeftOut: the image is damaged, is too large, has an unknown format, or cannot be encoded; or the map is damaged
@@ -166,7 +167,7 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
 
 
 def _prepare_map(encoded: bytes | None, size: tuple[int, int], stored: tuple[int, int]) -> bytes | None:
-    """Check the segmentation map of an image of `size` (H, W), and resize it to the `stored` size (width, height).
+    """Check the map of an image of `size` (H, W), and resize it to the `stored` size (width, height).
 
     Raises:
         LeftOut: the map is damaged or does not have the size of the image.
@@ -176,12 +177,11 @@ def _prepare_map(encoded: bytes | None, size: tuple[int, int], stored: tuple[int
     try:
         values = checked_map(encoded, size)
     except ImageError as error:
-        raise LeftOut(f"the segmentation map cannot be used: {error}") from error
+        raise LeftOut(f"the map cannot be used: {error}") from error
     if stored == size[::-1]:
         return encoded
-    file = BytesIO()
-    Image.fromarray(values.numpy()).resize(stored, Image.Resampling.NEAREST).save(file, "png")
-    return file.getvalue()
+    view = ViewParameters(np.array([(0, 0, *size)]), stored[::-1], np.array([False]))
+    return encode_map(cut_map(values, view)[0], map_member(encoded))
 
 
 def _format(content: bytes) -> str:
@@ -225,7 +225,7 @@ class Record:
     nsamples: int = 0
     labelled: int = 0
     mapped: int = 0
-    """Number of samples with a segmentation map."""
+    """Number of samples with a map."""
     filesize: int = 0
     sha256: str = ""
     left_out: list[tuple[int, str]] = field(default_factory=list)
@@ -293,7 +293,7 @@ def _samples(
             sample[LABEL] = str(label).encode()
             record.labelled += 1
         if image.map is not None:
-            sample[MAP] = image.map
+            sample[map_member(image.map)] = image.map
             record.mapped += 1
         yield sample
         record.nsamples += 1

@@ -17,7 +17,7 @@ from tessera.data.crops import CenterCrop, MultiCrop, MultiCropConfig, RandomCro
 from tessera.data.decode import ImageError
 from tessera.data.loader import Reading, evaluation_batches, training_batches
 from tessera.data.make_shards import main
-from tessera.data.maps import cut_map, decode_map
+from tessera.data.maps import cut_map, decode_depth, decode_map
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError, open_shards
 from tessera.data.shards.index import parse_table, write_table
@@ -58,6 +58,38 @@ def test_gray_and_palette_maps_hold_their_numbers():
 def test_other_files_are_refused(content, reason):
     with pytest.raises(ImageError, match=reason):
         decode_map(content)
+
+
+def array(values):
+    """A .npy file of an array."""
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
+
+
+def test_depth_maps_hold_their_numbers():
+    values = rng(0).integers(0, 2**16, (9, 14), dtype=np.uint16)
+    assert np.array_equal(decode_depth(png(values), (9, 14)), values)
+    for dtype in (np.float16, np.float64, np.int32):
+        assert np.array_equal(decode_depth(array((values // 8).astype(dtype))), (values // 8).astype(dtype))
+    broken = np.array([[0.5, -1, np.nan], [np.inf, 0, 2]])
+    assert decode_depth(array(broken)).tolist() == [[0.5, 0, 0], [0, 0, 2]]
+
+
+@pytest.mark.parametrize(("content", "reason"), [
+    (png(noise(0, 5, 7)), "mode L, but a depth map has one channel of 16 bits"),
+    (png(np.full((7, 5), 300, np.uint16)), "5 x 7 pixels, but the upright image has 7 x 5"),
+    (array(np.ones((7, 5))), "5 x 7 pixels, but the upright image has 7 x 5"),
+    (array(np.ones((5, 7, 3))), "3 axes, but a depth map has 2"),
+    (array(np.full((5, 7), "far")), "type <U3"),
+    (array(np.ones((5, 7)))[:-8], "damaged NumPy array"),
+    (array(np.array([[None] * 7] * 5)), "damaged NumPy array"),
+    (array(np.ones((5, 7))).replace(b"(5, 7)", b"(5,7e9)"), "damaged NumPy array"),
+    (array(np.ones((5, 7))).replace(b"(5, 7), }       ", b"(5, 70000000000)}"), "damaged NumPy array"),
+])  # fmt: skip
+def test_other_files_are_refused_as_depth(content, reason):
+    with pytest.raises(ImageError, match=reason):
+        decode_depth(content, (5, 7))
 
 
 def test_crops_are_those_of_nearest_neighbours():
@@ -127,6 +159,26 @@ def test_crops_of_image_and_map_are_aligned_in_evaluation(mapped, transform):
         assert batch.labels is not None
         check_alignment(batch)
     assert next(iter(evaluation_batches(mapped, transform, 5))).maps is None
+
+
+@pytest.mark.parametrize("kind", ["png", "npy"])
+def test_crops_of_image_and_depth_are_aligned(write_tar, kind):
+    members = []
+    for n in range(4):
+        pixels, _ = aligned(n, 60 + 5 * n, 130 - 3 * n)
+        depth = 100 * pixels[..., 0].astype(np.uint16)
+        content = png(depth) if kind == "png" else array(depth / 1000)
+        members += [(f"s{n}.png", png(pixels)), (f"s{n}.depth.{kind}", content)]
+    path, unit = write_tar("depth.tar", members), {"png": 100, "npy": 0.1}[kind]
+    crop = RandomCrop(RandomCropConfig(size=48, scale=(0.3, 0.8)))
+    batch = next(iter(training_batches(path, crop, BatchSampler(4, steps=1), seed=3, reading=Reading(maps="depth"))))
+    mean, std = batch.preprocessing.mean[0], batch.preprocessing.std[0]
+    red = (single_view(to_model_input(batch))[:, 0] * std + mean) * 255
+    assert batch.maps is not None
+    assert batch.maps.dtype == torch.float32
+    assert ((red - batch.maps / unit).abs() < 16).float().mean() > 0.99  # of 240 values
+    with pytest.raises(ShardError, match=f"cannot be used: .*Correct the member KEY.depth.{kind}"):
+        list(evaluation_batches(path, WholeImage(16), 2, labels=False, reading=Reading(maps=3)))
 
 
 def test_whole_image_shows_all_of_it(mapped):
@@ -209,7 +261,7 @@ def scenes(photos):
 def test_make_shards_packs_maps_beside_images(scenes, tmp_path, capsys):
     make(scenes, tmp_path / "out")
     text = capsys.readouterr().out
-    assert "6 with a segmentation map" in text
+    assert "6 with a map" in text
     found = read_back(tmp_path / "out")
     assert sorted(found) == [f"im{n}" for n in range(7)]
     assert found.pop("im6") == ((40, 30), None)
@@ -248,12 +300,9 @@ def test_images_with_broken_maps_are_left_out_and_named(scenes, tmp_path):
     make(scenes, tmp_path / "out")
     assert sorted(read_back(tmp_path / "out")) == ["im0", "im4", "im5", "im6"]
     reasons = (tmp_path / "out" / "left_out.csv").read_text()
-    assert (
-        'im1.jpg,"the segmentation map cannot be used: the map has 30 x 40 pixels, but the upright image has 40 x 30"'
-        in reasons
-    )
-    assert "im2.jpg,the segmentation map cannot be used: the file is empty" in reasons
-    assert "im3.jpg,the segmentation map cannot be used: a damaged PNG" in reasons
+    assert 'im1.jpg,"the map cannot be used: the map has 30 x 40 pixels, but the upright image has 40 x 30"' in reasons
+    assert "im2.jpg,the map cannot be used: the file is empty" in reasons
+    assert "im3.jpg,the map cannot be used: a damaged PNG" in reasons
 
 
 def test_check_shards_counts_maps_and_names_bad_ones(scenes, write_tar, tmp_path, capsys):
@@ -272,3 +321,35 @@ def test_check_shards_counts_maps_and_names_bad_ones(scenes, write_tar, tmp_path
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["bad_maps"] == ["bad.tar/a: the map has 41 x 30 pixels, but the upright image has 40 x 30"]
     assert "100.0 % of the pixels are ignored (255)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["depth.png", "depth.npy"])
+def test_depth_maps_go_through_make_shards_and_check_shards(photos, tmp_path, capsys, kind):
+    values = [500 * rng(n).integers(0, 9, (30, 40)).astype(np.uint16) for n in range(3)]
+    values[2][:] = 0
+    encode = png if kind == "depth.png" else array
+    files = {f"im{n}.jpg": picture(n, (40, 30)) for n in range(4)}
+    scenes = photos(files | {f"im{n}.{kind}": encode(one) for n, one in enumerate(values)})
+    make(scenes, tmp_path / "out", "--resize=12")
+    assert "4 images, 0 with a label, 3 with a map" in capsys.readouterr().out
+    opened = open_shards(str(tmp_path / "out"))
+    for number in range(4):
+        name = opened.name(number).partition("/")[2]
+        if name != "im3":
+            expected = Image.fromarray(values[int(name[2])]).resize((16, 12), Image.Resampling.NEAREST)
+            assert np.array_equal(decode_depth(opened.target(number)), expected)
+    assert check([str(tmp_path / "out"), f"--output={tmp_path}/report.json"]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["mapped"], report["depths"], report["map_values"]) == (3, {"0": 1, "4096": 2}, {})
+    assert "1 up to 0, 2 up to 4096, in the unit of the maps" in capsys.readouterr().out
+    (scenes / "im3.seg.png").write_bytes(png(noise(0, 30, 40, below=5)))
+    make(scenes, tmp_path / "both", status=2)
+    assert f"maps with the suffixes .seg.png and .{kind}" in capsys.readouterr().err
+
+
+def test_a_parallel_folder_holds_depth_maps(photos, tmp_path):
+    images = photos({"a/im0.jpg": picture(0, (40, 30))}, "images")
+    for ending, content in (("png", png(np.full((30, 40), 700, np.uint16))), ("npy", array(np.full((30, 40), 0.7)))):
+        maps = photos({f"a/im0.{ending}": content}, f"maps-{ending}")
+        make(images, tmp_path / ending, f"--maps={maps}")
+        assert open_shards(str(tmp_path / ending)).target(0) == content
