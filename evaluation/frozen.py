@@ -1,16 +1,18 @@
 """What the evaluations of tokens share: the frozen encoder, its images, the training of heads, and the result file.
 
-They are `segmentation`, `patch_knn` and `attentive_probe`. Every step encodes new images, and no features are kept, so
-the memory does not depend on the number of images. The result does not depend on the number of processes, up to
-rounding.
+They are `segmentation`, `depth`, `patch_knn` and `attentive_probe`. Every step encodes new images, and no features are
+kept, so the memory does not depend on the number of images. The result does not depend on the number of processes, up
+to rounding.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor, nn
@@ -39,6 +41,8 @@ from tessera.runtime.progress import track
 
 WARMUP = 1500 / 40_000
 """Fraction of the training steps in which the learning rate rises, as in DINOv2."""
+STEP = 2 / 3
+"""Largest distance between neighbouring windows, as a fraction of their side, as in DINOv2."""
 
 
 class TokenSettings(EncoderSettings):
@@ -67,6 +71,16 @@ class HeadSettings(TokenSettings):
     """probability that a training crop is mirrored left to right"""
     seed: int = Field(0, ge=0, lt=2**31)
     """seed of the initial weights, the order of the images, and the crops"""
+
+
+class DenseSettings(HeadSettings):
+    """Settings of every command that trains a head for each token of a frozen encoder."""
+
+    lr: float = Field(1e-3, gt=0)
+    """peak learning rate of AdamW"""
+    window: int | None = Field(None, ge=1)
+    """side in pixels of overlapping windows in which an image of --image_size pixels is encoded; training crops have
+    this size, and --scale is a share of the area of a window; default: the whole image"""
 
 
 class Frozen(NamedTuple):
@@ -129,15 +143,18 @@ def write(
 
 
 def training_set(
-    opened: Source, settings: HeadSettings, size: int, reading: Reading, accelerator: Accelerator
+    opened: Source, settings: HeadSettings, size: int, reading: Reading, accelerator: Accelerator, share: float = 1.0
 ) -> Batches:
     """Return one batch of random crops for each training step of this process.
+
+    `size` is the side of a crop in pixels. The areas of the crops are `settings.scale`, multiplied by `share`.
 
     Raises:
         ShardError: the shards cannot be read, or a label or a map is missing.
         EvaluationError: the batch size does not fit the number of images or of processes.
     """
-    crop = RandomCrop(RandomCropConfig(size=size, scale=settings.scale, flip=settings.flip))
+    smallest, largest = (share * area for area in settings.scale)
+    crop = RandomCrop(RandomCropConfig(size=size, scale=(smallest, largest), flip=settings.flip))
     steps = max(settings.epochs * opened.images // settings.batch_size, 1)
     try:
         order = BatchSampler(
@@ -207,3 +224,32 @@ def patch_tokens(encoder: Encoder, images: Tensor, precision: str) -> Tensor:
         features = encoder(images)
     rows, columns = features.grids[0].tolist()  # all images have one size
     return features.tokens.float().unflatten(0, (-1, rows, columns)).permute(0, 3, 1, 2)  # (T, D) -> (b, D, h, w)
+
+
+def window_tokens(encoder: Encoder, images: Tensor, precision: str, window: int | None = None) -> Tensor:
+    """Return the tokens of overlapping windows, averaged where windows overlap: (b, C, S, S) -> (b, D, h, w) float32.
+
+    A linear head of these tokens gives the mean of the logits of the windows.
+
+    Args:
+        window: side of the windows in pixels. None selects S, for one window.
+
+    Raises:
+        EvaluationError: the windows do not fit the images or the encoder.
+    """
+    size, stride = images.shape[2], encoder.stride
+    side = window or size
+    if side > size or (size - side) % stride:
+        raise EvaluationError(
+            f"Windows of {side} pixels do not fit an image of {size} pixels. Give an --image_size that is the side of "
+            f"a window plus a multiple of {stride} pixels, the stride of the encoder."
+        )
+    step = max(int(STEP * side) // stride, 1) * stride
+    starts = [*range(0, size - side, step), size - side]
+    total = count = torch.zeros((), device=images.device)
+    for top, left in itertools.product(starts, starts):
+        part = patch_tokens(encoder, images[:, :, top : top + side, left : left + side], precision)
+        around = [cut // stride for cut in (left, size - side - left, top, size - side - top)]
+        total = total + F.pad(part, around)
+        count = count + F.pad(torch.ones_like(part[:1, :1]), around)
+    return total / count

@@ -40,13 +40,14 @@ from tessera.evaluation.features import (
     single_view,
 )
 from tessera.evaluation.frozen import (
-    HeadSettings,
+    DenseSettings,
+    Frozen,
     TokenSettings,
     evaluation_set,
     load_frozen,
-    patch_tokens,
     train_heads,
     training_set,
+    window_tokens,
     write,
 )
 from tessera.evaluation.results import check_output
@@ -73,11 +74,8 @@ class MapSettings(TokenSettings):
     """further map values whose pixels are ignored, such as 0 for the official maps of ADE20K"""
 
 
-class SegmentationSettings(MapSettings, HeadSettings):
+class SegmentationSettings(MapSettings, DenseSettings):
     """Measure the mean IoU of a linear segmentation of an encoder's frozen patch tokens."""
-
-    lr: float = Field(1e-3, gt=0)
-    """peak learning rate of AdamW"""
 
 
 class Head(nn.Module):
@@ -280,6 +278,47 @@ def class_numbers(values: int, ignore: Sequence[int]) -> Tensor:
     return numbers
 
 
+def train_head(
+    settings: DenseSettings,
+    frozen: Frozen,
+    train: Source,
+    outputs: int,
+    backward: Callable[[Tensor, Tensor], None],
+    accelerator: Accelerator,
+) -> tuple[Callable[[Tensor], list[Tensor]], Batches]:
+    """Train a head on the patch tokens of images with maps. Collective.
+
+    Return a function that returns the outputs of the head for normalised images, (b, C, S, S) -> [(b, K, h, w)], and
+    the training batches.
+
+    Args:
+        settings: settings of the command.
+        frozen: encoder, and how images and maps are read.
+        train: training images with maps.
+        outputs: number K of outputs of the head per token.
+        backward: function that computes the gradients of this process's part of the loss, from the outputs of the head
+            (b, K, h, w) and the maps (b, S, S).
+        accelerator: accelerator of all processes.
+    """
+    encoder, size = frozen.encoder, frozen.size
+    side = settings.window or size
+    batches = training_set(train, settings, side, frozen.reading, accelerator, (side / size) ** 2)
+    blank = torch.zeros(1, encoder.channels, size, size, device=accelerator.device)
+    width = window_tokens(encoder, blank, settings.precision, side).shape[1]
+    head = Head(width, outputs, settings.seed).to(accelerator.device)
+
+    def predict(images: Tensor) -> list[Tensor]:
+        return [head(window_tokens(encoder, images, settings.precision, side))]
+
+    def gradients(batch: Batch) -> None:
+        assert batch.maps is not None
+        backward(predict(single_view(batch))[0], batch.maps)
+
+    train_heads([(head.train(), settings.lr)], batches, gradients, settings.weight_decay, accelerator.device)
+    head.eval()
+    return predict, batches
+
+
 def run(settings: SegmentationSettings) -> dict[str, Any]:
     """Train the head, compute the mean IoU, print the result and write it to a file.
 
@@ -289,28 +328,17 @@ def run(settings: SegmentationSettings) -> dict[str, Any]:
     check_output(settings.output)
     train, val = open_splits(settings.train, settings.val, settings.access, accelerator)
     frozen = load_frozen(settings, accelerator)
-    encoder, size = frozen.encoder, frozen.size
     values = count_values(train, val, settings.classes, accelerator)
-    reading = replace(frozen.reading, maps=values)
+    frozen = frozen._replace(reading=replace(frozen.reading, maps=values))
     numbers = class_numbers(values, settings.ignore).to(accelerator.device)
-    training = training_set(train, settings, size, reading, accelerator)
-    test = evaluation_set(val, WholeImage(size), settings.batch_size, reading, accelerator)
-    blank = torch.zeros(1, encoder.channels, size, size, device=accelerator.device)
-    width = patch_tokens(encoder, blank, settings.precision).shape[1]
+    test = evaluation_set(val, WholeImage(frozen.size), settings.batch_size, frozen.reading, accelerator)
     kept = (numbers != IGNORED).nonzero().squeeze(1).tolist()  # value of each class
-    head = Head(width, len(kept), settings.seed).to(accelerator.device)
 
-    def logits(images: Tensor) -> list[Tensor]:
-        return [head(patch_tokens(encoder, images, settings.precision))]
+    def gradients(logits: Tensor, maps: Tensor) -> None:
+        backward(logits, numbers[maps.long()])
 
-    def gradients(batch: Batch) -> None:
-        assert batch.maps is not None
-        backward(logits(single_view(batch))[0], numbers[batch.maps.long()])
-
-    head.train()
     with full_float32():
-        train_heads([(head, settings.lr)], training, gradients, settings.weight_decay, accelerator.device)
-        head.eval()
+        logits, training = train_head(settings, frozen, train, len(kept), gradients, accelerator)
         (matrix,), images = confusion(logits, 1, test, numbers, len(kept))
     if not accelerator.is_main_process:
         return {}

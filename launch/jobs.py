@@ -21,6 +21,7 @@ EVALUATIONS = {
     "retrieval": ("retrieval", "02:00:00"),
     "patch-knn": ("patch_knn", "12:00:00"),
     "segmentation": ("segmentation", "24:00:00"),
+    "depth": ("depth", "24:00:00"),
     "finetune": ("finetune", "24:00:00"),
 }
 """Map from the name of an evaluation on the command line to its `tessera` command and its time limit. The names of

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from sklearn.metrics import jaccard_score
 from torch import nn
 
+from tessera import encoders
 from tessera.data.shards import ShardError
 from tessera.evaluation.features import EvaluationError
-from tessera.evaluation.frozen import rate
+from tessera.evaluation.frozen import patch_tokens, rate, window_tokens
 from tessera.evaluation.segmentation import (
     Head,
     SegmentationSettings,
@@ -188,6 +189,37 @@ def test_shards_without_maps_are_refused(scenes, shards):
     options = scenes | {"checkpoint": "pixels", "image_size": 16}
     with pytest.raises(ShardError, match=r"train-0-0000 has no segmentation map"):
         run(SegmentationSettings(**options | {"train": str(shards / "train-0.tar")}))
+
+
+@torch.no_grad()
+def test_windows_give_the_mean_of_their_logits():
+    torch.manual_seed(0)
+    encoder = encoders.build("vit_micro").eval()
+    patch, side = encoder.stride, 4 * encoder.stride
+    head, size = Head(encoder.dim, 3, seed=0).eval(), 7 * patch
+    images = torch.randn(2, 3, size, size)
+    assert torch.equal(window_tokens(encoder, images, "fp32", size), patch_tokens(encoder, images, "fp32"))
+    assert torch.equal(window_tokens(encoder, images, "fp32"), patch_tokens(encoder, images, "fp32"))
+    total, count = torch.zeros(2, 3, 7, 7, dtype=torch.float64), torch.zeros(7, 7)
+    for row in (0, 2, 3):  # windows of 4 tokens, at most 8 / 3 tokens apart
+        for column in (0, 2, 3):
+            top, left = row * patch, column * patch
+            tokens = patch_tokens(encoder, images[:, :, top : top + side, left : left + side], "fp32")
+            total[:, :, row : row + 4, column : column + 4] += head(tokens)
+            count[row : row + 4, column : column + 4] += 1
+    assert torch.allclose(head(window_tokens(encoder, images, "fp32", side)).double(), total / count, atol=1e-6)
+    whole = head(window_tokens(encoder, images, "fp32")).double()
+    assert not torch.allclose(whole, total / count, atol=1e-3), "windows matter"
+    for wrong in (side + 1, size + patch):
+        with pytest.raises(EvaluationError, match=f"Windows of {wrong} pixels do not fit an image of {size} pixels"):
+            window_tokens(encoder, images, "fp32", wrong)
+
+
+def test_a_window_of_the_whole_image_changes_nothing(scenes, tmp_path):
+    path = save_encoder(tmp_path / "encoder.safetensors")
+    options = scenes | {"checkpoint": path, "epochs": 2, "batch_size": 8, "lr": 0.02, "image_size": 32}
+    whole, same, windows = (result(tmp_path, **options, window=window) for window in (None, 32, 16))
+    assert same["per_class"] == whole["per_class"] != windows["per_class"]
 
 
 @pytest.mark.slow
