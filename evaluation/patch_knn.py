@@ -83,13 +83,17 @@ def token_classes(targets: Tensor, rows: int, columns: int, classes: int) -> Ten
     return found
 
 
+def seed_of(key: str) -> int:
+    """Return a seed that depends only on the name of an image, 0 to 2**56 - 1."""
+    return int.from_bytes(hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=7).digest())
+
+
 def chosen_tokens(key: str, tokens: int, share: float) -> Tensor:
     """Return the indices of random tokens of an image, in order. They depend only on the name of the image.
 
     Their number is `share`, rounded down or up at random, so that its mean is `share`.
     """
-    digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest))
+    generator = torch.Generator().manual_seed(seed_of(key))
     count = int(share + float(torch.rand((), generator=generator, dtype=torch.float64)))
     return torch.randperm(tokens, generator=generator)[:count].sort().values
 

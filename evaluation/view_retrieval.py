@@ -12,6 +12,7 @@ the accuracy of a linear probe is measured in benchmarks/results/small_data.md.
 Shape letters: N images of this process, D features per crop.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from tessera.data.augment import colors_for
 from tessera.data.crops import MultiCrop, MultiCropConfig
 from tessera.data.shards import Source, describe_remote, open_shards
 from tessera.encoders.base import Encoder
-from tessera.evaluation.command import main
+from tessera.evaluation.command import Result, main
 from tessera.evaluation.features import (
     EvaluationError,
     PooledSettings,
@@ -80,10 +81,14 @@ def crop_features(
         """Return the features of both crops of each image in one row: (2 * B, C, S, S) -> (B, 2 * D)."""
         return torch.cat(encoder(crops).pooled.chunk(2), 1)
 
-    enough = int(np.searchsorted(np.cumsum(shards.counts), images)) + 1
-    read = shards.first(min(enough, len(shards.shards)))
     options |= {"transform": transform, "feature": pair, "labels": False, "images": images}
-    return extract(encoder, read, accelerator, **options).features.unflatten(1, (2, -1))
+    return extract(encoder, first_shards(shards, images), accelerator, **options).features.unflatten(1, (2, -1))
+
+
+def first_shards(shards: Source, images: int) -> Source:
+    """Return the first shards that have `images` images, or all shards if they have fewer."""
+    enough = int(np.searchsorted(np.cumsum(shards.counts), images)) + 1
+    return shards.first(min(enough, len(shards.shards)))
 
 
 @torch.no_grad()
@@ -112,8 +117,18 @@ def view_retrieval(features: Tensor, device: torch.device | None = None) -> tupl
     return found.double().mean().item(), count
 
 
-def run(settings: ViewRetrievalSettings) -> dict[str, Any]:
-    """Compute the score, print it and write it to a file. Return the contents of the file on the main process.
+def evaluate_unlabelled(
+    name: str, settings: ViewRetrievalSettings, score: Callable[..., tuple[Result, int]]
+) -> dict[str, Any]:
+    """Compute a score without labels, print it and write it to a file. Return the contents of the file on the main
+    process, and an empty dictionary on the others.
+
+    Args:
+        name: name of the evaluation.
+        settings: settings of the command.
+        score: function that returns the scores and the number of scored images. It gets the encoder, the opened shards,
+            the accelerator and the number of images, and the options of `evaluation.features.extract` as keywords. It
+            is called on all processes.
 
     Raises:
         ResultError: `settings.output` exists.
@@ -127,19 +142,28 @@ def run(settings: ViewRetrievalSettings) -> dict[str, Any]:
     shards = open_shards(settings.data, source=options["source"], progress=accelerator.is_main_process)
     encoder, file = load_encoder(settings)
     encoder.to(accelerator.device)
-    score, images = view_retrieval(crop_features(encoder, shards, accelerator, settings.images, **options))
+    result, images = score(encoder, shards, accelerator, settings.images, **options)
     if not accelerator.is_main_process:
         return {}
-    result = {
-        "protocol": "view retrieval",
-        "top1": score,
+    entries = result.entries | {
         "val_images": images,
         "checkpoint": str(file or settings.checkpoint),
         "settings": settings.model_dump(mode="json")
         | {"image_size": input_size(encoder, settings.image_size), "processes": accelerator.num_processes},
     }
-    evaluation = Evaluation("view_retrieval", file, settings.data, settings.output, shards.content())
-    return write_result(evaluation, result, ["images", "own crop is nearest"], [[images, score]])
+    evaluation = Evaluation(name, file, settings.data, settings.output, shards.content())
+    return write_result(evaluation, entries, result.columns, result.rows)
+
+
+def run(settings: ViewRetrievalSettings) -> dict[str, Any]:
+    """Compute the score, print it and write it to a file. Return the contents of the file on the main process."""
+
+    def score(*given: Any, **options: Any) -> tuple[Result, int]:
+        share, images = view_retrieval(crop_features(*given, **options))
+        entries = {"protocol": "view retrieval", "top1": share}
+        return Result(entries, ["images", "own crop is nearest"], [[images, share]]), images
+
+    return evaluate_unlabelled("view_retrieval", settings, score)
 
 
 if __name__ == "__main__":
