@@ -106,6 +106,8 @@ class Collator:
     preprocessing: Preprocessing = IMAGENET
     augment: "Augment | None" = None
     """Augmentation of the user; None for none."""
+    cut_for: Callable[[str], CutView] | None = None
+    """Function that returns the `CutView` of the sample of a name; None cuts the crops without further changes."""
 
     @property
     def size(self) -> int:
@@ -148,7 +150,7 @@ class Collator:
 
     def _add(self, builder: "CropBuilder | PackBuilder", sample: Sample) -> None:
         if self.augment is None or sample.position is None:
-            builder.add(sample.image, sample.views)
+            builder.add(sample.image, sample.views, self.cut_for(sample.key) if self.cut_for else cut_plainly)
             return
         with self.augment.cutting(sample.key, sample.position) as cut_view:
             builder.add(sample.image, sample.views, cut_view)

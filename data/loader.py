@@ -7,7 +7,7 @@ exact sample; `data.stages` runs its stages, and `data.ordered_shards` is a sour
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from tessera.data.batches import Batches
-from tessera.data.collate import Collator, Transform
+from tessera.data.collate import Collator, CutView, Transform
 from tessera.data.dataset import Decoding, EvaluationDataset, TrainDataset
 from tessera.data.decode import MAX_PIXELS
 from tessera.data.maps import MapKind
@@ -217,6 +217,7 @@ def evaluation_batches(
     labels: bool = True,
     images: int | None = None,
     reading: Reading = Reading(),
+    cut_for: Callable[[str], CutView] | None = None,
 ) -> "Batches":
     """Return the evaluation batches of this process.
 
@@ -233,6 +234,8 @@ def evaluation_batches(
         labels: True to read the labels.
         images: number of images, spaced evenly over the shards; None for all images.
         reading: settings of workers, decoding, access to remote shards, normalisation and maps.
+        cut_for: picklable function that returns the `CutView` of the sample of a name; None cuts the crops without
+            further changes.
 
     Raises:
         ValueError: `batch_size` is below 1.
@@ -252,7 +255,7 @@ def evaluation_batches(
     numbers = chosen[rank * count // world_size : (rank + 1) * count // world_size]
     batches = [numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size)]
     dataset = EvaluationDataset(opened, transform, labels, reading.decoding)
-    collator = Collator(transform, min(batch_size, opened.images), reading.preprocessing)
+    collator = Collator(transform, min(batch_size, opened.images), reading.preprocessing, cut_for=cut_for)
     return Batches(dataset, batches, collator, reading.workers, opened.images)
 
 

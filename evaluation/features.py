@@ -17,7 +17,7 @@ from torch import Tensor
 from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
-from tessera.data.collate import Transform
+from tessera.data.collate import CutView, Transform
 from tessera.data.crops import CenterCrop
 from tessera.data.loader import Reading, evaluation_batches
 from tessera.data.shards import DEFAULT, ShardError, Shards, SourceConfig
@@ -228,6 +228,7 @@ def extract(
     source: SourceConfig = DEFAULT,
     feature: Callable[[Encoder, Tensor], Tensor] = pooled,
     transform: Transform | None = None,
+    cut_for: Callable[[str], CutView] | None = None,
     labels: bool = True,
     images: int | None = None,
     part: tuple[int, int] | None = None,
@@ -253,6 +254,7 @@ def extract(
         feature: function that maps the encoder and its input, n crops of each image (n * B, C, S, S), to features
             (B, D).
         transform: transform with one view of n crops. None selects the centre crop.
+        cut_for: see `evaluation_batches`.
         labels: True to read the labels. If False, all labels are -1.
         images: number of images, spaced evenly over the shards. None selects all images.
         part: index and number of the parts into which the images are split. The other processes may then encode other
@@ -273,6 +275,7 @@ def extract(
         part=part or (accelerator.process_index, accelerator.num_processes),
         labels=labels,
         images=images,
+        cut_for=cut_for,
         reading=Reading(workers=workers, source=source, preprocessing=encoder.preprocessing),
     )
     if part is None:

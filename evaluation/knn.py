@@ -93,24 +93,42 @@ def knn_ranks(
         EvaluationError: a k is larger than the bank, a set is empty, a label is out of range, or a feature is not
             finite.
     """
-    device, nearest = device or train.features.device, max(k)
-    parts = all_gather(train.labels.to(device))
-    offset = sum(len(part) for part in parts[: rank()])  # index in the bank of the first image of this process
-    labels, targets = torch.cat(parts), torch.cat(all_gather(val.labels.to(device)))
+    device = device or train.features.device
+    labels, targets = (torch.cat(all_gather(part.labels.to(device))) for part in (train, val))
     classes = _check(labels, targets, k, classes)
     check_finite(train.features, val.features)
-    bank = train.features.float()
     found: dict[int, list[Tensor]] = {n: [] for n in k}
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), full_float32():
-        for query, target in queries(val, pass_size, device):
-            keys = _nearest(query, bank, offset, nearest, chunk)
-            keys = torch.cat(all_gather(keys.T.contiguous())).T  # (Q, processes * K)
-            similarity, index = _unpack(keys.topk(nearest).values)  # (Q, K)
-            # subtract the largest similarity, because exp could overflow
-            votes = (similarity.double() - similarity[:, :1].double()) / temperature
-            for n, place in _vote(votes.exp(), labels[index], target, k, classes).items():
-                found[n].append(place.cpu())
+    for similarity, index, target in neighbours(train, val, max(k), device, pass_size=pass_size, chunk=chunk):
+        # subtract the largest similarity, because exp could overflow
+        votes = (similarity.double() - similarity[:, :1].double()) / temperature
+        for n, place in _vote(votes.exp(), labels[index], target, k, classes).items():
+            found[n].append(place.cpu())
     return {n: torch.cat(places) for n, places in found.items()}
+
+
+def neighbours(
+    train: LabelledFeatures,
+    val: LabelledFeatures,
+    k: int,
+    device: torch.device,
+    *,
+    pass_size: int = 2048,
+    chunk: int = 8192,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield the k nearest images of the queries of all processes, at most `pass_size` queries at a time.
+
+    Call this function on all processes. It yields cosine similarities (Q, K) in descending order, indices in the bank
+    (Q, K), and labels of the queries (Q,). The bank needs k images. The arguments are those of `knn_ranks`.
+    """
+    # index in the bank of the first image of this process
+    offset = sum(len(part) for part in all_gather(train.labels.to(device))[: rank()])
+    bank = train.features.float()
+    for query, target in queries(val, pass_size, device):
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), full_float32():
+            keys = _nearest(query, bank, offset, k, chunk)
+            keys = torch.cat(all_gather(keys.T.contiguous())).T  # (Q, processes * K)
+            similarity, index = _unpack(keys.topk(k).values)
+        yield similarity, index, target
 
 
 def _check(labels: Tensor, targets: Tensor, k: Sequence[int], classes: int | None) -> int:

@@ -22,6 +22,8 @@ EVALUATIONS = {
     "patch-knn": ("patch_knn", "12:00:00"),
     "segmentation": ("segmentation", "24:00:00"),
     "depth": ("depth", "24:00:00"),
+    "corruptions": ("corruptions", "24:00:00"),
+    "ood": ("ood", "02:00:00"),
     "finetune": ("finetune", "24:00:00"),
 }
 """Map from the name of an evaluation on the command line to its `tessera` command and its time limit. The names of

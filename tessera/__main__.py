@@ -27,6 +27,8 @@ COMMANDS = {
     "few_shot": ("tessera.evaluation.few_shot", "accuracy with few labels"),
     "retrieval": ("tessera.evaluation.retrieval", "image retrieval"),
     "view_retrieval": ("tessera.evaluation.view_retrieval", "score of an encoder without labels"),
+    "corruptions": ("tessera.evaluation.corruptions", "k-NN accuracy on corrupted images"),
+    "ood": ("tessera.evaluation.ood", "separation of known images from those of another data set"),
     "finetune": ("tessera.evaluation.finetune", "fine-tune with labels"),
     "segmentation": ("tessera.evaluation.segmentation", "mean IoU of a linear segmentation"),
     "depth": ("tessera.evaluation.depth", "errors of a linear prediction of depth"),

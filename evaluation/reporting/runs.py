@@ -16,7 +16,13 @@ from tessera.runtime.files import read_bounded
 from tessera.runtime.settings import SettingsError, flattened, read_yaml
 from tessera.runtime.user_error import UserError, printable
 
-SCORES = {"top1": "", "mean_iou": " (mIoU)", "mean_average_precision": " (mAP)", "delta1": " (delta1)"}
+SCORES = {
+    "top1": "",
+    "mean_iou": " (mIoU)",
+    "mean_average_precision": " (mAP)",
+    "delta1": " (delta1)",
+    "auroc": " (AUROC)",
+}
 """Keys under which a result file may contain its score (0 to 1), and the text to append to the name of the protocol. If
 a file has several of these keys, the first one counts."""
 ONLINE = {
