@@ -424,7 +424,11 @@ class ViT(Encoder):
             pooled = image_means(tokens, patch_counts)
         else:
             pooled = self.fc_norm(image_means(patches, patch_counts))
-        return Features(pooled, tokens, grids)
+        registers = None
+        if self.reg_token is not None and not self.training:
+            norm = (self.cls_norm or self.norm) if apart else self.fc_norm
+            registers = norm(prefix[:, self.num_positioned :])  # (B, R, D)
+        return Features(pooled, tokens, grids, registers)
 
     def _normed_class(self, x: Tensor, sizes: Tensor | None) -> Tensor:
         """Normalise class tokens (B, D). `sizes` (B,) is the number of patches of each packed image, on the CPU."""

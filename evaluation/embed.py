@@ -6,12 +6,13 @@ The ending of the file selects its format: .npz (NumPy), .safetensors or .parque
 
     features   (N, D)         pooled features
     tokens     (N, h, w, D)   features of the h x w tokens, with --tokens true
+    registers  (N, R, D)      features of the R register tokens, with --registers true
     keys       (N,)           names `shard.tar/key` of the samples; in .safetensors, a JSON list in the metadata
     labels     (N,)           class indices, if all samples have labels
 
-With `--blocks n`, `features` and `tokens` have another axis of length n after N, with the features after each of the
-last n blocks. A row of a .parquet file holds the values of one image as flat lists, and the metadata of a column holds
-the shape of a list.
+With `--blocks n`, `features`, `tokens` and `registers` have another axis of length n after N, with the features after
+each of the last n blocks. A row of a .parquet file holds the values of one image as flat lists, and the metadata of a
+column holds the shape of a list.
 
 With `--images_per_file`, the files are FILE-00000.npz, FILE-00001.npz and so on. At most the features of one file are
 in memory. A command that was stopped goes on where it ended, and the processes of `tessera --num_processes N embed`
@@ -49,6 +50,8 @@ class EmbedSettings(FeatureSettings):
     """path of the file to write: .npz, .safetensors or .parquet"""
     tokens: bool = False
     """also write the features of all tokens"""
+    registers: bool = False
+    """also write the features of the register tokens, which must exist"""
     blocks: int | None = Field(None, ge=1)
     """write the features after each of this number of last blocks; default: only those of the whole encoder"""
     dtype: Literal["float32", "float16"] = "float32"
@@ -117,6 +120,8 @@ def _arrays(
         parts = {"features": torch.stack([output.pooled for output in outputs], 1)}  # (B, n, D)
         if settings.tokens:
             parts["tokens"] = torch.stack([_grid(output) for output in outputs], 1)  # (B, n, h, w, D)
+        if settings.registers:
+            parts["registers"] = torch.stack([_registers(output) for output in outputs], 1)  # (B, n, R, D)
         shapes.update({name: tuple(part.shape[2 if one else 1 :]) for name, part in parts.items()})
         return torch.cat([part.flatten(1) for part in parts.values()], 1)
 
@@ -136,6 +141,13 @@ def _grid(output: Features) -> Tensor:
     """Return the tokens of images of one size as a grid: (B, h, w, D)."""
     height, width = (int(side) for side in output.grids[0])
     return output.tokens.view(len(output.grids), height, width, -1)
+
+
+def _registers(output: Features) -> Tensor:
+    """Return the features of the register tokens: (B, R, D)."""
+    if output.registers is None:
+        raise EvaluationError("The encoder has no register tokens. Leave out --registers.")
+    return output.registers
 
 
 def _numbered(output: Path, number: int) -> Path:

@@ -9,7 +9,12 @@ convolution are trained, by AdamW. The learning rate rises linearly in a warm-up
 of each class is computed over all pixels of `--val` at once, and the mean over the classes is reported. The IoU of a
 class is correct / (pixels of the class + pixels predicted as the class - correct).
 
-docs/evaluation.md lists the differences from DINOv2's own evaluation.
+Differences from DINOv2's own evaluation:
+
+- Images of `--val` and their maps are resized to a square of `--image_size`. DINOv2 keeps the aspect ratio, slides
+  windows, and scores maps in their own size.
+- A training crop is a box of 25 to 100 % of the image (`--scale`), resized to the square. DINOv2 resizes by 0.5 to 2
+  and cuts a square.
 
 Shape letters: b images of this process in a step, D features per token, h x w tokens and S x S pixels of an image, K
 classes that are not ignored.

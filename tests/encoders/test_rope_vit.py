@@ -106,6 +106,8 @@ def test_it_equals_transformers_with_and_without_masks(gated):
             expected, features = oracle(images, bool_masked_pos=masked), encoder(images, mask)
             torch.testing.assert_close(features.pooled, expected.pooler_output, **CLOSE)
             torch.testing.assert_close(features.tokens, expected.last_hidden_state[:, 5:].flatten(0, 1), **CLOSE)
+            torch.testing.assert_close(features.registers, expected.last_hidden_state[:, 1:5], **CLOSE)
+    assert encoder.train()(images).registers is None
 
 
 @torch.no_grad()

@@ -46,6 +46,8 @@ def test_images_without_labels_are_embedded(shards, tmp_path):
         run(EmbedSettings(output=str(tmp_path / "bare.npz"), **settings))
     with pytest.raises(EvaluationError, match="Cannot write --output"):
         run(EmbedSettings(output=str(tmp_path / "bare.npz" / "in a file.npz"), **settings))
+    with pytest.raises(EvaluationError, match=r"no register tokens\. Leave out --registers"):
+        run(EmbedSettings(output=str(tmp_path / "more.npz"), registers=True, **settings))
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
@@ -79,17 +81,24 @@ def test_tokens_and_blocks_are_those_of_the_encoder(ending, settings, tmp_path):
     given, encoder, images = settings
     with torch.inference_mode():
         last, outputs = encoder(images), encoder.intermediate(images, 2)
-    run(EmbedSettings(output=str(tmp_path / f"one{ending}"), tokens=True, **given))
+    run(EmbedSettings(output=str(tmp_path / f"one{ending}"), tokens=True, registers=True, **given))
     found = read(tmp_path / f"one{ending}")
     np.testing.assert_allclose(found["features"], last.pooled.numpy(), atol=1e-5)
     np.testing.assert_allclose(found["tokens"], last.tokens.view(13, 4, 4, -1).numpy(), atol=1e-5)
+    np.testing.assert_allclose(found["registers"], last.registers.numpy(), atol=1e-5)
+    assert found["registers"].shape == (13, 2, encoder.dim)
     assert found["keys"].tolist() == [f"val-0.tar/val-0-{i:04d}" for i in range(13)]
     assert len(found["labels"]) == 13
-    run(EmbedSettings(output=str(tmp_path / f"two{ending}"), blocks=2, tokens=True, dtype="float16", **given))
+    run(
+        EmbedSettings(
+            output=str(tmp_path / f"two{ending}"), blocks=2, tokens=True, registers=True, dtype="float16", **given
+        )
+    )
     found = read(tmp_path / f"two{ending}")
     for n, output in enumerate(outputs):
         np.testing.assert_allclose(found["features"][:, n], output.pooled.numpy(), atol=4e-3)
         np.testing.assert_allclose(found["tokens"][:, n], output.tokens.view(13, 4, 4, -1).numpy(), atol=4e-3)
+        np.testing.assert_allclose(found["registers"][:, n], output.registers.numpy(), atol=4e-3)
 
 
 def test_several_files_hold_the_same_and_a_stopped_command_goes_on(settings, tmp_path):

@@ -63,11 +63,12 @@ def test_engines_of_this_project_have_names(slurm: Slurm, engine: list[str], fil
 def test_a_chain_waits_for_success(slurm: Slurm) -> None:
     slurm.accepted(
         "--gpus", "4", "--cpus", "40", "--partition=p", "--mem=1G", "--knn-flags=--k 20 --precision bf16",
-        "--after-pretraining", "probe,knn,few-shot,retrieval,segmentation,finetune", "--few-shot-flags=--shares 1,10",
+        "--after-pretraining", "probe,knn,few-shot,retrieval,segmentation,ood,finetune",
+        "--few-shot-flags=--shares 1,10", "--ood-flags=--ood others.tar",
         "--segmentation-flags=--train scenes.tar --val=scenes-val.tar --classes 7", "--finetune-flags=--steps 5",
         "--", "--seed", "3",
     )  # fmt: skip
-    pretrain, probe, knn, few_shot, retrieval, segmentation, finetune = slurm.submitted()
+    pretrain, probe, knn, few_shot, retrieval, segmentation, ood, finetune = slurm.submitted()
     assert "--hold" in pretrain
     assert flags_of(pretrain)[-2:] == ["--seed", "3"]
     for argv, limit in zip((probe, knn, few_shot, retrieval), ("12", "02", "04", "02"), strict=True):
@@ -84,6 +85,7 @@ def test_a_chain_waits_for_success(slurm: Slurm) -> None:
     assert flags_of(knn) == ["knn", "--checkpoint", run, *shards, "--k", "20", "--precision", "bf16"]
     assert flags_of(few_shot) == ["few_shot", "--checkpoint", run, *shards, "--shares", "1,10"]
     assert flags_of(retrieval) == ["retrieval", "--checkpoint", run, *shards]
+    assert flags_of(ood) == ["ood", "--checkpoint", run, *shards, "--ood", "others.tar"]
     own = ["--train", "scenes.tar", "--val=scenes-val.tar", "--classes", "7"]
     assert flags_of(segmentation) == ["segmentation", "--checkpoint", run, *own]
     assert flags_of(finetune) == ["finetune", "--checkpoint", run, *shards, "--steps", "5"]

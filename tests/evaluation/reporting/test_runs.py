@@ -33,6 +33,7 @@ def test_results_of_all_layouts_are_read_by_step(tmp_path: Path) -> None:
     add_result(folder, "step-00000005/knn.json", top1=0.2, protocol="20-NN")
     add_result(folder, "knn.json", top1=0.3, protocol="20-NN", checkpoint="runs/a/encoder.safetensors")
     add_result(folder, "found.json", protocol="retrieval", mean_average_precision=0.25, step=20)
+    add_result(folder, "ood.json", protocol="distance to neighbour 50", auroc=0.75, step=20)
     add_result(folder, "no-protocol.json", top1=1, step=20)
     add_result(folder, "step-00000005/encoder.json", variant="vit_micro")
     (folder / "evaluation" / "step-00000005" / "encoder.safetensors").touch()
@@ -40,6 +41,7 @@ def test_results_of_all_layouts_are_read_by_step(tmp_path: Path) -> None:
     assert run.scores == {
         "20-NN": {5: 0.2, 20: 0.3},
         "retrieval (mAP)": {20: 0.25},
+        "distance to neighbour 50 (AUROC)": {20: 0.75},
         "no-protocol": {20: 1.0},
         "linear probe, cifar10-test": {10: 0.6, 20: 0.7},
     }
