@@ -33,7 +33,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, int, int]]] = {
     "Twins-SVT": ("twins_svt_micro", {}, (32, 64, 96)),
     "NaViT": ("navit_micro", {"depth": 2}, (16, 24, 32)),
     "SAM-ViT": ("sam_vit_micro", {"depth": 2, "global_blocks": (1,)}, (16, 24, 32)),
-    "model of timm (ResNet)": ("timm:test_resnet", {}, (64, 96, 128)),
+    "model of timm": ("timm:test_resnet", {}, (64, 96, 128)),
 }
 """Variant, settings and image sizes of each family."""
 
@@ -68,7 +68,6 @@ def difference(family: str, form: str, size: int, *, dynamic: bool, folder: Path
 def main() -> None:
     settings = parse(ExportsBenchmark)
     warnings.simplefilter("ignore")  # torch.export warns about its own code
-    start = time.perf_counter()
     forms = [(form, False) for form in ENDINGS] + [("onnx", True), ("torch", True)]
     rows, messages = [], list[str]()
     for family, (_, _, sizes) in FAMILIES.items():
@@ -91,10 +90,11 @@ def main() -> None:
     parts = [
         "# Exports",
         f"`python benchmarks/exports.py --output benchmarks/results/exports.md`: {machine()}, float32, "
-        f"{(time.perf_counter() - start) / 60:.0f} minutes.",
-        "The largest difference between a feature of the export and of the encoder, as a fraction of the largest "
-        "feature, for 1, 2 and 3 images at each size. A dynamic graph is made once, at the second size, and compared "
-        "at that and two more sizes. A number in brackets is a refusal, quoted below.",
+        f"{time.process_time() / 60:.0f} minutes of CPU time.",
+        "Small variants with random weights. The largest difference between a feature of the export and of the "
+        "encoder, as a fraction of the largest feature, for 1, 2 and 3 images at each size. A dynamic graph is made "
+        "once, at the second size, and compared at that and two more sizes. A number in brackets is a refusal, quoted "
+        "below.",
         table(["family", "sizes", *headings], rows, text=2),
         "\n".join(f"{number}. {message}" for number, message in enumerate(messages, 1)),
     ]

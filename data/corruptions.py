@@ -5,8 +5,7 @@ other corruptions are made in another way: for example, frost is a random textur
 are fractions of the side of the image, so the corruptions suit images of any size. Accuracies are therefore comparable
 with each other, but not with those on the published images of ImageNet-C.
 
-The random values of a corruption depend only on its name and on the name of the image, and are the same for all
-severities.
+The seed of a corruption depends only on its name and on the name of the image. All severities use this seed.
 
 Shapes: an image has C channels and H x W pixels. Values are float32 from 0 to 1.
 """
