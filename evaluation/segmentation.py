@@ -13,8 +13,8 @@ Differences from DINOv2's own evaluation:
 
 - Images of `--val` and their maps are resized to a square of `--image_size`. DINOv2 keeps the aspect ratio, and scores
   maps in their own size.
-- A training crop is a box of 25 to 100 % of the image or window (`--scale`), resized to a square. DINOv2 resizes by 0.5 to 2
-  and cuts a square.
+- A training crop is a box of 25 to 100 % of the image or window (`--scale`), resized to a square. DINOv2 resizes by 0.5
+  to 2 and cuts a square.
 
 Shape letters: b images of this process in a step, D features per token, h x w tokens and S x S pixels of an image, K
 classes that are not ignored.
