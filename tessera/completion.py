@@ -5,7 +5,7 @@
 The flags of a command are those of its `--help all`, which the shell reads when they are first needed.
 """
 
-import sys
+import argparse
 
 from tessera.__main__ import COMMANDS, installed_evaluations
 
@@ -35,13 +35,10 @@ complete -o default -F _tessera tessera"""
 
 
 def main() -> None:
-    """Print the script that a shell evaluates.
-
-    Raises:
-        SystemExit: there are arguments.
-    """
-    if len(sys.argv) > 1:
-        raise SystemExit(__doc__)
+    """Print the script that a shell evaluates, or the help."""
+    argparse.ArgumentParser(
+        "tessera completion", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     print(SCRIPT.format(commands=" ".join(COMMANDS | installed_evaluations())))
 
 
