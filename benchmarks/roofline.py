@@ -152,7 +152,7 @@ def show(counter: Counter, settings: RooflineBenchmark) -> None:
         for (part, operation), count in longest[: settings.top]:
             print(f"| {part} | {operation} | {_cells(count)} |")
         print("\n| part | activations kept for the backward pass | number | GB |\n|---|---|--:|--:|")
-        for kind, (count, size) in list(counter.saved_kinds().items())[: settings.top]:
+        for kind, (count, size) in saved_kinds(counter)[: settings.top]:
             print(f"| {kind} | {count} | {size / 1e9:.1f} |")
     saved = sum(size for _, size in counter.saved.values()) / 1e9
     print(f"\nActivations kept for the backward pass: {saved:.1f} GB")
@@ -166,6 +166,15 @@ def show(counter: Counter, settings: RooflineBenchmark) -> None:
         "images_per_second_bound": settings.batch_size / counter.seconds(),
     }
     print(json.dumps({name: round(value, 3) for name, value in result.items()}))
+
+
+def saved_kinds(counter: Counter) -> list[tuple[str, tuple[int, int]]]:
+    """Return each kind of saved activations, with their number and their bytes, largest first."""
+    kinds: dict[str, tuple[int, int]] = {}
+    for kind, size in counter.saved.values():
+        count, total = kinds.get(kind, (0, 0))
+        kinds[kind] = (count + 1, total + size)
+    return sorted(kinds.items(), key=lambda item: -item[1][1])
 
 
 def _cells(count: Count) -> str:

@@ -79,14 +79,12 @@ class Stream:
     """A queue of work of the device, in place of `torch.cuda.Stream`."""
 
     def __init__(self, *_: Any) -> None:
-        self.operations = 0
-        """Number of operations that were queued so far."""
-        self.waited: dict[Stream, int] = {}
-        """Number of operations of each other stream for which this stream waits."""
+        self.waited: set[Stream] = set()
+        """Streams for which this stream has waited."""
         self.seconds = 0.0
 
     def wait_stream(self, other: "Stream") -> None:
-        self.waited[other] = other.operations
+        self.waited.add(other)
 
 
 class Event:
@@ -100,22 +98,6 @@ class Event:
 
 
 @dataclass
-class Memory:
-    """A storage of the device, and the streams that may use it without a race."""
-
-    storage: Any
-    """The storage, which is kept so that its address is not used again."""
-    owner: Stream
-    """Stream on which the storage was allocated. When it is freed, this stream may use the memory again."""
-    writer: Stream
-    written: int
-    """Stream that wrote the storage last, and the number of this operation."""
-    recorded: set[Stream] = field(default_factory=set)
-    """Streams that the allocator waits for before it uses the memory again (`Tensor.record_stream`)."""
-    used: set[Stream] = field(default_factory=set)
-
-
-@dataclass
 class Counter:
     """Counts per part and per operation. `part` names the part that runs now."""
 
@@ -123,14 +105,6 @@ class Counter:
     part: str = ""
     stream: Stream = field(default_factory=Stream)
     """Stream on which operations are queued now."""
-    memory: dict[int, Memory] = field(default_factory=dict)
-    """Storages by address."""
-    pinned: dict[int, Any] = field(default_factory=dict)
-    """Storages of host memory that were pinned, by address. They are kept so that no address is used again."""
-    unpinned: list[str] = field(default_factory=list)
-    """Copies from host memory that is not pinned, for which a process waits."""
-    races: list[str] = field(default_factory=list)
-    """Operations that use a value of another stream without waiting for it."""
     rows: dict[tuple[str, str], Count] = field(default_factory=dict)
     saved: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Storages that the forward pass keeps for the backward pass, by address. Each value is a text with part, shape and
@@ -143,35 +117,14 @@ class Counter:
     def clear(self) -> None:
         """Forget all operations so far."""
         self.rows.clear()
-        self.unpinned.clear()
-        self.races.clear()
         self.stream.seconds = 0.0
 
     def seconds(self) -> float:
         """Return the least time of all operations. Streams run beside each other, so the longest one counts."""
         return max(stream.seconds for stream in (self.stream, *self.stream.waited))
 
-    def queue(self, operation: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Note which stream uses and writes which memory, and whether it waits for the stream that wrote it."""
-        self.stream.operations += 1
-        for tensor in (t for t in inputs if t.device.type == DEVICE.type):
-            known = self.memory.get(tensor.untyped_storage()._cdata)
-            if known is None:
-                continue
-            known.used.add(self.stream)
-            if known.writer is not self.stream and self.stream.waited.get(known.writer, 0) < known.written:
-                self.races.append(f"{self.part}: {operation}")
-        for tensor in (t for t in outputs if t.device.type == DEVICE.type):
-            storage = tensor.untyped_storage()
-            known = self.memory.setdefault(storage._cdata, Memory(storage, self.stream, self.stream, 0))
-            known.writer, known.written = self.stream, self.stream.operations
-
     def current_stream(self, _: Any = None) -> Stream:
         return self.stream
-
-    def reused_too_early(self) -> int:
-        """Return the number of storages whose memory their stream may use again while another one still reads it."""
-        return sum(bool(one.used - {one.owner} - one.recorded) for one in self.memory.values())
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -193,14 +146,6 @@ class Counter:
         total = Count()
         total.add(*self.rows.values())
         return total
-
-    def saved_kinds(self) -> dict[str, tuple[int, int]]:
-        """Return the number and the bytes of the saved activations of each kind, largest first."""
-        kinds: dict[str, tuple[int, int]] = {}
-        for kind, size in self.saved.values():
-            count, total = kinds.get(kind, (0, 0))
-            kinds[kind] = (count + 1, total + size)
-        return dict(sorted(kinds.items(), key=lambda item: -item[1][1]))
 
     @contextlib.contextmanager
     def named(self, part: str) -> Iterator[None]:
@@ -247,12 +192,8 @@ class _CountOperations(TorchDispatchMode):
         )
         if views or name in FREE or func.namespace == "prim" or not _on_device([*inputs, *outputs]):
             return out
-        self.counter.queue(name, inputs, outputs)
         if name == "_to_copy" and not _on_device(inputs):
             size = sum(map(_bytes, inputs))
-            if inputs[0].untyped_storage()._cdata not in self.counter.pinned:
-                shape = " x ".join(map(str, inputs[0].shape)) or "scalar"
-                self.counter.unpinned.append(f"{self.counter.part}: {shape} {inputs[0].dtype}")
             self.counter.record(name, Count(bytes=size, seconds=size / self.counter.gpu.copy))
             return out
         self.counter.record(name, self._count(func, args, kwargs, out, inputs, outputs))
@@ -293,7 +234,6 @@ class _Replace(TorchFunctionMode):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if func is Tensor.pin_memory:
-            self.counter.pinned[args[0].untyped_storage()._cdata] = args[0].untyped_storage()
             return first
         if not isinstance(first, Tensor) or first.device.type != DEVICE.type:
             return func(*args, **kwargs)
@@ -390,9 +330,6 @@ def counting(gpu: GPU) -> Iterator[Counter]:
     """Make `DEVICE` a fake device, and count all operations on it inside the context."""
     counter = Counter(gpu)
 
-    def record_stream(tensor: Tensor, stream: Stream) -> None:
-        counter.memory[tensor.untyped_storage()._cdata].recorded.add(stream)
-
     def pack(tensor: Tensor) -> Tensor:
         if tensor.device.type == DEVICE.type and not isinstance(tensor, nn.Parameter):
             storage = tensor.untyped_storage()
@@ -406,7 +343,7 @@ def counting(gpu: GPU) -> Iterator[Counter]:
         stack.enter_context(mock.patch("torch.cuda.Event", Event))
         stack.enter_context(mock.patch("torch.cuda.stream", counter.on))
         stack.enter_context(mock.patch("torch.cuda.current_stream", counter.current_stream))
-        stack.enter_context(mock.patch.object(FakeTensor, "record_stream", record_stream, create=True))
+        stack.enter_context(mock.patch.object(FakeTensor, "record_stream", create=True))
         stack.enter_context(mock.patch("torch.cuda.get_rng_state", return_value=None))
         stack.enter_context(mock.patch("torch.cuda.set_rng_state"))
         stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", return_value=True))

@@ -2,6 +2,8 @@
 
 import functools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 from tessera.pretrain import fake_device
 from tessera.pretrain.methods.cross_entropy import crop_loss
+from tests.streams import StreamChecks
 
 GPU = roofline.GPUS["h200"]
 
@@ -45,7 +48,7 @@ def test_a_read_of_the_device_is_counted() -> None:
 
 @pytest.mark.parametrize("missing", ["", "wait_stream", "record_stream"])
 def test_a_race_between_streams_is_found(missing: str) -> None:
-    with fake_device.counting(GPU) as counter:
+    with fake_device.counting(GPU) as counter, StreamChecks(counter) as checks:
         computing, copying = torch.cuda.current_stream(None), torch.cuda.Stream()
         with torch.cuda.stream(copying):
             copied = torch.empty(8).to("cuda", non_blocking=True)
@@ -54,8 +57,8 @@ def test_a_race_between_streams_is_found(missing: str) -> None:
         if missing != "record_stream":
             copied.record_stream(computing)
         copied.add(1)
-    assert bool(counter.races) == (missing == "wait_stream")
-    assert counter.reused_too_early() == (missing == "record_stream")
+    assert bool(checks.races) == (missing == "wait_stream")
+    assert checks.reused_too_early() == (missing == "record_stream")
 
 
 def test_its_backward_pass_is_that_of_torch() -> None:
@@ -77,13 +80,23 @@ def test_its_backward_pass_is_that_of_torch() -> None:
 
 @pytest.mark.medium
 @pytest.mark.parametrize("method", ["dino", "mae"])
-def test_counts_of_a_step(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_of_a_step(method: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    made, fake_run = list[StreamChecks](), roofline.fake_run
+
+    @contextmanager
+    def checked_run(*arguments: Any) -> Iterator[Any]:
+        with fake_run(*arguments) as (counter, run), StreamChecks(counter) as checks:
+            made.append(checks)
+            yield counter, run
+
+    monkeypatch.setattr(roofline, "fake_run", checked_run)
     settings = roofline.RooflineBenchmark(method=method, encoder="vit_tiny", batch_size=4)
     counter = roofline.count_step(settings)
     parts, total = counter.parts(), counter.total()
     assert total.host_reads == 0  # `finish_step` reads loss, norm and flags when the device is done
-    assert counter.races == []
-    assert counter.reused_too_early() == 0
+    (checks,) = made
+    assert checks.races == []
+    assert checks.reused_too_early() == 0
     copied = parts["copy to the device"].seconds
     assert 0 < copied < counter.seconds() == pytest.approx(total.seconds - copied)  # on a stream of its own
     values = 4 * 3 * (2 * 224**2 + 8 * 96**2 if method == "dino" else 224**2)

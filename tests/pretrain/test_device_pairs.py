@@ -11,6 +11,7 @@ from tessera.pretrain.methods import METHODS, pretraining_methods
 from tessera.pretrain.resolve import gpu_defaults
 from tessera.pretrain.step import start_step, to_device
 from tessera.runtime.processes import make_accelerator
+from tests.streams import StreamChecks
 
 ENCODERS = [
     *(f"{family}_micro" for family in ("vit", "rope_vit", "swin", "twins_svt", "navit", "sam_vit")),
@@ -35,14 +36,15 @@ def assert_nothing_waits(method: str, encoder: str, accumulate: int = 1, **optio
     built = build_method(config, fresh=False)
     batch = training.loader_batch(built.transform(), 4 // accumulate, size=(64, 64))
     accelerator = make_accelerator(mixed_precision="bf16", cpu=True)
-    with fake_run(config, accelerator, built, GPUS["h100"]) as (counter, run):
+    with fake_run(config, accelerator, built, GPUS["h100"]) as (counter, run), StreamChecks(counter) as checks:
         for step in range(2 if method == "distill" else 1):
-            counter.clear()  # the first step of `distill` moves its teacher to the device
+            counter.clear()
+            checks.clear()  # the first step of `distill` moves its teacher to the device
             with counter.named("step"):
                 start_step(run, step, [to_device(run, batch.pin_memory()) for _ in range(accumulate)])
     assert counter.total().kernels > 100
     assert counter.total().host_reads == 0
-    assert (counter.unpinned, counter.races, counter.reused_too_early()) == ([], [], 0)
+    assert (checks.unpinned, checks.races, checks.reused_too_early()) == ([], [], 0)
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
