@@ -1,8 +1,6 @@
 """Colour augmentation of DINO (2104.14294): operations are drawn on the CPU and applied to batches on any device.
 
-An operation has settings, draws parameters for each crop, and changes the crops of a batch (`Operation`). To add an
-operation, write a subclass of `Operation`, add its settings to `ColorConfig`, and add the subclass to the list in
-`color_operations`. All other operations then draw the same random values as before.
+An operation has settings, draws parameters for each crop, and changes the crops of a batch (`Operation`).
 
 The default settings are those of DINO's main_dino.py. Operations work on floats from 0 to 1 and are defined as in
 torchvision: values are clamped after each change, contrast scales the distance of each value from the mean of the gray
@@ -12,7 +10,6 @@ Shapes: N crops have C channels and H x W pixels. An operation changes n of the 
 """
 
 import logging
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -120,18 +117,14 @@ def colors_for(config: ColorConfigT, channels: int) -> ColorConfigT:
 class Operation:
     """A random colour change. Its attributes are its settings. Operations must be picklable."""
 
-    draws: ClassVar[int] = 1
-    """Number of uniform random values from which `draw` computes the parameters of one crop."""
-    shared: ClassVar[tuple[int, ...] | None] = None
-    """Indices of the operation's random values among the `SHARED_DRAWS` values of a crop; None for operations that DINO
-    does not have. These operations draw from a separate random stream, which depends on the seed, the position of the
-    sample, and the name of the class."""
+    shared: ClassVar[tuple[int, ...]]
+    """Indices of the operation's random values among the `SHARED_DRAWS` values of a crop."""
     fuses: ClassVar[bool] = True
     """True if `apply` accepts both forms of `Crops`, so that the compiler can fuse the operation with others; False if
     `apply` accepts only one tensor."""
 
     def draw(self, u: np.ndarray) -> np.ndarray:
-        """Turn uniform random values into the parameters of n crops: (n, draws) -> (n,) or (n, k)."""
+        """Turn uniform random values into the parameters of n crops: (n, values) -> (n,) or (n, k)."""
         raise NotImplementedError
 
     def prepare(self, numbers: Tensor) -> tuple[Tensor, ...]:
@@ -350,15 +343,7 @@ def draw_colors(rng: np.random.Generator, operations: Sequence[Operation], crops
     depend on `operations`.
     """
     values = rng.random((crops, SHARED_DRAWS))
-
-    def of(operation: Operation) -> np.ndarray:
-        if operation.shared is not None:
-            return values[:, operation.shared]
-        jumps = 1 + zlib.crc32(type(operation).__name__.encode())
-        own = np.random.Generator(rng.bit_generator.jumped(jumps))  # drawing from this copy does not advance `rng`
-        return own.random((crops, operation.draws))
-
-    return [(operation, operation.draw(of(operation))) for operation in operations]
+    return [(operation, operation.draw(values[:, operation.shared])) for operation in operations]
 
 
 @torch.no_grad()

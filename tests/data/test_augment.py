@@ -13,26 +13,19 @@ from torchvision.transforms.v2 import functional as tv
 from tessera.data import augment
 from tessera.data.augment import (
     ColorConfig,
-    Crops,
-    Operation,
     augment_colors,
     blur_weights,
-    changed,
     color_operations,
     colors_for,
     draw_colors,
-    each,
     gaussian_blur,
-    per_crop,
     shift_hue,
     to_model_input,
 )
 from tessera.data.batch import Batch, Colors, View
-from tessera.data.crops import MultiCrop, MultiCropConfig
-from tessera.data.masking import MaskedMultiCrop
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.encoders.images import PackedImages, pack
-from tests.data.batches import by_name, from_names, rng, same_colors
+from tests.data.batches import by_name, from_names, rng
 
 N = 20_000
 STRONG = ColorConfig(brightness=0.8, contrast=0.8, saturation=1.5, hue=0.5, jitter=0.9, grayscale=0.3)
@@ -243,59 +236,6 @@ def test_a_setting_does_not_shift_what_others_draw():
     for one, config in zip(rngs, (STRONG, ColorConfig(jitter=0)), strict=True):
         draw_colors(one, color_operations(config, [0.5] * 3, [0] * 3), 3)
     assert rngs[0].random() == rngs[1].random()
-
-
-class Posterize(Operation):
-    """Toy operation: keeps a random number of gray levels."""
-
-    draws = 2
-
-    def draw(self, u: np.ndarray) -> np.ndarray:
-        return np.where(u[:, 0] < 0.5, 2 + np.floor(6 * u[:, 1]), 0).astype(np.float32)
-
-    @staticmethod
-    def apply(crops: Crops, levels: torch.Tensor) -> Crops:
-        def change(some: Crops, levels: torch.Tensor) -> Crops:
-            return each(some, lambda x: (x * per_crop(levels, x)).floor() / per_crop(levels, x))
-
-        return changed(crops, levels > 0, change, levels)
-
-
-class Other(Posterize):
-    """Another toy operation with the same draws."""
-
-
-def test_a_new_operation_does_not_shift_what_others_draw(monkeypatch, colors_of):
-    """Boxes, mirroring, colours and masks stay. The new numbers depend on the sample, the view and the name."""
-
-    def draws() -> list:
-        crops = MultiCrop(MultiCropConfig(global_size=32, local_size=16, local_crops=3, rotation=9.0))
-        return [MaskedMultiCrop(crops, (4, 4), 0.5, (0.1, 0.5), fill=True).draw((40, 60), rng(n)) for n in range(9)]
-
-    old, plain = draws(), color_operations
-    monkeypatch.setattr(
-        "tessera.data.crops.color_operations",
-        lambda *a, **k: [Posterize(), *plain(*a, **k)[:2], Other(), *plain(*a, **k)[2:], Posterize()],
-    )
-    new = draws()
-    for before, after in zip(old, new, strict=True):
-        for one, other in zip(before, after, strict=True):
-            assert np.array_equal(one.boxes, other.boxes)
-            assert np.array_equal(one.flips, other.flips)
-            assert np.array_equal(one.degrees, other.degrees)
-            assert all(np.array_equal(a, b) for a, b in zip(one.masks, other.masks, strict=True))
-            assert same_colors(one.colors, [pair for pair in other.colors if not isinstance(pair[0], Posterize)])
-    first, _, _, second, *_, third = new[0][0].colors
-    assert np.array_equal(first[1], third[1])
-    assert not np.array_equal(first[1], second[1])
-    numbers = np.concatenate([view.colors[0][1] for sample in new for view in sample])
-    assert set(numbers) == {0, 2, 3, 4, 5, 6, 7}
-    view, colors = pictures(5), new[0][0].colors[:1] + new[1][1].colors[:1]
-    levels = np.concatenate([numbers for _, numbers in colors])
-    assert 0 < (levels > 0).sum() < 5
-    found = colors_of(view, [(Posterize(), levels)]) * STD + MEAN
-    for image, crop, n in zip(view / 255, found, levels.tolist(), strict=True):
-        torch.testing.assert_close(crop, (image * n).floor() / n if n else image, rtol=0, atol=1e-6)
 
 
 def test_all_views_become_floats():
