@@ -139,11 +139,6 @@ class Operation:
     the arguments are on the device.
     """
 
-    def needs_rgb(self, numbers: Tensor) -> bool:
-        """Return True if the parameters of a batch contain a change that is defined only for RGB crops."""
-        del numbers
-        return False
-
 
 @dataclass(frozen=True)
 class Jitter(Operation):
@@ -168,9 +163,6 @@ class Jitter(Operation):
         low = np.maximum(neutral - spread, [0, 0, 0, -0.5])
         factors = np.where(u[:, :1] < self.probability, low + (neutral + spread - low) * u[:, 1:5], neutral)  # (n, 4)
         return np.concatenate([factors, u[:, 5:].argsort(1)], axis=1).astype(np.float32)  # (n, 8)
-
-    def needs_rgb(self, numbers: Tensor) -> bool:
-        return bool(((numbers[:, 2] != 1) | (numbers[:, 3] != 0)).any())
 
     def prepare(self, numbers: Tensor) -> tuple[Tensor, ...]:
         """Return the weights of three blends, the place of the hue shift, and the hue shift: (N, 3, 3), (N,), (N,).
@@ -263,9 +255,6 @@ class Grayscale(Operation):
     def draw(self, u: np.ndarray) -> np.ndarray:
         return u[:, 0] < self.probability
 
-    def needs_rgb(self, numbers: Tensor) -> bool:
-        return bool(numbers.any())
-
     @staticmethod
     def apply(crops: Crops, flags: Tensor) -> Crops:
         return changed(crops, flags, gray_image)
@@ -356,17 +345,8 @@ def augment_colors(
         colors: operations in the order in which they are applied, with their parameters for each crop.
         compile: fuse neighbouring operations with torch's compiler, which compiles once for each shape of `images`.
             The results differ from those without compilation by rounding errors.
-
-    Raises:
-        ValueError: a colour change needs RGB images, but the images are not RGB.
     """
-    drawn = [(operation, torch.from_numpy(numbers)) for operation, numbers in colors]
-    if images.shape[1] != 3 and any(operation.needs_rgb(numbers) for operation, numbers in drawn):
-        raise ValueError(
-            f"Saturation, hue and grayscale need RGB images, but these images have {images.shape[1]} channels. "
-            "Turn these colour changes off."
-        )
-    steps = [(operation.fuses, operation.apply, operation.prepare(numbers)) for operation, numbers in drawn]
+    steps = [(one.fuses, one.apply, one.prepare(torch.from_numpy(numbers))) for one, numbers in colors]
     if compile:
         return _compiled_steps(images, steps, preprocessing)
     size = max(1, CACHED // images[:1].numel()) if images.device.type == "cpu" else len(images)

@@ -288,10 +288,6 @@ def test_images_that_are_not_rgb(channels, compile, monkeypatch):
                 x = (x * factor + (1 - factor) * x.mean()).clamp(0, 1)
         x = blurred_and_solarized(x, float(p["blur"][i]), p["solarize"][i])
         torch.testing.assert_close(found[i].double(), x, rtol=0, atol=1 / 255)
-    for name in ("saturation", "hue", "grayscale"):
-        strong = drawn(40, config.model_copy(update={name: 0.5}))
-        with pytest.raises(ValueError, match=f"need RGB images, but these images have {channels} channels"):
-            augment_colors(images, strong, preprocessing)
 
 
 def test_colour_settings_without_rgb(caplog):
