@@ -58,9 +58,6 @@ class Features(NamedTuple):
     only the features of the V visible tokens are included: (V, D)."""
     grids: Tensor
     """Number of token rows and number of token columns of each image: (B, 2) int64 on the CPU."""
-    registers: Tensor | None = None
-    """Features of the R register tokens in evaluation mode: (B, R, D). None in training mode, and for encoders without
-    register tokens."""
 
 
 class Encoder(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.blocks import Block, MLPKind, NormedPatchEmbed, PatchEmbed
-from tessera.encoders.checks import check_counts, check_heads
+from tessera.encoders.checks import check_block_count, check_counts, check_heads
 from tessera.encoders.drop_path import BranchScales, kept_images
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.images import Images, Mask, PackedImages
@@ -424,11 +424,26 @@ class ViT(Encoder):
             pooled = image_means(tokens, patch_counts)
         else:
             pooled = self.fc_norm(image_means(patches, patch_counts))
-        registers = None
-        if self.reg_token is not None and not self.training:
-            norm = (self.cls_norm or self.norm) if apart else self.fc_norm
-            registers = norm(prefix[:, self.num_positioned :])  # (B, R, D)
-        return Features(pooled, tokens, grids, registers)
+        return Features(pooled, tokens, grids)
+
+    def register_tokens(self, images: Tensor, blocks: int = 1) -> list[Tensor]:
+        """Return the features of the register tokens after each of the last `blocks` blocks, in order: (B, R, D) each.
+
+        The final norm is applied to the output of each of these blocks.
+
+        Raises:
+            EncoderError: the images do not fit the encoder, or it has no register tokens or fewer than `blocks` blocks.
+        """
+        if self.reg_token is None:
+            raise EncoderError("The encoder has no register tokens.")
+        check_block_count(blocks, self._final_blocks())
+        found = []
+        for x, _ in self._last_outputs(blocks, images):
+            x = x.float() if self.bf16_residuals else x  # (B, N, D)
+            apart = self.rope_embed is not None and self.pool != "all"
+            norm = (self.cls_norm or self.norm) if apart else nn.Sequential(self.norm, self.fc_norm)
+            found.append(norm(x[:, self.num_positioned : self.num_prefix_tokens]))
+        return found
 
     def _normed_class(self, x: Tensor, sizes: Tensor | None) -> Tensor:
         """Normalise class tokens (B, D). `sizes` (B,) is the number of patches of each packed image, on the CPU."""

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from tessera.data.shards import Source, open_shards
 from tessera.encoders.base import Encoder, Features
+from tessera.encoders.vit import ViT
 from tessera.evaluation.command import main
 from tessera.evaluation.features import EvaluationError, FeatureSettings, extract, load_encoder
 from tessera.runtime.files import atomic_write
@@ -121,7 +122,7 @@ def _arrays(
         if settings.tokens:
             parts["tokens"] = torch.stack([_grid(output) for output in outputs], 1)  # (B, n, h, w, D)
         if settings.registers:
-            parts["registers"] = torch.stack([_registers(output) for output in outputs], 1)  # (B, n, R, D)
+            parts["registers"] = torch.stack(_registers(encoder, images, settings.blocks or 1), 1)  # (B, n, R, D)
         shapes.update({name: tuple(part.shape[2 if one else 1 :]) for name, part in parts.items()})
         return torch.cat([part.flatten(1) for part in parts.values()], 1)
 
@@ -143,11 +144,11 @@ def _grid(output: Features) -> Tensor:
     return output.tokens.view(len(output.grids), height, width, -1)
 
 
-def _registers(output: Features) -> Tensor:
-    """Return the features of the register tokens: (B, R, D)."""
-    if output.registers is None:
+def _registers(encoder: Encoder, images: Tensor, blocks: int) -> list[Tensor]:
+    """Return the features of the register tokens after each of the last `blocks` blocks: (B, R, D) each."""
+    if not isinstance(encoder, ViT) or encoder.reg_token is None:
         raise EvaluationError("The encoder has no register tokens. Leave out --registers.")
-    return output.registers
+    return encoder.register_tokens(images, blocks)
 
 
 def _numbered(output: Path, number: int) -> Path:

@@ -83,10 +83,9 @@ def test_it_equals_transformers_with_and_without_masks(registers, gated):
             prefix = 5 if registers else 1
             torch.testing.assert_close(features.pooled, expected.pooler_output, **CLOSE)
             torch.testing.assert_close(features.tokens, expected.last_hidden_state[:, prefix:].flatten(0, 1), **CLOSE)
-            if registers:
-                torch.testing.assert_close(features.registers, expected.last_hidden_state[:, 1:5], **CLOSE)
-            else:
-                assert features.registers is None
+            if registers and mask is None:
+                (found,) = encoder.register_tokens(images)
+                torch.testing.assert_close(found, expected.last_hidden_state[:, 1:5], **CLOSE)
 
 
 def test_initial_values_are_those_of_the_published_code():
