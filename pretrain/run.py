@@ -5,6 +5,7 @@ import faulthandler
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -111,7 +112,9 @@ def leave(code: int) -> NoReturn:
     """Exit with the code that `main` returned."""
     preemption.ignore()
     saver = sys.modules.get("tessera.pretrain.checkpoints.save")  # None if the run has not started
-    if code == watchdog.EXIT_CODE or (saver and saver.has_unfinished_save()):
+    # A thread that still waits for the store of the processes aborts a normal exit, in place of this code.
+    waits = any(thread.name == watchdog.THREAD for thread in threading.enumerate())
+    if waits or code == watchdog.EXIT_CODE or (saver and saver.has_unfinished_save()):
         sys.stdout.flush()
         os._exit(code)  # a normal exit would wait for the lost process
     sys.exit(code)

@@ -32,6 +32,8 @@ from tessera.runtime.user_error import UserError
 
 EXIT_CODE = 69
 """Exit code of a process that exits because another process is lost or has failed: EX_UNAVAILABLE of sysexits.h."""
+THREAD = "watchdog"
+"""Name of the thread that talks to the store."""
 CONTINUE = "To continue from the newest checkpoint, start again with --resume and the folder of this run."
 MOST_NAMED = 8
 """Largest number of processes that a message names."""
@@ -144,7 +146,7 @@ class Watch:
         self._began, self._notices = time.monotonic(), 0
         self._failure: str | None = None
         self._told = ""  # first message about a lost or failed process, which all processes share
-        self._talker = threading.Thread(target=self._talk, name="watchdog", daemon=True)
+        self._talker = threading.Thread(target=self._talk, name=THREAD, daemon=True)
         self._judge = threading.Thread(target=self._look, name="watchdog judge", daemon=True)
         self._talker.start()
         self._judge.start()
