@@ -437,13 +437,11 @@ class ViT(Encoder):
         if self.reg_token is None:
             raise EncoderError("The encoder has no register tokens.")
         check_block_count(blocks, self._final_blocks())
-        found = []
-        for x, _ in self._last_outputs(blocks, images):
-            x = x.float() if self.bf16_residuals else x  # (B, N, D)
-            apart = self.rope_embed is not None and self.pool != "all"
-            norm = (self.cls_norm or self.norm) if apart else nn.Sequential(self.norm, self.fc_norm)
-            found.append(norm(x[:, self.num_positioned : self.num_prefix_tokens]))
-        return found
+        apart = self.rope_embed is not None and self.pool != "all"
+        norm = (self.cls_norm or self.norm) if apart else nn.Sequential(self.norm, self.fc_norm)
+        own = slice(self.num_positioned, self.num_prefix_tokens)
+        # With `bf16_residuals`, the outputs (B, N, D) are bfloat16.
+        return [norm(x[:, own].float()) for x, _ in self._last_outputs(blocks, images)]
 
     def _normed_class(self, x: Tensor, sizes: Tensor | None) -> Tensor:
         """Normalise class tokens (B, D). `sizes` (B,) is the number of patches of each packed image, on the CPU."""

@@ -145,7 +145,10 @@ def _grid(output: Features) -> Tensor:
 
 
 def _registers(encoder: Encoder, images: Tensor, blocks: int) -> list[Tensor]:
-    """Return the features of the register tokens after each of the last `blocks` blocks: (B, R, D) each."""
+    """Return the features of the register tokens after each of the last `blocks` blocks: (B, R, D) each.
+
+    This is a second forward pass, because the register tokens are not part of `Features`.
+    """
     if not isinstance(encoder, ViT) or encoder.reg_token is None:
         raise EvaluationError("The encoder has no register tokens. Leave out --registers.")
     return encoder.register_tokens(images, blocks)
