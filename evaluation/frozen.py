@@ -1,8 +1,8 @@
 """Functions and settings shared by the evaluations of tokens: `segmentation`, `depth`, `patch_knn`, `attentive_probe`.
 
-They load the frozen encoder, read its images, train heads, and write the result file. Every step encodes new images, and
-no features are kept, so the memory does not depend on the number of images. The result does not depend on the number of
-processes, up to rounding.
+They load the frozen encoder, read its images, train heads, and write the result file. Every step encodes new images,
+and no features are kept, so the memory does not depend on the number of images. The result does not depend on the
+number of processes, up to rounding.
 """
 
 import itertools
