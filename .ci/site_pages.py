@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from nbconvert import MarkdownExporter
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 SETTING = re.compile(r"  (--\S+(?: (?:\{str: .*?\}\}|\S*\{str: .*?\}\}|\S+))?) +(.+)$")
 """A line of `--help`: a flag, its type, and its meaning."""
 HEADER = ["| setting | meaning |", "|---|---|"]
 ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+GENERATED = ["index.md", "commands.md", "python.md", *(f"{notebook.stem}.md" for notebook in NOTEBOOKS)]
 PYTHON = """# Python interface
 
 ::: tessera.interface
@@ -27,10 +31,13 @@ PYTHON = """# Python interface
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the first page, which is the README, and the reference of commands and of the Python interface."""
+    """Add the first page, which is the README, the notebooks, and the reference of commands and of the Python interface."""
     readme = (ROOT / "README.md").read_text().replace("](docs/", "](")
     for name, text in (("index.md", readme), ("commands.md", commands()), ("python.md", PYTHON)):
         files.append(File.generated(config, name, content=text))
+    for notebook in NOTEBOOKS:
+        for name, content in converted(notebook).items():
+            files.append(File.generated(config, name, content=content))
     return files
 
 
@@ -43,13 +50,22 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         inside = ROOT / "docs" / target
         if "://" in path or not target or (inside.exists() and inside.resolve().is_relative_to(ROOT / "docs")):
             return match[0]
-        if target in ("index.md", "commands.md", "python.md"):
+        if target in GENERATED:
             return match[0]
         found = next(p for p in (inside.resolve(), ROOT / target) if p.exists())
         name = f"`{found.relative_to(ROOT)}`"
         return name if text.strip("`") in name else f"{text} ({name})"
 
+    markdown = re.sub(r"\]\((\.\./)?examples/(\w+)\.ipynb\)", r"](\2.md)", markdown)
     return re.sub(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)", plain, markdown)
+
+
+def converted(notebook: Path) -> dict[str, str | bytes]:
+    """Return the page of a notebook with its outputs, and the pictures of the page: {path in the site: content}."""
+    resources = {"unique_key": notebook.stem, "output_files_dir": "pictures"}
+    exporter = MarkdownExporter(preprocessors=[CoalesceStreamsPreprocessor])  # else, a blank line follows each line
+    text, found = exporter.from_filename(str(notebook), resources=resources)
+    return {f"{notebook.stem}.md": text.replace("](../docs/", "](")} | found["outputs"]
 
 
 def commands() -> str:

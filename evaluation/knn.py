@@ -145,9 +145,8 @@ def _check(labels: Tensor, targets: Tensor, k: Sequence[int], classes: int | Non
     both = torch.cat([labels, targets])
     smallest, largest = int(both.min()), int(both.max())
     if smallest < 0 or (classes is not None and largest >= classes):
-        raise EvaluationError(
-            f"The labels run from {smallest} to {largest}. They must be at least 0 and less than `classes` ({classes})."
-        )
+        most = "" if classes is None else f" and less than `classes` ({classes})"
+        raise EvaluationError(f"The labels run from {smallest} to {largest}. They must be at least 0{most}.")
     return largest + 1 if classes is None else classes
 
 
