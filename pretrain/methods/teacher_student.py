@@ -59,7 +59,7 @@ class TeacherStudentConfig(MultiCropConfig, frozen=True):
     """number of steps of the linear warm-up of the teacher's temperature"""
     momentum: Derived[float] = derived(ge=0, le=1)
     """momentum of the teacher's moving average at the start of the run; the momentum rises to 1 along a cosine; default
-    for fewer than 100,000 images and without `init_from`: 0"""
+    for fewer than 100,000 images and without `init_from`: 0.9"""
     centering: Derived[Centering] = derived()
     """centring of the teacher's output: mean (subtract a running mean, as in DINO) or sinkhorn (Sinkhorn-Knopp, as in
     SwAV, 2006.09882); default: mean, or sinkhorn for fewer than 100,000 images"""
@@ -71,8 +71,8 @@ def teacher_defaults(size: RunSize, horizon: float) -> dict[str, Any]:
     """Return the default sizes of a head, and how the teacher follows the student.
 
     On a small data set, the published settings learn little (benchmarks/results/small_data.md). There, Sinkhorn-Knopp
-    spreads the two global crops of each image over half as many prototypes, and the teacher starts as the student
-    itself, as in SwAV (2006.09882), and becomes an average of its last weights towards the end of the run.
+    (of SwAV, 2006.09882) spreads the two global crops of each image over half as many prototypes, and the teacher is an
+    average of the student over about 10 steps at first, and over many towards the end of the run.
 
     Args:
         horizon: largest averaging window of the teacher in steps; see `default_momentum`.
@@ -82,7 +82,7 @@ def teacher_defaults(size: RunSize, horizon: float) -> dict[str, Any]:
     return {
         "prototypes": 2 ** round(math.log2(min(size.images / 8, 65536) if size.large else max(images, 2))),
         "centering": "mean" if size.large else "sinkhorn",
-        "momentum": default_momentum(size.steps, horizon) if slow else 0.0,
+        "momentum": default_momentum(size.steps, horizon) if slow else 0.9,
         "hidden_dim": 2048 if size.large else 512,
         "bottleneck_dim": 256 if size.large else 128,
         "batch_norm": not size.large,

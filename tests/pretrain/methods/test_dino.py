@@ -91,7 +91,7 @@ def test_settings_scale_with_the_data() -> None:
     assert (optim.lr, optim.warmup_steps, optim.weight_decay_end) == (5e-4, 25_020, 0.4)
     assert (imagenet.centering, imagenet.batch_norm) == ("mean", False)
     small, _ = resolve(DINOConfig(), OptimConfig(), RunSize(1437, 64, 600))
-    assert (small.prototypes, small.centering, small.momentum, small.batch_norm) == (64, "sinkhorn", 0, True)
+    assert (small.prototypes, small.centering, small.momentum, small.batch_norm) == (64, "sinkhorn", 0.9, True)
     half, _ = resolve(DINOConfig(), OptimConfig(), RunSize(1437, 64, 600, accumulate=2))
     assert half.prototypes == 32
     continued, _ = resolve(DINOConfig(), OptimConfig(), RunSize(1437, 64, 600, pretrained=True))
