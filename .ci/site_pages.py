@@ -31,7 +31,7 @@ PYTHON = """# Python interface
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the first page, which is the README, the notebooks, and the reference of commands and of the Python interface."""
+    """Add the first page, which is the README, the notebooks, and the reference of commands and of Python."""
     readme = (ROOT / "README.md").read_text().replace("](docs/", "](")
     for name, text in (("index.md", readme), ("commands.md", commands()), ("python.md", PYTHON)):
         files.append(File.generated(config, name, content=text))
@@ -56,6 +56,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         name = f"`{found.relative_to(ROOT)}`"
         return name if text.strip("`") in name else f"{text} ({name})"
 
+    markdown = markdown.replace("](../README.md", "](index.md")
     markdown = re.sub(r"\]\((\.\./)?examples/(\w+)\.ipynb\)", r"](\2.md)", markdown)
     return re.sub(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)", plain, markdown)
 

@@ -60,7 +60,7 @@ def export(
         form: format, a key of `ENDINGS`.
         dynamic_size: accept images of any size ("onnx" and "torch" only). Otherwise, images have the encoder's size.
         tolerance: largest accepted difference between two features, as a fraction of the largest feature.
-        step: number of completed optimizer steps, which "ours" stores.
+        step: number of completed optimizer steps, for the certificate.
 
     Raises:
         WeightsError: the format has no equivalent of the encoder, the export lacks tensors, or its features differ.
@@ -84,6 +84,7 @@ def export(
         else:
             exported = {"onnx": to_onnx, "torch": to_torch}[form](encoder, file, dynamic_size)
         certificate = certify(encoder, exported, file, form, tolerance)
+        certificate["step"] = step
         certificate["use"] = exported.use.replace(str(Path(folder)), str(output.parent))
         for written in Path(folder).iterdir():
             os.replace(written, output.with_name(written.name))

@@ -345,8 +345,9 @@ def score(settings: ProbeSettings, data: LabelledData, accelerator: Accelerator)
         cells = [f"{row[column]:g}" if column == "rate" else row[column] for column in columns]
         rows.append([*cells, "<- chosen" if row is entries["chosen"] else ""])
     if entries["chosen"]["rate"] in (min(settings.rates), max(settings.rates)):
+        otherwise = "" if settings.batch_norm else ", or --batch_norm"
         accelerator.print(
-            "The chosen learning rate is the smallest or largest of --rates. Try rates beyond it, or --batch_norm."
+            f"The chosen learning rate is the smallest or largest of --rates. Try rates beyond it{otherwise}."
         )
     return Result(entries, ["blocks", "average pool", "rate", "held out", "top-1", "top-5", ""], rows)
 

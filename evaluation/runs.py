@@ -20,7 +20,12 @@ from tessera.runtime.lock import holder
 from tessera.runtime.settings import Positional, Settings
 from tessera.runtime.user_error import printable
 
-SCORES = {"knn_top1": "k-NN %", "linear_top1": "probe %", "val_top1": "top-1 %", "view_retrieval": "views %"}
+SCORES = {
+    "knn_top1": "k-NN %",
+    "linear_top1": "probe in training %",
+    "val_top1": "top-1 %",
+    "view_retrieval": "views %",
+}
 """Accuracies during training, and their headings. Only fine-tuning has `val_top1`, and only a run without labels has
 `view_retrieval`."""
 

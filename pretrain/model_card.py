@@ -13,12 +13,13 @@ TRAINING = ("method", "steps", "batch_size", "seed", "precision", "init_from", "
 """Starts of the names of settings that the section about training shows, with those of the method."""
 
 
-def model_card(certificate: Mapping[str, Any], folder: Path | None) -> str:
+def model_card(certificate: Mapping[str, Any], folder: Path | None, step: int | None = None) -> str:
     """Return the model card of an export.
 
     Args:
         certificate: return value of `encoders.export.export`.
         folder: folder of the run that trained the encoder, or None if it is not known.
+        step: training step of the exported weights. None means the last one of the run.
     """
     encoder, tensors = certificate["encoder"], certificate["tensors"]
     worst = {name: max(output[name] for output in certificate["outputs"]) for name in ("pooled", "tokens")}
@@ -37,7 +38,7 @@ def model_card(certificate: Mapping[str, Any], folder: Path | None) -> str:
         "## Input and output",
         "",
         f"Images (B, C, H, W): pixels from 0 to 1, minus {mean}, divided by {std}.",
-        "Pooled features (B, D), and tokens (B, N, D) row by row.",
+        *_output(certificate["format"]),
         "",
         "## Check",
         "",
@@ -48,7 +49,7 @@ def model_card(certificate: Mapping[str, Any], folder: Path | None) -> str:
     ]
     run = None if folder is None else read_run(folder, folder.name)
     if run is not None and run.settings:
-        lines += _run(run)
+        lines += _run(run, run.last_step if step is None else step)
     else:
         lines += ["## Training", "", "The run folder of this encoder is not known.", ""]
     lines += ["## Settings of the encoder", "", *_listed(encoder.items())]
@@ -56,22 +57,30 @@ def model_card(certificate: Mapping[str, Any], folder: Path | None) -> str:
     return "\n".join(lines)
 
 
-def _run(run: RunFolder) -> Iterable[str]:
-    """Yield the lines about the data, the scores and the settings of a run."""
+def _output(form: str) -> Iterable[str]:
+    """Yield the lines about the output of an encoder."""
+    if form == "timm":
+        yield "`model(images)` returns pooled features (B, D), and `model.forward_features(images)` a map, or class,"
+        yield "register and patch tokens. The name is that of a model in timm, whose sizes the call changes."
+    else:
+        yield "Pooled features (B, D), and tokens (B, N, D) row by row."
+
+
+def _run(run: RunFolder, step: int) -> Iterable[str]:
+    """Yield the lines about the data, the scores and the settings of a run whose weights of one step are exported."""
     settings = {name: value for name, value in run.settings.items() if value is not None}
-    images = run.records[-1].get("images") if run.records else None
+    images = next((record.get("images") for record in run.records if record["step"] == step), None)
     yield from ["## Data", ""]
     yield from _listed((name, value) for name, value in settings.items() if name.startswith(DATA))
     yield from ["## Scores", ""]
-    if run.scores:
+    scores = {name: curve[step] for name, curve in run.scores.items() if step in curve}
+    if scores:
         yield from ["| evaluation | step | score |", "|---|--:|--:|"]
-        for name, curve in run.scores.items():
-            step, score = list(curve.items())[-1]
-            yield f"| {name} | {step:,} | {100 * score:.2f} % |"
+        yield from (f"| {name} | {step:,} | {100 * score:.2f} % |" for name, score in scores.items())
     else:
-        yield "The run folder holds no scores."
+        yield f"The run folder holds no scores of step {step:,}."
     seen = "" if images is None else f", {images:,} images"
-    yield from ["", "## Training", "", f"{run.method}, {run.last_step:,} steps{seen}.", ""]
+    yield from ["", "## Training", "", f"{run.method}, {step:,} steps{seen}.", ""]
     training = (*TRAINING, f"{run.method}.")
     yield from _listed((name, value) for name, value in settings.items() if name.startswith(training))
 

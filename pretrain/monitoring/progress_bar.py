@@ -15,6 +15,8 @@ ACCURACIES = {"knn_top1": "k-NN", "linear_top1": "linear", "val_top1": "top-1", 
 
 WIDE = 120
 """Smallest width of a terminal, in characters, that has room for a wide bar."""
+FIRST = 10
+"""Number of steps after which a log file gets its first line, if the first record comes later."""
 REST = 50
 """Number of characters that a progress bar needs beside its numbers, in a terminal that is not wide."""
 
@@ -40,6 +42,7 @@ class Progress:
         self.accuracy = ""  # newest accuracies as text
 
     def __enter__(self) -> "Progress":
+        self.started = time.perf_counter()  # the evaluation before training is no part of the speed
         self.progress.start()
         return self
 
@@ -56,6 +59,8 @@ class Progress:
                 break
             shown += f"  {part}" if shown else part
         self.progress.update(self.task, completed=step, numbers=shown)
+        if step == self.first + FIRST and self.steps > self.first + 10 * FIRST and self.enabled and not self.bar:
+            self._print(f"step {step}/{self.steps}  {speed(images_per_second)}  {self._left(step)}")
 
     def scored(self, record: Mapping[str, Any]) -> None:
         """Read the accuracies (0 to 1) from `record`, to show them in later progress output.
@@ -70,15 +75,19 @@ class Progress:
         """Print a record of metrics as one line, unless a progress bar is shown."""
         if not self.enabled or self.bar:
             return
-        done = record["step"] - self.first
-        left = (time.perf_counter() - self.started) / max(done, 1) * (self.steps - record["step"])
-        print(
+        self._print(
             f"step {record['step']}/{self.steps}  epoch {record['epoch']:.1f}  loss {record['loss']:.4f}  "
             f"{self.accuracy}lr {record['lr']:.2e}  {speed(record['images_per_second'])}  "
-            f"data wait {100 * record['data_wait']:.0f} %  {duration(left)} left",
-            file=sys.stderr,
-            flush=True,
+            f"data wait {100 * record['data_wait']:.0f} %  {self._left(record['step'])}"
         )
+
+    def _left(self, step: int) -> str:
+        """Return a forecast of the remaining time, such as `45 s left`."""
+        seconds = (time.perf_counter() - self.started) / max(step - self.first, 1) * (self.steps - step)
+        return f"{duration(seconds)} left"
+
+    def _print(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
 
 def speed(images_per_second: float) -> str:

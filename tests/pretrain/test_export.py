@@ -18,6 +18,7 @@ from tessera.pretrain.checkpoints import manifest
 from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.supervised import Finetune
+from tessera.pretrain.model_card import model_card
 from tests.pretrain.small import SECTIONS, STEPS, make, saver
 
 
@@ -186,6 +187,13 @@ def test_a_run_folder_gives_a_model_card_and_a_certificate(tmp_path: Path, capsy
     ):
         assert part in card
     assert "secret" not in card
+    records = [{"step": step, "images": 8 * step, "loss": 1.0, "knn_top1": step / 4} for step in (2, 4)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    earlier = model_card(json.loads((folder / "encoder.certificate.json").read_text()), run, step=2)
+    assert "dino, 2 steps, 16 images" in earlier
+    assert "| 2 | 50.00 % |" in earlier
+    assert "62.50 %" not in earlier
+    assert "100.00 %" not in earlier
     certificate = json.loads((folder / "encoder.certificate.json").read_text())
     assert certificate["versions"]["timm"]
     assert certificate["preprocessing"]["mean"] == list(encoders.IMAGENET.mean)

@@ -47,3 +47,10 @@ def test_a_narrow_terminal_keeps_the_step_and_the_time_left(
     assert f"{shown} 0:00" in line
     assert "ETA" in line
     assert "…" not in line
+
+
+def test_a_log_file_gets_its_first_line_early(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(1000, 200, enabled=True) as progress:
+        for step in range(201, 231):
+            progress.update(step, 3.5, 75.0, 0.01)
+    assert capsys.readouterr().err.startswith("step 210/1000  75 images/s  0 s left\n")
