@@ -187,7 +187,7 @@ def test_settings_scale_with_the_data() -> None:
     assert (optim.layer_decay, optim.patch_embed_lr_factor, optim.clip_by) == (0.9, 0.2, "module")
     small, optim = resolve(DINOv2Config(prototypes=99), OptimConfig(clip_by="tensor"), RunSize(1437, 64, 600))
     assert (small.prototypes, small.ibot_prototypes, small.batch_norm) == (99, 99, True)
-    assert (small.centering, small.momentum) == ("sinkhorn", 0)
+    assert (small.centering, small.momentum) == ("sinkhorn", 0.9)
     assert optim.clip_by == "tensor"
 
 
