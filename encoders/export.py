@@ -60,7 +60,7 @@ def export(
         form: format, a key of `ENDINGS`.
         dynamic_size: accept images of any size ("onnx" and "torch" only). Otherwise, images have the encoder's size.
         tolerance: largest accepted difference between two features, as a fraction of the largest feature.
-        step: number of completed optimizer steps, for the certificate.
+        step: number of completed optimizer steps, which the certificate and "ours" store.
 
     Raises:
         WeightsError: the format has no equivalent of the encoder, the export lacks tensors, or its features differ.
