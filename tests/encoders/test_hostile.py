@@ -119,14 +119,14 @@ class Command:
 
 
 def test_an_archive_of_several_disks_is_refused(tmp_path: Path) -> None:
-    """`zipfile.is_zipfile` raises an error for such a file."""
+    """`zipfile.is_zipfile` raises an error for such a file before Python 3.13. Then torch refuses it."""
     path = tmp_path / "weights.pth"
     torch.save({"a": torch.zeros(2)}, path)
     content = bytearray(path.read_bytes())
     locator = content.rindex(b"PK\x06\x07")
     content[locator + 16 : locator + 20] = (2).to_bytes(4, "little")
     path.write_bytes(content)
-    with pytest.raises(WeightsError, match="a damaged archive: zipfiles that span multiple disks"):
+    with pytest.raises(WeightsError, match="span multiple disks|multidisk archive"):
         read(path)
 
 
