@@ -36,7 +36,7 @@ CELLS = {
     "swin_micro with patch 4": "--encoder swin_micro --encoder.patch_size 4",
     "timm:resnet18": "--encoder timm:resnet18",
 }
-"""What differs from the base: photographs at 64 pixels, `vit_mini`, 150 steps of 64 images."""
+"""Flags that each cell changes. The base trains `vit_mini` on photographs of 64 pixels for 150 steps of 64 images."""
 
 
 class GridBenchmark(Settings):
@@ -78,11 +78,9 @@ def pretrain(settings: GridBenchmark, method: str, cell: str) -> Path:
     size = "mae.size" if method == "mae" else f"{method}.global_size"
     base = f"--method {method} --encoder vit_mini --{size} 64 --batch_size 64 --steps 150 --seed {settings.seed}"
     fixed = "--data {photos} --evaluation.val {photos_val} --evaluate_every 1000 --evaluation.pictures 0"
-    names = {name: shlex.quote(str(value)) for name, value in settings.model_dump().items()} | {
-        "output": shlex.quote(str(output))
-    }
-    words = shlex.split(f"{base} {fixed} {CELLS[cell]} --output {{output}}".format(size=size, **names))
-    words += shlex.split(settings.flags)
+    names = {name: shlex.quote(value) for name, value in settings if isinstance(value, str)}
+    words = shlex.split(f"{base} {fixed} {CELLS[cell]}".format(size=size, **names))
+    words += [*shlex.split(settings.flags), "--output", str(output)]
     flags = dict(zip(words[::2], words[1::2], strict=True))  # a cell replaces flags of the base
     command = [word for pair in flags.items() for word in pair]
     subprocess.run([sys.executable, str(ROOT / "pretrain/run.py"), *command, "--overwrite"], check=True)
