@@ -160,7 +160,7 @@ def export(
     certificate = export_encoder(chosen, output, to, **options)
     card = output.with_suffix(".md")
     with atomic_write(card) as temporary:
-        temporary.write_text(model_card(certificate, run, step))
+        temporary.write_text(model_card(certificate, run))
     lines = [str(report)] if report else []
     lines += [f"{origin}; checked in {output.with_suffix('.certificate.json').name}, described in {card.name}"]
     return "\n".join([*lines, f"wrote {output}: {certificate['use']}"])

@@ -13,13 +13,13 @@ TRAINING = ("method", "steps", "batch_size", "seed", "precision", "init_from", "
 """Starts of the names of settings that the section about training shows, with those of the method."""
 
 
-def model_card(certificate: Mapping[str, Any], folder: Path | None, step: int | None = None) -> str:
+def model_card(certificate: Mapping[str, Any], folder: Path | None) -> str:
     """Return the model card of an export.
 
     Args:
         certificate: return value of `encoders.export.export`.
-        folder: folder of the run that trained the encoder, or None if it is not known.
-        step: training step of the exported weights. None means the last one of the run.
+        folder: folder of the run that trained the encoder, or None if it is not known. If the certificate names no
+            step, the weights are those of the last one.
     """
     encoder, tensors = certificate["encoder"], certificate["tensors"]
     worst = {name: max(output[name] for output in certificate["outputs"]) for name in ("pooled", "tokens")}
@@ -49,7 +49,7 @@ def model_card(certificate: Mapping[str, Any], folder: Path | None, step: int | 
     ]
     run = None if folder is None else read_run(folder, folder.name)
     if run is not None and run.settings:
-        lines += _run(run, run.last_step if step is None else step)
+        lines += _run(run, run.last_step if certificate["step"] is None else certificate["step"])
     else:
         lines += ["## Training", "", "The run folder of this encoder is not known.", ""]
     lines += ["## Settings of the encoder", "", *_listed(encoder.items())]

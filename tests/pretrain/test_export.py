@@ -189,7 +189,7 @@ def test_a_run_folder_gives_a_model_card_and_a_certificate(tmp_path: Path, capsy
     assert "secret" not in card
     records = [{"step": step, "images": 8 * step, "loss": 1.0, "knn_top1": step / 4} for step in (2, 4)]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    earlier = model_card(json.loads((folder / "encoder.certificate.json").read_text()), run, step=2)
+    earlier = model_card(json.loads((folder / "encoder.certificate.json").read_text()) | {"step": 2}, run)
     assert "dino, 2 steps, 16 images" in earlier
     assert "| 2 | 50.00 % |" in earlier
     assert "62.50 %" not in earlier
