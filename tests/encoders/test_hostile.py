@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -126,7 +127,11 @@ def test_an_archive_of_several_disks_is_refused(tmp_path: Path) -> None:
     locator = content.rindex(b"PK\x06\x07")
     content[locator + 16 : locator + 20] = (2).to_bytes(4, "little")
     path.write_bytes(content)
-    with pytest.raises(WeightsError, match="span multiple disks|multidisk archive"):
+    said_by_zipfile = sys.version_info < (3, 13)
+    message = (
+        "a damaged archive: zipfiles that span multiple disks" if said_by_zipfile else "unsupported multidisk archive"
+    )
+    with pytest.raises(WeightsError, match=message):
         read(path)
 
 

@@ -89,10 +89,12 @@ def test_scale_and_precision_do_not_matter():
 def test_what_cannot_be_scored_is_refused():
     train, val, nothing, broken = images(30), images(151, seed=1), images(0), images(151, seed=1)
     broken.features[3, 2] = torch.nan
+    negative = val._replace(labels=val.labels - 1)
     for scored, protocol, message in (
         (val, {"k": (31,)}, "from 1 to 30"),
         (val, {"k": (0,)}, "from 1 to"),
         (val, {"k": (5,), "classes": 3}, r"less than `classes` \(3\)"),
+        (negative, {"k": (5,)}, r"The labels run from -1 to \d+\. They must be at least 0\.$"),
         (nothing, {"k": (5,)}, "Each needs at least one image"),
         (broken, {"k": (5,)}, "NaN or infinite"),
     ):
