@@ -16,7 +16,7 @@ ACCURACIES = {"knn_top1": "k-NN", "linear_top1": "linear", "val_top1": "top-1", 
 WIDE = 120
 """Smallest width of a terminal, in characters, that has room for a wide bar."""
 FIRST = 10
-"""Number of steps after which a log file gets its first line, if the first record comes later."""
+"""Number of steps after which a log file gets its first line, in runs of more than ten times as many steps."""
 REST = 50
 """Number of characters that a progress bar needs beside its numbers, in a terminal that is not wide."""
 
@@ -38,11 +38,11 @@ class Progress:
         )
         self.progress = RichProgress(*columns, console=console, disable=not self.bar)
         self.task = self.progress.add_task("", total=steps, completed=done, numbers="")
-        self.steps, self.first, self.started = steps, done, time.perf_counter()
+        self.steps, self.first, self.started = steps, done, 0.0
         self.accuracy = ""  # newest accuracies as text
 
     def __enter__(self) -> "Progress":
-        self.started = time.perf_counter()  # the evaluation before training is no part of the speed
+        self.started = time.perf_counter()
         self.progress.start()
         return self
 
