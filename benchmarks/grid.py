@@ -96,14 +96,14 @@ def change(run: Path) -> str:
 def draw(runs: dict[str, dict[str, Path]], output: Path) -> None:
     """Draw an arrow from the accuracy before training to that after it, for each cell, with a panel for each method."""
     figure = Figure(
-        figsize=(3.2 * len(runs) + 1.8, 0.36 * len(next(iter(runs.values()))) + 1.3), dpi=120, layout="tight"
+        figsize=(3.2 * len(runs) + 1.8, 0.36 * len(next(iter(runs.values()))) + 1.3), dpi=120, layout="constrained"
     )
     panels = figure.subplots(1, len(runs), squeeze=False, sharey=True, sharex=True)[0]
     for axes, (method, cells) in zip(panels, runs.items(), strict=True):
         for row, run in enumerate(cells.values()):
             for shift, metric, color in ((-0.14, "linear_top1", "C1"), (0.14, "knn_top1", "C0")):
                 first, *_, last = curve(run, metric).values()
-                arrow = {"arrowstyle": "->", "color": color, "linewidth": 1.4}
+                arrow = {"arrowstyle": "->", "color": color, "linewidth": 1.4, "shrinkA": 0, "shrinkB": 0}
                 axes.annotate("", (last, row + shift), (first, row + shift), arrowprops=arrow)
                 axes.plot([first, last], [row + shift] * 2, ".", color=color, markersize=1)
         axes.set(title=NAMES.get(method, method), xlabel="accuracy, %")
@@ -111,9 +111,8 @@ def draw(runs: dict[str, dict[str, Path]], output: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="x", linewidth=0.4)
     panels[0].invert_yaxis()
-    panels[0].plot([], [], color="C0", label="20-NN")
-    panels[0].plot([], [], color="C1", label="linear probe")
-    panels[0].legend(loc="lower left", frameon=False, fontsize=8)
+    lines = [panels[0].plot([], [], color=color)[0] for color in ("C0", "C1")]
+    figure.legend(lines, ["20-NN", "linear probe"], loc="outside lower left", ncol=2, frameon=False)
     figure.savefig(output)
 
 
