@@ -10,11 +10,10 @@ finished run is not repeated.
 """
 
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
-from learning import NAMES, curve
+from learning import NAMES, call, curve
 from matplotlib.figure import Figure
 from pydantic import Field
 from tables import machine, publish, table
@@ -22,16 +21,17 @@ from tables import machine, publish, table
 from tessera.runtime.processes import exit_on_user_error
 from tessera.runtime.settings import Settings, parse
 
-ROOT = Path(__file__).parent.parent
 CELLS = {
     "base": "",
     "fewer photographs": "--data {few}",
+    "fewer photographs, 2500 steps": "--data {few} --steps 2500",
     "32 pixels": "--{size} 32 --encoder.patch_size 4",
     "96 pixels": "--{size} 96 --steps 75",
     "other images of 32 pixels": "--data {small} --evaluation.train {small_bank} --evaluation.val {small_val} "
     "--{size} 32 --encoder.patch_size 4",
     "batch 32": "--batch_size 32 --steps 300",
     "batch 256": "--batch_size 256 --steps 60",
+    "batch 512": "--batch_size 512 --steps 30",
     "vit_tiny with patch 8": "--encoder vit_tiny --encoder.patch_size 8 --steps 75",
     "swin_micro with patch 4": "--encoder swin_micro --encoder.patch_size 4",
     "timm:resnet18": "--encoder timm:resnet18",
@@ -82,8 +82,7 @@ def pretrain(settings: GridBenchmark, method: str, cell: str) -> Path:
     words = shlex.split(f"{base} {fixed} {CELLS[cell]}".format(size=size, **names))
     words += [*shlex.split(settings.flags), "--output", str(output)]
     flags = dict(zip(words[::2], words[1::2], strict=True))  # a cell replaces flags of the base
-    command = [word for pair in flags.items() for word in pair]
-    subprocess.run([sys.executable, str(ROOT / "pretrain/run.py"), *command, "--overwrite"], check=True)
+    call("pretrain/run.py", *(word for pair in flags.items() for word in pair), "--overwrite")
     return output
 
 

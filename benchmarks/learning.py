@@ -66,7 +66,7 @@ def pretrain(settings: LearningBenchmark, method: str, seed: int) -> Path:
     command += ["--evaluate_every", str(every), "--data", settings.train, "--evaluation.val", settings.val]
     command += shlex.split(settings.run)
     started = time.perf_counter()
-    _call("pretrain/run.py", *command)
+    call("pretrain/run.py", *command)
     with atomic_write(output / "seconds.json") as part:
         part.write_text(json.dumps(time.perf_counter() - started))
     return output
@@ -78,11 +78,12 @@ def probe(settings: LearningBenchmark, run: Path) -> dict[str, Any]:
     if not path.exists():
         shards = ("--train", settings.train, "--val", settings.val)
         options = ("--no-augment", "--batch_norm", "--output", str(path))
-        _call("evaluation/linear_probe.py", "--checkpoint", str(run), *shards, *options)
+        call("evaluation/linear_probe.py", "--checkpoint", str(run), *shards, *options)
     return json.loads(path.read_text())
 
 
-def _call(script: str, *arguments: str) -> None:
+def call(script: str, *arguments: str) -> None:
+    """Run a script of the project, such as pretrain/run.py."""
     subprocess.run([sys.executable, str(ROOT / script), *arguments], check=True)
 
 

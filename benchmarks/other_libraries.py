@@ -3,6 +3,9 @@
     pip install lightly==1.6.0 stable-pretraining==0.1.8
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/other_libraries.py --library lightly --method dino \\
         --train TRAIN_SHARDS --output FOLDER [--cpu_minutes 12] [--precision bf16]
+    git clone https://github.com/facebookresearch/dino
+    OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/other_libraries.py --library official --method dino --code dino \\
+        --train TRAIN_SHARDS --output FOLDER
 
 Losses, heads, augmentations and the update of the teacher are those of the library. The encoder is built by this
 project, with the initial weights of its own runs on small data. It is written to FOLDER/encoder.safetensors, which is
@@ -11,12 +14,14 @@ functions of the used share of the CPU time, so that other jobs on the machine c
 
 The settings are those of the library's own benchmarks: for lightly, benchmarks/imagenet/vitb16, with the head and the
 teacher momentum of DINO from its benchmark on Imagenette; for stable-pretraining, benchmarks/imagenet10, which is
-Imagenette, in 20 epochs. Three settings differ. Crops have 64 and 32 pixels. They are not blurred, because both
-libraries do not blur the small images of CIFAR-10. DINO of stable-pretraining has 2,048 prototypes, as many as lightly
-has for Imagenette: the 65,536 of its own benchmark halve the speed on a CPU.
+Imagenette, in 20 epochs. The official code of DINO has its own defaults for 100 epochs. Three settings differ. Crops
+have 64 and 32 pixels. They are not blurred, because both libraries do not blur the small images of CIFAR-10. DINO of
+stable-pretraining and the official DINO have 2,048 prototypes, as many as lightly has for Imagenette: their 65,536
+halve the speed on a CPU.
 """
 
 import copy
+import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
@@ -42,8 +47,10 @@ from tessera.runtime.settings import Settings, parse
 class LibraryBenchmark(Settings):
     """Pretrain with another library for a limited CPU time."""
 
-    library: Literal["lightly", "stable_pretraining"] = "lightly"
-    """library: lightly or stable_pretraining"""
+    library: Literal["lightly", "stable_pretraining", "official"] = "lightly"
+    """library: lightly, stable_pretraining or official"""
+    code: Path = Path("dino")
+    """clone of github.com/facebookresearch/dino, for `library official`"""
     method: Literal["dino", "lejepa"] = "dino"
     """method: dino or lejepa"""
     train: str
@@ -88,6 +95,8 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.999)
     undecayed: list[nn.Parameter] = field(default_factory=list)
     """Parameters without weight decay."""
+    clip: Callable[[float], None] = lambda done: None
+    """Change the gradients before a step."""
     update: Callable[[float], None] = lambda done: None
     """Update the teacher after a step."""
 
@@ -232,11 +241,50 @@ def stable_pretraining_lejepa(encoder: Encoder, s: LibraryBenchmark) -> Recipe:
     return Recipe(stable_pretraining_views(s, 0.3), loss, parameters, encoder, 4e-4, 4e-6, 0.1)
 
 
+def official_dino(encoder: Encoder, s: LibraryBenchmark) -> Recipe:
+    sys.path.insert(0, str(s.code.resolve()))
+    import main_dino  # pyright: ignore[reportMissingImports]
+    import utils  # pyright: ignore[reportMissingImports]
+
+    torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    backbones = [encoder, copy.deepcopy(encoder)]
+    student, teacher = (
+        utils.MultiCropWrapper(Pooled(backbone), main_dino.DINOHead(encoder.dim, s.prototypes))
+        for backbone in backbones
+    )
+    teacher.load_state_dict(student.state_dict())
+    teacher.requires_grad_(False)
+    criterion = main_dino.DINOLoss(s.prototypes, 2 + 8, 0.04, 0.04, 0, 1)
+    views = main_dino.DataAugmentationDINO((0.4, 1.0), (0.05, 0.4), 8)
+    for pipeline in (views.global_transfo1, views.global_transfo2, views.local_transfo):
+        pipeline.transforms = [part for part in pipeline.transforms if not isinstance(part, utils.GaussianBlur)]
+        pipeline.transforms[0].size = (s.size // 2,) * 2 if pipeline is views.local_transfo else (s.size,) * 2
+
+    def loss(views: list[Tensor], done: float) -> Tensor:
+        return criterion(student(views).float(), teacher(views[:2]).float(), 0)
+
+    def clip(done: float) -> None:
+        utils.clip_gradients(student, 3.0)
+        utils.cancel_gradients_last_layer(int(100 * done), student, 1)  # the first of 100 epochs
+
+    @torch.no_grad()
+    def update(done: float) -> None:
+        momentum = scheduled(done, 0.996, 1.0)
+        for ours, theirs in zip(student.parameters(), teacher.parameters(), strict=True):
+            theirs.mul_(momentum).add_((1 - momentum) * ours)
+
+    decayed, undecayed = (group["params"] for group in utils.get_params_groups(student))
+    rate = 5e-4 * s.batch_size / 256
+    optim: dict[str, Any] = {"weight_decay": (0.04, 0.4), "undecayed": undecayed, "clip": clip, "update": update}
+    return Recipe(views, loss, decayed, backbones[1], rate, 1e-6, 0.1, **optim)
+
+
 RECIPES = {
     ("lightly", "dino"): lightly_dino,
     ("lightly", "lejepa"): lightly_lejepa,
     ("stable_pretraining", "dino"): stable_pretraining_dino,
     ("stable_pretraining", "lejepa"): stable_pretraining_lejepa,
+    ("official", "dino"): official_dino,
 }
 
 
@@ -269,6 +317,7 @@ def train(settings: LibraryBenchmark) -> Encoder:
             loss = recipe.loss(views, done)
         optimizer.zero_grad()
         loss.backward()
+        recipe.clip(done)
         optimizer.step()
         recipe.update(done)
     return recipe.encoder
