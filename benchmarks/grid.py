@@ -24,7 +24,6 @@ from tessera.runtime.settings import Settings, parse
 CELLS = {
     "base": "",
     "fewer photographs": "--data {few}",
-    "fewer photographs, 2500 steps": "--data {few} --steps 2500",
     "32 pixels": "--{size} 32 --encoder.patch_size 4",
     "96 pixels": "--{size} 96 --steps 75",
     "other images of 32 pixels": "--data {small} --evaluation.train {small_bank} --evaluation.val {small_val} "
