@@ -80,7 +80,7 @@ def resolve(config: MAEConfig, optim: OptimConfig, size: RunSize) -> tuple[MAECo
     learning rate (docs/results.md).
     """
     defaults = {
-        "lr": 1.5e-4 if size.large else size.small_lr(8e-3),
+        "lr": 1.5e-4 if size.large else size.small_lr(4e-3),
         "min_lr": 0.0,
         "warmup_steps": min(40 * size.epoch, size.steps // 20),
         "weight_decay": 0.05,

@@ -126,7 +126,7 @@ def test_loss_and_gradients_equal_those_of_transformers(normalize: bool) -> None
 def test_small_data_has_mean_pooling_and_a_higher_learning_rate() -> None:
     small = RunSize(4809, 64, 1000)
     config, optim = resolve(MAEConfig(), OptimConfig(), small)
-    assert optim.scaled_lr(64) == pytest.approx(8e-3 * (64 / 1024) ** 0.5, rel=1e-2)
+    assert optim.scaled_lr(64) == pytest.approx(4e-3 * (64 / 1024) ** 0.5, rel=1e-2)
     assert MAE.encoder_defaults(config, "vit_micro", small)["pool"] == "mean"
     assert "pool" not in MAE.encoder_defaults(config, "vit_micro", PUBLISHED)
 
