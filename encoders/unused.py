@@ -31,7 +31,7 @@ def unused_parameters(
     drop: bool = False,
     packed: bool = False,
 ) -> set[str]:
-    """Return the names of the trainable parameters that do not affect the features that a training step uses.
+    """Return the names of the parameters, frozen ones included, that do not affect the features that a method uses.
 
     The encoder and all random states stay unchanged. The forward pass runs on the meta device. If the encoder reads the
     values of tensors, it cannot run there, and the forward pass runs on the device of the encoder's parameters.
@@ -88,16 +88,17 @@ class _Use(nn.Module):
 
 
 def _not_reached(use: _Use, views: Sequence[Tensor], mask: Mask | None, device: torch.device) -> set[str]:
-    """Return the names of the encoder's trainable parameters that the used features do not depend on.
+    """Return the names of the encoder's parameters that the used features do not depend on.
 
-    The function walks autograd's graph, because a backward pass would recompute checkpointed blocks with the encoder's
+    All parameters require a gradient here, because a frozen parameter, such as those of a teacher, may be used. The
+    function walks autograd's graph, because a backward pass would recompute checkpointed blocks with the encoder's
     own parameters, not with those of `functional_call`.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in [*use.named_parameters(), *use.named_buffers()]:
         copied = torch.empty_like(tensor, device=device) if device.type == "meta" else tensor.detach().clone()
-        state[name] = copied.requires_grad_(tensor.requires_grad)
-    trained = [name for name, tensor in state.items() if tensor.requires_grad]
+        state[name] = copied.requires_grad_(isinstance(tensor, nn.Parameter))
+    parameters = [name for name, tensor in state.items() if tensor.requires_grad]
     with torch.enable_grad():
         outputs = torch.func.functional_call(
             use, state, ([view.to(device) for view in views], None if mask is None else mask.to(device))
@@ -109,7 +110,7 @@ def _not_reached(use: _Use, views: Sequence[Tensor], mask: Mask | None, device: 
             seen.add(node)
             nodes += [before for before, _ in node.next_functions]
     reached = {id(node.variable) for node in seen if hasattr(node, "variable")}
-    return {name.removeprefix("encoder.") for name in trained if id(state[name]) not in reached}
+    return {name.removeprefix("encoder.") for name in parameters if id(state[name]) not in reached}
 
 
 def _half_hidden(encoder: Encoder, side: int) -> Mask:

@@ -129,7 +129,8 @@ def _freeze(encoder: Encoder, config: FinetuneConfig, side: int) -> None:
         raise ValueError(f"frozen_blocks is {config.frozen_blocks}, but the encoder has {blocks} blocks.")
     if config.lora_rank:
         add_lora(encoder, config.lora_rank, config.lora_alpha or config.lora_rank, config.lora_layers)
-        if unused := sorted(unused_parameters(encoder, [side])):
+        trained = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
+        if unused := sorted(trained & unused_parameters(encoder, [side])):
             raise ValueError(
                 f"A low-rank update would have no effect, because the encoder reads the weight of the layer "
                 f"{unused[0].rpartition('.')[0]} without calling the layer. Choose other lora_layers."

@@ -47,12 +47,18 @@ def test_they_are_those_without_gradient_in_a_backward_pass(
     assert unused_parameters(encoder, sides, **uses) == without_gradient(encoder, sides, **uses)
 
 
-def test_a_frozen_parameter_is_not_listed() -> None:
-    encoder = encoders.build("vit_micro", classes=5)
-    assert unused_parameters(encoder, [16]) == {"head.weight", "head.bias"}
-    assert encoder.head is not None
-    encoder.head.requires_grad_(False)
-    assert unused_parameters(encoder, [16]) == set()
+@pytest.mark.parametrize("variant", MICRO)
+def test_a_frozen_parameter_counts_as_used_if_the_features_depend_on_it(variant: str) -> None:
+    """A teacher is frozen, and so is a table of fixed positions."""
+    encoder = encoders.build(variant)
+    before = unused_parameters(encoder, [16], tokens=True)
+    assert unused_parameters(encoder.requires_grad_(False), [16], tokens=True) == before
+    assert not any(p.requires_grad for p in encoder.parameters())
+
+
+def test_a_frozen_parameter_is_listed_if_it_is_not_used() -> None:
+    encoder = encoders.build("vit_micro", classes=5, positions="sincos")
+    assert unused_parameters(encoder.requires_grad_(False), [16]) == {"head.weight", "head.bias"}
 
 
 def test_the_mask_token_is_used_if_it_replaces_hidden_tokens() -> None:
