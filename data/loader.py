@@ -41,6 +41,7 @@ from tessera.data.shards import (
     open_shards,
     open_sources,
 )
+from tessera.data.shards.source import refuse_mixed_classes
 from tessera.data.user_code import Augment
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.runtime.settings import Section
@@ -158,6 +159,7 @@ def training_batches(
     """
     sources, weights = open_sources(shards, progress=batches.rank == 0, source=reading.source)
     if reading.classes is not None:
+        refuse_mixed_classes(sources)
         for opened in sources:
             opened.require_labels()
     if reading.maps is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tessera.data.decode import ImageError, decode
 from tessera.data.shards import ShardError, Source, Sources, UnreadableError
 from tessera.data.shards.failures import DroppedError
+from tessera.data.shards.source import shared_class_names
 from tessera.encoders.base import Preprocessing
 
 READ_TOGETHER = 64
@@ -73,11 +74,7 @@ def count_classes(sources: Sources) -> int:
         ShardError: the sources have different class names; there are no class names, and a shard is remote, in which
             case all labels would have to be downloaded; or a label is missing, negative or not an integer.
     """
-    names, *others = [source.class_names() for source in sources.lists]
-    if any(other != names for other in others):
-        raise ShardError(
-            "the sources have different class names, so their labels cannot be mixed. Use sources with the same names."
-        )
+    names = shared_class_names(sources.lists)
     if names is not None:
         return len(names)
     largest = 0

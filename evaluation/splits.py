@@ -51,9 +51,9 @@ def open_labelled_splits(
         RankError: a classes.json cannot be used, or the folders of one set have different class names.
     """
     opened = open_splits(train, val, source, accelerator, flags)
+    names = run_on_all_ranks(lambda: [one.class_names() for one in opened])
     for one in opened:
         one.require_labels()
-    names = run_on_all_ranks(lambda: [one.class_names() for one in opened])
     if any(other != names for other in gather_objects(names)):
         raise EvaluationError(
             "The processes read different class names. Copy the same shards, with their classes.json, to all nodes."

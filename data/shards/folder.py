@@ -48,10 +48,10 @@ class ImageFolder(Shard):
 
     @property
     def name(self) -> str:
-        return self.folder.rpartition("/")[2]
+        return self.names_classes.rpartition("/")[2]
 
     @property
-    def folder(self) -> str:
+    def names_classes(self) -> str:
         return self.path.removesuffix("/")
 
     def class_names(self) -> tuple[str, ...] | None:

@@ -10,8 +10,10 @@ unpickled, file names cannot point outside the folder, and sizes are checked bef
 import io
 import json
 import os
+import unicodedata
 import zipfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from tarfile import BLOCKSIZE
 from typing import Annotated, Any, Literal, Self
@@ -201,7 +203,25 @@ def parse_classes(content: bytes, path: str) -> tuple[str, ...]:
         names = None
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ShardError(f"{path} is not a JSON list of class names. Correct or remove the file.")
-    if len({*names}) < len(names):
-        ((repeated, _),) = Counter(names).most_common(1)
+    if (unique := unique_names(names)) is None:
+        ((repeated, _),) = Counter(map(composed, names)).most_common(1)
         raise ShardError(f"{path} names the class {repeated!r} more than once. Correct the file.")
-    return tuple(names)
+    return unique
+
+
+def unique_names(names: Any) -> tuple[str, ...] | None:
+    """Return class names in Unicode's form NFC; None if an object is not a sequence of unique names.
+
+    macOS stores the letter é of a folder name as two characters, and other systems as one.
+    """
+    if not isinstance(names, Sequence) or isinstance(names, str) or not names:
+        return None
+    if not all(isinstance(name, str) for name in names):
+        return None
+    found = tuple(map(composed, names))
+    return found if len({*found}) == len(found) else None
+
+
+def composed(name: str) -> str:
+    """Return a class name in Unicode's form NFC, in which classes are compared."""
+    return unicodedata.normalize("NFC", name)

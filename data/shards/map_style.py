@@ -6,7 +6,7 @@ a Pillow image, an array, a tensor or an encoded file (`data.decode`).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from tessera.data.decode import ImageError, Undecoded, check_kind
 from tessera.data.given import kind, named_object
 from tessera.data.shards.failures import SampleError, ShardError
+from tessera.data.shards.index import unique_names
 from tessera.data.shards.source import DEFAULT, SampleForm, Shard, SourceConfig
-from tessera.data.shards.tar import IMAGES, LABEL, Index
+from tessera.data.shards.tar import IMAGES, LABEL, Index, whole_number
 from tessera.data.user_code import named_errors, seeded
 
 IMAGE_KEYS = ("image", "img", *IMAGES)
 """Keys under which an item that is a dictionary may hold its image. The first key that the item has is used."""
-LONGEST_NUMBER = 20  # maximum number of bytes of an undecoded label
 LABEL_KEYS = ("label", LABEL)
 """Keys under which an item that is a dictionary may hold its label."""
 
@@ -96,7 +96,7 @@ class MapStyle(Shard):
         return kind(self.dataset)
 
     @property
-    def folder(self) -> str:
+    def names_classes(self) -> str:
         return self.path
 
     def identities(self) -> list[Any]:
@@ -110,9 +110,7 @@ class MapStyle(Shard):
             names = getattr(features.get(key), "names", None)
         else:
             names = getattr(self.dataset, "classes", None)
-        if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
-            return None
-        return tuple(names) if len({*names}) == len(names) else None
+        return unique_names(names)
 
     def make_index(self) -> Index:
         return NumberedIndex.of(self.samples, self.labelled)
@@ -248,7 +246,7 @@ def _label_keys(form: SampleForm) -> tuple[str, ...]:
 
 def _is_number(label: Any) -> bool:
     if isinstance(label, bytes):  # an undecoded .cls member
-        return len(label) < LONGEST_NUMBER and label.strip().removeprefix(b"-").isdigit()
+        return whole_number(label) is not None
     label = label.numpy() if isinstance(label, torch.Tensor) else label
     if isinstance(label, np.ndarray):
         return label.ndim == 0 and label.dtype.kind in "iu"

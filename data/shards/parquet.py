@@ -8,6 +8,7 @@ needed, and read from there, as byte ranges of a remote tar are (`shards.tars`).
 import functools
 import json
 import os
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tessera.data.shards.failures import SampleError, ShardError, is_exhausted, unreadable
+from tessera.data.shards.index import LARGEST_CLASSES, unique_names
 from tessera.data.shards.map_style import IMAGE_KEYS, LABEL_KEYS, NumberedIndex
 from tessera.data.shards.source import DEFAULT, Shard, SourceConfig
 from tessera.data.shards.tar import LARGEST_MEMBER, Index
@@ -22,6 +24,12 @@ from tessera.runtime.user_error import printable
 
 LARGEST_GROUP = 2**31
 """Maximum size in bytes of the images of a row group, all of which are in memory while the row group is decoded."""
+USUAL_GROUP, MOST_EXPANDED = 2**28, 16
+"""The images of a row group may always have `USUAL_GROUP` bytes. Above this size, they may have `MOST_EXPANDED` times
+the bytes that the file stores for them, because encoded images can hardly be compressed."""
+ROWS_AT_ONCE = 4  # number of rows that are expanded before their size is checked
+HUGE = 2**63 - 1
+"""Stands for labels that are too large for int64."""
 KEPT_METADATA = 16
 """Maximum number of Parquet files whose metadata a process keeps in memory."""
 
@@ -32,10 +40,12 @@ class ParquetFile(Shard):
 
     ends: tuple[int, ...] = field(default=(), repr=False, compare=False)
     """Number of the row at which each row group ends."""
+    limits: tuple[int, ...] = field(default=(), repr=False, compare=False)
+    """Maximum size in bytes of the images of each row group."""
     column: str = ""
     """Name of the column that holds the encoded images: `image.bytes`, or `image` if the column is binary."""
     label_column: str | None = None
-    """Name of the column of labels; None if there is none."""
+    """Name of the column of labels; None if there is none, or if several columns may be meant."""
     classes: tuple[str, ...] | None = None
     """Class names from Hugging Face's metadata; None if the metadata has none."""
 
@@ -53,32 +63,37 @@ class ParquetFile(Shard):
             status = os.stat(path)
         except OSError as error:
             raise unreadable(path, error) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise ShardError(f"{path} is not a regular file. Give a file that is stored on a disk.")
         version = f"{status.st_mtime_ns}\n{status.st_ctime_ns}"
         metadata = _metadata(path, version)
         schema = metadata.schema.to_arrow_schema()
         if not metadata.num_rows:
             raise ShardError(f"{path} has no rows. Remove the file from the list.")
+        if metadata.num_rows > status.st_size:
+            raise ShardError(
+                f"{path} states {metadata.num_rows:,} rows, but has {status.st_size:,} bytes. Write the file again."
+            )
         column = _image_column(schema, path, config.form.image)
         labels = LABEL_KEYS if config.form.label is None else (config.form.label,)
-        label = next((name for name in labels if name in schema.names), None)
+        present = [name for name in schema.names if name in labels]
+        label = present[0] if len(present) == 1 else None
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        sizes = [_column_bytes(group, column) for group in groups]
-        if max(sizes) > LARGEST_GROUP:
-            raise ShardError(
-                f"{path} has a row group with {max(sizes):,} bytes of images, but at most {LARGEST_GROUP:,} are "
-                "supported. Write the file again with smaller row groups, such as 100 rows."
-            )
+        limits = tuple(_most_bytes(_column_bytes(group, column, "total_compressed_size")) for group in groups)
+        for group, limit in zip(groups, limits, strict=True):
+            if (size := _column_bytes(group, column, "total_uncompressed_size")) > limit:
+                raise _too_large(path, f"{size:,}", limit)
         ends = np.cumsum([group.num_rows for group in groups]).tolist()
-        classes = None if label is None else _class_names(schema.metadata, label)
-        return cls(path, status.st_size, version, config, None, tuple(ends), column, label, classes)
+        classes = None if label is None else _class_names(path, schema.metadata, label)
+        return cls(path, status.st_size, version, config, None, tuple(ends), limits, column, label, classes)
 
     @property
     def name(self) -> str:
         return self.path.rpartition("/")[2]
 
     @property
-    def folder(self) -> str:
-        return self.path.rpartition("/")[0]
+    def names_classes(self) -> str:
+        return self.path
 
     def class_names(self) -> tuple[str, ...] | None:
         return self.classes
@@ -87,9 +102,7 @@ class ParquetFile(Shard):
         samples = self.ends[-1]
         labels = np.full(samples, -1, dtype=np.int64)
         if self.label_column is not None:
-            column = self._read(lambda file: file.read([self.label_column], use_threads=False).column(0))
-            if str(column.type).startswith(("int", "uint")):
-                labels = np.asarray(column.cast("int64").fill_null(-1))
+            labels = self._read(lambda file: _labels(file, self.label_column))
         index = NumberedIndex.of(samples, False)
         summary = np.array([samples, (labels >= 0).sum(), self.size], dtype=np.int64)
         return index._replace(labels=np.stack([labels, np.minimum(labels, 0)], axis=1), summary=summary)
@@ -104,8 +117,10 @@ class ParquetFile(Shard):
         if (label := int(index.labels[sample, 0])) < 0:
             raise SampleError(
                 f"{self.name}/{sample} has no label, but labels are needed. Labels are integers in the column label or "
-                "cls; name another column with data.label."
+                "cls, if the file has only one of them; name another column with data.label."
             )
+        if label == HUGE:
+            raise SampleError(f"the label of {self.name}/{sample} is above {HUGE}. Number the classes from 0.")
         return label
 
     def image(self, index: Index, sample: int) -> bytes:
@@ -139,9 +154,28 @@ class ParquetFile(Shard):
         """
 
         def images() -> list[bytes]:
-            return [self._read(lambda file: _images(file.read_row_group(group, [self.column], use_threads=False)))]
+            return self._read(lambda file: self._images(file, group))
 
         return self.cache.open_checked(self._group_name(group), images)
+
+    def _images(self, file: Any, group: int) -> list[bytes]:
+        """Return the content of the cache file of a row group: positions (n + 1 numbers of 8 bytes), encoded images.
+
+        A dictionary of values can expand to many times its stored size, so the size is checked row by row.
+        """
+        images, total = [], 0
+        for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[self.column], use_threads=False):
+            values = batch.column(0)
+            values = values.field("bytes") if str(values.type).startswith("struct") else values
+            if (total := total + values.nbytes) > self.limits[group]:
+                raise _too_large(self.path, f"more than {total:,}", self.limits[group])
+            images += [value.as_py() or b"" for value in values]  # a missing image counts as corrupt
+            if any(len(image) > LARGEST_MEMBER for image in images[-ROWS_AT_ONCE:]):
+                raise ShardError(
+                    f"an image of {self.path} has more than {LARGEST_MEMBER} bytes. Write the file again without it."
+                )
+        positions = np.cumsum([8 * (len(images) + 1), *map(len, images)]).astype("<i8")
+        return [positions.tobytes(), *images]
 
     def _read(self, read: Callable[[Any], Any]) -> Any:
         """Return the result of `read`, which gets the opened file.
@@ -201,39 +235,66 @@ def _image_column(schema: Any, path: str, given: str | None) -> str:
         return name if types.is_binary(kind) or types.is_large_binary(kind) else None
 
     names = IMAGE_KEYS if given is None else (given,)
-    found = next((column for name in names if (column := encoded(name))), None)
-    if found is None:
+    if repeated := [name for name in names if schema.names.count(name) > 1]:
+        raise ShardError(f"{path} has several columns named {repeated[0]}. Write the file again with unique names.")
+    found = [column for name in names if (column := encoded(name))]
+    if len(found) > 1:
+        several = [column.removesuffix(".bytes") for column in found]
+        raise ShardError(
+            f"{path} has several columns of encoded images: {', '.join(several)}. Choose one with data.image, for "
+            f"example --data.image {several[0]}."
+        )
+    if not found:
         raise ShardError(
             f"{path} has no column of encoded images named {' or '.join(names)}. It has the columns "
             f"{', '.join(map(printable, schema.names))}. Name the column with data.image."
         )
-    return found
+    return found[0]
 
 
-def _column_bytes(group: Any, column: str) -> int:
-    """Return the uncompressed size of a column of a row group in bytes."""
+def _column_bytes(group: Any, column: str, size: str) -> int:
+    """Return the sum of a property, such as `total_compressed_size`, over the chunks of a column of a row group."""
     columns = (group.column(number) for number in range(group.num_columns))
-    return sum(one.total_uncompressed_size for one in columns if one.path_in_schema == column)
+    return sum(getattr(one, size) for one in columns if one.path_in_schema == column)
 
 
-def _class_names(metadata: Any, label: str) -> tuple[str, ...] | None:
-    """Return the class names from the metadata that Hugging Face's `datasets` writes; None if there are none."""
+def _most_bytes(stored: int) -> int:
+    """Return the maximum size in bytes of images that take `stored` bytes in the file."""
+    return min(max(MOST_EXPANDED * stored, USUAL_GROUP), LARGEST_GROUP)
+
+
+def _too_large(path: str, found: str, limit: int) -> ShardError:
+    return ShardError(
+        f"{path} has a row group with {found} bytes of images, but at most {limit:,} are supported. Write the file "
+        "again with smaller row groups, such as 100 rows, or remove it."
+    )
+
+
+def _labels(file: Any, column: str | None) -> np.ndarray:
+    """Return the labels in a column: (N,) int64. A missing label is -1, and a label above `HUGE` is `HUGE`."""
+    from pyarrow import compute, scalar, types
+
+    kind = file.schema_arrow.field(column).type
+    if not types.is_integer(kind):
+        return np.full(file.metadata.num_rows, -1, dtype=np.int64)
+    values = file.read([column], use_threads=False).column(0)
+    if types.is_uint64(kind):
+        values = compute.min_element_wise(values, scalar(HUGE, kind), skip_nulls=False)
+    return np.asarray(values.cast("int64").fill_null(-1))
+
+
+def _class_names(path: str, metadata: Any, label: str) -> tuple[str, ...] | None:
+    """Return the class names from the metadata that Hugging Face's `datasets` writes; None if there are none.
+
+    Raises:
+        ShardError: the metadata are too large.
+    """
+    if len((metadata or {}).get(b"huggingface", b"")) > LARGEST_CLASSES:
+        raise ShardError(f"{path} has class names of more than {LARGEST_CLASSES:,} bytes. Write the file again.")
     try:
         names = json.loads(metadata[b"huggingface"])["info"]["features"][label]["names"]
+    except MemoryError as error:
+        raise unreadable(path, error) from error
     except (TypeError, KeyError, ValueError, RecursionError):
         return None
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        return None
-    return tuple(names) if len({*names}) == len(names) else None
-
-
-def _images(table: Any) -> bytes:
-    """Return the content of the cache file of a row group: positions (n + 1 numbers of 8 bytes) and encoded images."""
-    images = []
-    for chunk in table.column(0).chunks:
-        values = chunk.field("bytes") if str(chunk.type).startswith("struct") else chunk
-        images += [value.as_py() or b"" for value in values]  # a missing image counts as corrupt
-    if any(len(image) > LARGEST_MEMBER for image in images):
-        raise ShardError(f"an image has more than {LARGEST_MEMBER} bytes. Write the file again without this image.")
-    positions = np.cumsum([8 * (len(images) + 1), *map(len, images)]).astype("<i8")
-    return b"".join([positions.tobytes(), *images])
+    return unique_names(names)

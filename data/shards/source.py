@@ -8,6 +8,7 @@ A `Shard` is a tar, a folder of images or a map-style data set. To read another 
 import bisect
 import functools
 import hashlib
+import itertools
 import os
 import resource
 from abc import ABC, abstractmethod
@@ -166,12 +167,12 @@ class Shard(ABC):
 
     @property
     @abstractmethod
-    def folder(self) -> str:
-        """Folder of the shard. All shards of a folder share its class names."""
+    def names_classes(self) -> str:
+        """Path of the folder or file that names the classes. Shards of equal path share their class names."""
 
     @abstractmethod
     def class_names(self) -> tuple[str, ...] | None:
-        """Return the class names of the folder in the order of the class numbers; None if there are no class names."""
+        """Return the class names in the order of the class numbers, in Unicode's form NFC; None if there are none."""
 
     @abstractmethod
     def make_index(self) -> Index:
@@ -586,11 +587,16 @@ class Source:
         )
 
     def all_labelled(self) -> bool:
-        """Return True if every sample has a label.
+        """Return True if every sample has a label, and the labels can be compared.
 
         Raises:
             ShardError: `index.json` does not count the labels of a shard, and the shard cannot be read.
         """
+        try:
+            refuse_mixed_classes([self])
+        except ShardError as error:
+            warn_once(f"labels are left out: {error}")
+            return False
         if self.config.form.stages:
             try:
                 self._first_staged_label()
@@ -607,7 +613,9 @@ class Source:
 
         Raises:
             SampleError: a sample has no label. The message names the sample.
+            ShardError: two folders or files number their classes differently (`class_names`).
         """
+        refuse_mixed_classes([self])
         if self.config.form.stages:
             self._first_staged_label()
             return
@@ -627,33 +635,16 @@ class Source:
                 self.target(int(self.number(np.int64(shard), maps[:, 0].argmin() if len(maps) else np.int64(0))))
 
     def class_names(self) -> tuple[str, ...] | None:
-        """Return the class names in the order of the class numbers, or None if no folder has class names.
+        """Return the class names in the order of the class numbers, or None if the classes have no names.
 
-        The class names of a folder of images are those of its subfolders. Other folders have a `classes.json`.
+        The class names of a folder of images are those of its subfolders, and a Parquet file may name its own classes.
+        Other folders have a `classes.json`.
 
         Raises:
-            ShardError: the folders of the shards have different class names, only some folders have class names, or a
-                `classes.json` cannot be used.
+            ShardError: two folders or files number their classes differently, only some of them name their classes, or
+                a `classes.json` cannot be used.
         """
-        (first, shard), *others = {shard.folder: shard for shard in self.shards}.items()
-        names = shard.class_names()
-        for other, shard in others:
-            found = shard.class_names()
-            if found == names:
-                continue
-            if found is None or names is None:
-                named, unnamed = (first, other) if found is None else (other, first)
-                raise ShardError(
-                    f"{named} has a {CLASSES}, but {unnamed} has none, so their labels cannot be compared. "
-                    f"If both folders number the classes in the same way, copy the {CLASSES} to {unnamed}. Otherwise, "
-                    "evaluate the folders separately."
-                )
-            raise ShardError(
-                f"{first} and {other} have different class names in {CLASSES}, so their labels cannot be compared. "
-                f"Make the shards of one folder again with `--classes` and the {CLASSES} of the other folder, or "
-                "evaluate the folders separately."
-            )
-        return names
+        return shared_class_names([self])
 
     def _guard(self, shard: int, do: Callable[[], T]) -> T:
         """Call `do`, which reads `shard`, and return its result. If `shard` failed before, raise the earlier error."""
@@ -684,3 +675,45 @@ class Source:
                 f"or from an earlier count. The shard or the index has changed. Restart the run. {CORRECT_INDEX}"
             )
         return index
+
+
+def shared_class_names(sources: Sequence[Source]) -> tuple[str, ...] | None:
+    """Return the class names of several sources, or None if the classes have no names.
+
+    Raises:
+        ShardError: as `Source.class_names`, for the folders and files of all sources.
+    """
+    (first, shard), *others = {shard.names_classes: shard for one in sources for shard in one.shards}.items()
+    names = shard.class_names()
+    for other, shard in others:
+        found = shard.class_names()
+        if found == names:
+            continue
+        if found is None or names is None:
+            named, unnamed = (first, other) if found is None else (other, first)
+            raise ShardError(
+                f"{named} names its classes, but {unnamed} does not, so their labels cannot be compared. If both "
+                f"number the classes in the same way, name them in both: folders of tars with the same {CLASSES}, "
+                "Parquet files with the same metadata. Otherwise, use them separately."
+            )
+        pairs = enumerate(itertools.zip_longest(names, found))
+        number, (one, two) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+        raise ShardError(
+            f"{first} and {other} number their classes differently: class {number} is {_class(one)} in the first, but "
+            f"{_class(two)} in the second, so their labels cannot be compared. Write one of them again with the class "
+            f"numbers of the other (`tessera make_shards --classes {CLASSES}`), or use them separately."
+        )
+    return names
+
+
+def refuse_mixed_classes(sources: Sequence[Source]) -> None:
+    """Raise `ShardError` if the samples of several sources may number their classes differently.
+
+    The class names are read only if several folders or files name classes.
+    """
+    if len({shard.names_classes for one in sources for shard in one.shards}) > 1:
+        shared_class_names(sources)
+
+
+def _class(name: str | None) -> str:
+    return "missing" if name is None else repr(name)

@@ -34,6 +34,7 @@ MAPS = (MAP, "depth.png", "depth.npy")
 LARGEST_MEMBER = 256 * 2**20  # maximum size in bytes of an image, label or map
 LARGEST_LABEL = 2**22 - 1
 """Largest class number. Evaluations need memory for every class up to the largest one."""
+LONGEST_NUMBER = 18  # maximum number of characters of a label
 LONGEST_EXTENSION = 64  # number of bytes of an extension that are compared
 LONGEST_SHOWN = 200  # maximum number of characters of the name of a member in a message
 LONGEST_PLAIN = 92  # from this length on, a key may be in an additional header, because the name field has 100 bytes
@@ -344,6 +345,17 @@ def shown(name: bytes) -> str:
 
 def _extension(name: bytes) -> str:
     return name[-16:].rpartition(b".")[2].lower().decode(errors="replace")
+
+
+def whole_number(text: bytes) -> int | None:
+    """Return the integer that a text consists of, such as `b"-12\\n"`. Return None for all other texts.
+
+    Python's `int` also accepts underscores (`1_2`), a plus sign and digits of other scripts.
+    """
+    digits = text.strip(b" \t\r\n")
+    if not digits.removeprefix(b"-").isdigit() or len(digits) > LONGEST_NUMBER:
+        return None
+    return int(digits)
 
 
 def split_name(name: bytes) -> tuple[bytes, bytes] | None:

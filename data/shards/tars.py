@@ -32,7 +32,16 @@ from tessera.data.shards.failures import (
 )
 from tessera.data.shards.index import CLASSES, LARGEST_CLASSES, LARGEST_TABLE, TABLE, parse_classes, parse_table
 from tessera.data.shards.source import Shard, SourceConfig
-from tessera.data.shards.tar import LABEL, LARGEST_MEMBER, Index, is_described, is_member, read_sample, scan_tar
+from tessera.data.shards.tar import (
+    LABEL,
+    LARGEST_MEMBER,
+    Index,
+    is_described,
+    is_member,
+    read_sample,
+    scan_tar,
+    whole_number,
+)
 from tessera.runtime.user_error import printable
 
 GZIPPED = (".gz", ".tgz")
@@ -61,6 +70,10 @@ class Tar(Shard):
     @property
     def folder(self) -> str:
         return folder_of(self.path)
+
+    @property
+    def names_classes(self) -> str:
+        return self.folder
 
     def class_names(self) -> tuple[str, ...] | None:
         return read_classes(self.folder, self.config)
@@ -121,12 +134,11 @@ class Tar(Shard):
             name = f"{self.name}/{index.key(sample)}"
             return label_number(field_of(content, form.label_field, name), name)
         text = self._member(index, sample, index.labels[sample], LONGEST_LABEL)
-        try:
-            return int(np.int64(int(text)))
-        except (ValueError, OverflowError):
+        if (label := whole_number(text)) is None:
             raise SampleError(
                 f"the label of {self.name}/{index.key(sample)} is {text!r}, not an integer. Correct the .cls member."
-            ) from None
+            )
+        return label
 
     def target(self, index: Index, sample: int) -> bytes:
         if index.map_place(sample)[0] < 0:

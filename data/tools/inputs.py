@@ -10,7 +10,7 @@ import numpy as np
 
 from tessera.data.shards.failures import ShardError
 from tessera.data.shards.listing import MISSING, NO_LABEL, File, Listing, Maps, file_facts
-from tessera.data.shards.tar import LARGEST_LABEL, MAPS
+from tessera.data.shards.tar import LARGEST_LABEL, MAPS, whole_number
 from tessera.runtime.user_error import printable
 
 Row = tuple[str, str | None]
@@ -81,8 +81,7 @@ def _class_number(text: str) -> int | None:
 
     `3.0` counts as 3, because pandas may write `3.0` for 3.
     """
-    text = text.removesuffix(".0")
-    return int(text) if text.lstrip("-").isdecimal() and len(text) < 19 else None
+    return whole_number(os.fsencode(text.removesuffix(".0")))
 
 
 def _rows(path: Path) -> Iterator[Row]:

@@ -126,10 +126,10 @@ def test_several_folders_need_the_same_names(sets, tmp_path):
     more = make_set(tmp_path / "more", "bee cat", 3)
     opened, _ = open_labelled_splits([train, same], val, settings("", "").source, make_accelerator())
     assert (opened.images, opened.classes) == (24, ("ant", "bee"))
-    with pytest.raises(RankError, match="have different class names in classes"):
+    with pytest.raises(RankError, match="number their classes differently: class 0 is"):
         open_labelled_splits([train, more], val, settings("", "").source, make_accelerator())
     (Path(more) / "classes.json").unlink()
-    with pytest.raises(RankError, match=f"{more} has none"):
+    with pytest.raises(RankError, match=f"names its classes, but {more}"):
         open_labelled_splits([train, more], val, settings("", "").source, make_accelerator())
 
 

@@ -155,3 +155,87 @@ def test_refusals(files, tmp_path):
 def test_check_shards_names_the_file(files, capsys):
     assert check_shards(files[:1]) == 2
     assert "is a Parquet file, but only tars can be checked" in capsys.readouterr().err
+
+
+def named(names):
+    return {"huggingface": json.dumps({"info": {"features": {"label": {"names": names}}}})}
+
+
+def test_files_that_number_classes_differently(tmp_path):
+    numberings = [["cat", "dog"], ["dog", "cat"]]
+    paths = [
+        write(tmp_path / "data" / f"{n}.parquet", [picture(n), picture(n + 2)], [0, 1], metadata=named(names))
+        for n, names in enumerate(numberings)
+    ]
+    refusal = r"0.parquet and .*1.parquet number their classes differently: class 0 is 'cat' in the first, but 'dog'"
+    opened = open_shards(paths)
+    for read in (opened.class_names, opened.require_labels):
+        with pytest.raises(ShardError, match=refusal):
+            read()
+    assert not opened.all_labelled()
+    with pytest.raises(ShardError, match=refusal):
+        batches(paths, batch_size=2)
+    with pytest.raises(ShardError, match=refusal):
+        batches(dict.fromkeys(paths, 1.0), batch_size=2)
+    assert len(batches(paths, batch_size=2, classes=None, steps=1)) == 1  # without labels, the numbers do not matter
+    write(tmp_path / "data" / "1.parquet", [picture(1)], [0])
+    with pytest.raises(ShardError, match=r"0.parquet names its classes, but .*1.parquet does not"):
+        open_shards(paths).class_names()
+    write(tmp_path / "data" / "1.parquet", [picture(1)], [0], metadata=named(["cat", "dog"]))
+    assert open_shards(paths).class_names() == ("cat", "dog")
+
+
+def test_columns_that_may_be_meant(tmp_path):
+    image = pa.array([picture(0)], pa.binary())
+
+    def file(columns, names):
+        path = str(tmp_path / "one.parquet")
+        parquet.write_table(pa.Table.from_arrays(columns, names=names), path)
+        return path
+
+    with pytest.raises(ShardError, match=r"several columns named image"):
+        open_shards(file([image, image], ["image", "image"]))
+    several = file([image, image], ["png", "jpg"])
+    with pytest.raises(ShardError, match=r"several columns of encoded images: jpg, png. .*--data.image jpg"):
+        open_shards(several)
+    assert open_shards(several, source=SourceConfig().with_form(SampleForm("png"))).images == 1
+    labels = pa.array([3]), pa.array([4])
+    both = file([image, *labels], ["image", "label", "cls"])
+    assert not open_shards(both).all_labelled()
+    with pytest.raises(ShardError, match=r"if the file has only one of them; name another column with data.label"):
+        open_shards(both).require_labels()
+    assert open_shards(both, source=SourceConfig().with_form(SampleForm(None, "cls"))).label(0) == 4
+
+
+@pytest.mark.parametrize(("label", "kind"), [(2**63 + 1, pa.uint64()), (2**64 - 1, pa.uint64())])
+def test_labels_above_int64(tmp_path, label, kind):
+    opened = open_shards(write(tmp_path / "data" / "0.parquet", [picture(0), picture(1)], pa.array([1, label], kind)))
+    assert opened.label(0) == 1
+    with pytest.raises(ShardError, match=r"label of 0.parquet/1 is above 9223372036854775807"):
+        opened.label(1)
+
+
+def test_images_that_expand(tmp_path, monkeypatch):
+    options = {"use_dictionary": True, "store_schema": False, "group": 1000}
+    image = picture(0) + bytes(10_000)
+    path = write(tmp_path / "data" / "0.parquet", [image] * 40, [0] * 40, compression="zstd", **options)
+    assert os.path.getsize(path) < 10_000
+    with monkeypatch.context() as patch:
+        patch.setattr("tessera.data.shards.parquet.USUAL_GROUP", 200_000)
+        opened = open_shards(path)  # the metadata count the value once
+        with pytest.raises(ShardError, match=r"0.parquet has a row group with more than 2\d\d,\d\d\d bytes of images"):
+            opened.image(0)
+    assert open_shards(path).image(39) == image
+    monkeypatch.setattr("tessera.data.shards.parquet.USUAL_GROUP", 200_000)
+    path = write(tmp_path / "data" / "1.parquet", [bytes(300_000)], [0], compression="zstd", use_dictionary=False)
+    with pytest.raises(ShardError, match=r"has a row group with 300,.* bytes of images, but at most 200,000"):
+        open_shards(path)
+
+
+def test_hostile_files(tmp_path):
+    os.mkfifo(tmp_path / "x.parquet")
+    with pytest.raises(ShardError, match=r"x.parquet is not a regular file"):
+        open_shards(str(tmp_path / "x.parquet"))
+    path = write(tmp_path / "data" / "0.parquet", [picture(0)], [0], metadata=named(["x" * 2**26]))
+    with pytest.raises(ShardError, match=r"0.parquet has class names of more than"):
+        open_shards(path)

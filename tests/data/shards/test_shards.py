@@ -114,10 +114,11 @@ def test_labels_that_are_missing_or_no_integers(write_tar, png):
             *(("b.png", png(0)), ("b.cls", b"dog")),
             *(("c.png", png(0)), ("c.cls", b" 7\n")),
             *(("d.png", png(0)), ("d.cls", b"9" * 20)),
+            *(("e.png", png(0)), ("e.cls", b"1_2")),
         ],
     )
     shards = open_shards(path)
-    assert shards.labelled.tolist() == [3]
+    assert shards.labelled.tolist() == [4]
     assert shards.label(2) == 7
     with pytest.raises(ShardError, match=r"t.tar/a has no label"):
         shards.label(0)
@@ -125,6 +126,8 @@ def test_labels_that_are_missing_or_no_integers(write_tar, png):
         shards.label(1)
     with pytest.raises(ShardError, match=r"t.tar/d is b'9{20}'"):
         shards.label(3)
+    with pytest.raises(ShardError, match=r"t.tar/e is b'1_2', not an integer"):
+        shards.label(4)
 
 
 def test_shards_that_change_while_they_are_read(write_shards):

@@ -11,6 +11,7 @@ from tessera.data.shards import cache, open_shards, tar
 from tessera.data.shards.cache import cache_folder
 from tessera.data.shards.failures import ShardError
 from tessera.data.shards.open import shard_at
+from tessera.data.shards.tar import whole_number
 from tests.data.shards.batches import header, keys
 
 
@@ -178,3 +179,12 @@ def test_images_that_are_not_read_are_said(write_tar, caplog):
     assert index.key(0) == "a"
     assert len(index.images) == 1
     assert "a.tar: 2 images are not read, the first is b.1.jpg" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [(b"0", 0), (b"12\n", 12), (b" -3\r\n", -3), (b"007", 7), (b"9" * 18, 10**18 - 1)]
+    + [(text, None) for text in (b"1_2", b"0_1", b"+1", b"1.0", b"--1", b"1 2", b"", b"\xd9\xa3", b"0x1", b"9" * 19)],
+)
+def test_whole_number(text, number):
+    assert whole_number(text) == number
