@@ -11,6 +11,7 @@ Shapes: a map has H x W pixels. There are n crops of S x T pixels.
 """
 
 from io import BytesIO
+from math import prod
 from typing import Literal
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from tessera.data.batch import ViewParameters
 from tessera.data.decode import MAX_PIXELS, ImageError, check_header
-from tessera.data.headers import holds_all_pixels
+from tessera.data.headers import HeaderError, check_sides, holds_all_pixels
 from tessera.data.shards.tar import MAPS
 
 IGNORED = 255
@@ -57,21 +58,49 @@ def decode_depth(encoded: bytes, size: tuple[int, int] | None = None) -> Tensor:
     """Decode a depth map: bytes of a PNG or of a NumPy array -> (H, W) float32, with 0 for pixels without a depth.
 
     Raises:
-        ImageError: the file is damaged, is neither a gray PNG of 16 bits nor an array (H, W) of numbers, or does not
-            have the `size` (H, W) of its image.
+        ImageError: the file is damaged, is neither a gray PNG of 16 bits nor an array (H, W) of numbers, has a finite
+            value above the range of float32, or does not have the `size` (H, W) of its image.
     """
     if encoded.startswith(_ARRAY):
-        try:
-            values = np.load(BytesIO(encoded), allow_pickle=False)
-        except Exception as error:  # NumPy raises many kinds of errors for damaged files
-            raise ImageError(f"a damaged NumPy array: {error}") from error
-        if values.dtype.kind not in "fiu" or values.ndim != 2:
-            raise ImageError(f"the array has the type {values.dtype} and {values.ndim} axes, but a depth map has 2")
-        _check_size((values.shape[1], values.shape[0]), size)
+        values = _array_values(encoded, size)
     else:
         values = _png_values(encoded, size, ("I;16", "I"), "a depth map has one channel of 16 bits")
-    depth = torch.from_numpy(values.astype(np.float32))
+    with np.errstate(over="ignore"):
+        depth = torch.from_numpy(values.astype(np.float32))
+    if len(large := values[np.isfinite(values) & ~np.isfinite(depth.numpy())]):
+        raise ImageError(
+            f"the depth map has the value {large[0]:g}, but the maximum is {np.finfo(np.float32).max:g}. Mark pixels "
+            "without a depth with 0 or NaN"
+        )
     return torch.where((depth > 0) & depth.isfinite(), depth, 0)
+
+
+def _array_values(encoded: bytes, size: tuple[int, int] | None) -> np.ndarray:
+    """Return the values (H, W) of a .npy file. The shape is compared with the size of the file first.
+
+    `numpy.load` is not used, because it allocates the memory for the shape before it reads the values.
+    """
+    file = BytesIO(encoded)
+    try:
+        version = np.lib.format.read_magic(file)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, columns_first, dtype = read_header[version](file)
+    except MemoryError:
+        raise
+    except Exception as error:  # NumPy raises many kinds of errors for damaged files
+        raise ImageError(f"a damaged NumPy array: {error}") from error
+    if dtype.kind not in "fiu" or len(shape) != 2:
+        raise ImageError(f"the array has the type {dtype} and {len(shape)} axes, but a depth map has 2 axes of numbers")
+    _check_size(shape[::-1], size)
+    try:
+        check_sides(*shape[::-1], MAX_PIXELS)
+    except HeaderError as error:
+        raise ImageError(str(error)) from error
+    if len(encoded) - file.tell() != prod(shape) * dtype.itemsize:
+        raise ImageError(
+            f"a damaged NumPy array: {len(encoded) - file.tell()} bytes of values do not fit the shape {shape}"
+        )
+    return np.frombuffer(encoded, dtype, offset=file.tell()).reshape(shape, order="F" if columns_first else "C")
 
 
 def _png_values(encoded: bytes, size: tuple[int, int] | None, modes: tuple[str, ...], wanted: str) -> np.ndarray:

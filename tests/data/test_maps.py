@@ -2,6 +2,7 @@
 
 import io
 import json
+import tracemalloc
 from functools import partial
 
 import numpy as np
@@ -73,7 +74,9 @@ def test_depth_maps_hold_their_numbers():
     for dtype in (np.float16, np.float64, np.int32):
         assert np.array_equal(decode_depth(array((values // 8).astype(dtype))), (values // 8).astype(dtype))
     broken = np.array([[0.5, -1, np.nan], [np.inf, 0, 2]])
-    assert decode_depth(array(broken)).tolist() == [[0.5, 0, 0], [0, 0, 2]]
+    for order in "CF":
+        for dtype in ("<f8", ">f4"):
+            assert decode_depth(array(np.asarray(broken, dtype, order))).tolist() == [[0.5, 0, 0], [0, 0, 2]]
 
 
 @pytest.mark.parametrize(("content", "reason"), [
@@ -83,13 +86,31 @@ def test_depth_maps_hold_their_numbers():
     (array(np.ones((5, 7, 3))), "3 axes, but a depth map has 2"),
     (array(np.full((5, 7), "far")), "type <U3"),
     (array(np.ones((5, 7)))[:-8], "damaged NumPy array"),
-    (array(np.array([[None] * 7] * 5)), "damaged NumPy array"),
+    (array(np.array([[None] * 7] * 5)), "type object"),
     (array(np.ones((5, 7))).replace(b"(5, 7)", b"(5,7e9)"), "damaged NumPy array"),
-    (array(np.ones((5, 7))).replace(b"(5, 7), }       ", b"(5, 70000000000)}"), "damaged NumPy array"),
+    (array(np.ones((5, 7))).replace(b"(5, 7), }       ", b"(5, 70000000000)}"), "70000000000 x 5 pixels, but"),
+    (array(np.ones((5, 7))) + b"more", "284 bytes of values do not fit"),
+    (array(np.full((5, 7), 1e308)), r"the value 1e\+308, but the maximum is 3.40282e\+38. Mark pixels without"),
 ])  # fmt: skip
 def test_other_files_are_refused_as_depth(content, reason):
     with pytest.raises(ImageError, match=reason):
         decode_depth(content, (5, 7))
+
+
+@pytest.mark.parametrize(("shape", "reason"), [
+    ("(1000000, 1000000)", "pixels are more than the limit"), ("(9999, 9999)", "280 bytes of values do not fit"),
+    ("(0, 999999999)", "0 pixels"), ("(-5, -7)", "-7 x -5 pixels"),
+])  # fmt: skip
+def test_the_shape_of_an_array_is_checked_before_memory_is_taken(shape, reason):
+    content = array(np.ones((5, 7)))
+    claimed = content.replace(b"(5, 7), }" + b" " * (len(shape) - 6), f"{shape}, }}".encode())
+    assert len(claimed) == len(content)
+    tracemalloc.start()
+    with pytest.raises(ImageError, match=reason):
+        decode_depth(claimed)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
 
 
 def test_crops_are_those_of_nearest_neighbours():
