@@ -98,8 +98,12 @@ def caption_of(opened: Source, number: int) -> str:
     return names[label] if label < len(names) else f"class {label}"
 
 
-if __name__ == "__main__":
+def main() -> None:
     if any(word.partition("=")[0] in OF_A_RUN for word in sys.argv[1:]):
         os.execv(sys.executable, [sys.executable, "-m", "tessera.pretrain.crop_preview", *sys.argv[1:]])
     with exit_on_user_error():
         run(parse(PreviewSettings))
+
+
+if __name__ == "__main__":
+    main()

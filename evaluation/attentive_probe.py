@@ -32,7 +32,7 @@ from tessera.data.shards.open import Sources
 from tessera.data.statistics import count_classes
 from tessera.encoders.base import Encoder
 from tessera.evaluation.accuracy import true_class_rank
-from tessera.evaluation.command import main
+from tessera.evaluation.command import run_command
 from tessera.evaluation.features import (
     EvaluationError,
     full_float32,
@@ -233,5 +233,9 @@ def shared_classes(train: Source, val: Source) -> int:
     return classes
 
 
+def main() -> None:
+    run_command(AttentiveSettings, run)
+
+
 if __name__ == "__main__":
-    main(AttentiveSettings, run)
+    main()

@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import Field
 
-from tessera.evaluation.command import main
+from tessera.evaluation.command import run_command
 from tessera.runtime.settings import Settings
 from tessera.runtime.user_error import UserError
 
@@ -101,5 +101,9 @@ def run(settings: ResumeSettings) -> None:
         raise ResumeError(f"The resumed run differs from the uninterrupted run in {', '.join(wrong)}.")
 
 
+def main() -> None:
+    run_command(ResumeSettings, run)
+
+
 if __name__ == "__main__":
-    main(ResumeSettings, run)
+    main()

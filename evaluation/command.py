@@ -6,8 +6,12 @@ The module of an evaluation defines a settings class and a function `score`, and
         return evaluate("knn", settings, score)
 
 
+    def main() -> None:
+        run_command(KNNSettings, run)
+
+
     if __name__ == "__main__":
-        main(KNNSettings, run)
+        main()
 
 Shape letters: N training images of this process, M scored images of this process, D features per image.
 """
@@ -85,11 +89,15 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 LabelledSettingsT = TypeVar("LabelledSettingsT", bound=LabelledSettings)
 
 
-def main(settings: type[SettingsT], run: Callable[[SettingsT], Any]) -> None:
+def run_command(settings: type[SettingsT], run: Callable[[SettingsT], Any]) -> None:
     """Run a command with the settings from its command line."""
     stdio.protect()
     with exit_on_user_error():
         run(parse(settings))
+
+
+main = run_command
+"""Former name of `run_command`, which evaluations in other packages import."""
 
 
 def evaluate(

@@ -36,7 +36,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tessera.evaluation import references
-from tessera.evaluation.command import main
+from tessera.evaluation.command import run_command
 from tessera.runtime.settings import Positional, Settings
 from tessera.runtime.user_error import UserError, printable
 
@@ -178,5 +178,9 @@ def run(settings: ConformanceSettings) -> None:
         raise ConformanceError(f"{settings.adapter} differs from the formulas in {', '.join(sorted(wrong))}.")
 
 
+def main() -> None:
+    run_command(ConformanceSettings, run)
+
+
 if __name__ == "__main__":
-    main(ConformanceSettings, run)
+    main()

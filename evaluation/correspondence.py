@@ -29,7 +29,7 @@ from tessera.data.sampler import sample_rng
 from tessera.data.shards import DEFAULT, Source, SourceConfig
 from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder
-from tessera.evaluation.command import Result, main
+from tessera.evaluation.command import Result, run_command
 from tessera.evaluation.features import EvaluationError, full_float32, input_size, single_view
 from tessera.evaluation.frozen import patch_tokens
 from tessera.evaluation.patch_knn import COMPARED, seed_of
@@ -171,5 +171,9 @@ def run(settings: CorrespondenceSettings) -> dict[str, Any]:
     return evaluate_unlabelled("correspondence", settings, correspondence)
 
 
+def main() -> None:
+    run_command(CorrespondenceSettings, run)
+
+
 if __name__ == "__main__":
-    main(CorrespondenceSettings, run)
+    main()

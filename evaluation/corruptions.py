@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tessera.data.corruptions import CORRUPTIONS, SEVERITIES, CorruptedCrop
 from tessera.encoders.base import Encoder
-from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, main
+from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, run_command
 from tessera.evaluation.features import LabelledFeatures, extract, input_size, resize_size
 from tessera.evaluation.knn import knn_accuracy
 
@@ -81,5 +81,9 @@ def run(settings: CorruptionSettings) -> dict[str, Any]:
     return evaluate("corruptions", settings, score)
 
 
+def main() -> None:
+    run_command(CorruptionSettings, run)
+
+
 if __name__ == "__main__":
-    main(CorruptionSettings, run)
+    main()

@@ -26,7 +26,7 @@ from torch import Tensor
 from tessera.data.augment import to_model_input
 from tessera.data.batches import Batches
 from tessera.data.crops import Areas, WholeImage
-from tessera.evaluation.command import main
+from tessera.evaluation.command import run_command
 from tessera.evaluation.features import EvaluationError, full_float32, single_view
 from tessera.evaluation.frozen import DenseSettings, evaluation_set, load_frozen, write
 from tessera.evaluation.results import check_output
@@ -173,5 +173,9 @@ def run(settings: DepthSettings) -> dict[str, Any]:
     return write("depth", settings, frozen, val, result, facts, columns, [row])
 
 
+def main() -> None:
+    run_command(DepthSettings, run)
+
+
 if __name__ == "__main__":
-    main(DepthSettings, run)
+    main()

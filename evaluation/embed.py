@@ -34,7 +34,7 @@ from torch import Tensor
 from tessera.data.shards import Source, open_shards
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.vit import ViT
-from tessera.evaluation.command import main
+from tessera.evaluation.command import run_command
 from tessera.evaluation.features import EvaluationError, FeatureSettings, extract, load_encoder
 from tessera.runtime.files import atomic_write
 from tessera.runtime.processes import make_accelerator
@@ -233,5 +233,9 @@ def _pyarrow() -> tuple[Any, Any]:
 WRITERS = {".npz": _write_npz, ".safetensors": _write_safetensors, ".parquet": _write_parquet}
 
 
+def main() -> None:
+    run_command(EmbedSettings, run)
+
+
 if __name__ == "__main__":
-    main(EmbedSettings, run)
+    main()

@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from tessera.evaluation import logistic
-from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, main
+from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, run_command
 from tessera.evaluation.features import LabelledFeatures
 from tessera.evaluation.knn import knn_accuracy
 from tessera.runtime.collectives import all_gather, rank
@@ -186,5 +186,9 @@ def run(settings: FewShotSettings) -> dict[str, Any]:
     return evaluate("few_shot", settings, score)
 
 
+def main() -> None:
+    run_command(FewShotSettings, run)
+
+
 if __name__ == "__main__":
-    main(FewShotSettings, run)
+    main()

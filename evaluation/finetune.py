@@ -77,13 +77,18 @@ def _value(argv: Sequence[str], name: str) -> str:
     return values[-1]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Replace this process by pretrain/run.py."""
     try:
         flags = command(sys.argv[1:])
     except ValueError as error:
-        print(f"finetune.py: {error}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
     if {"--help", "-h"} & {*flags}:
         print(__doc__)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, str(RUN), *flags])  # `execv` keeps the process id and environment
+
+
+if __name__ == "__main__":
+    main()

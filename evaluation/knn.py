@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from tessera.evaluation.accuracy import UNRANKED, true_class_rank
-from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, main
+from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, run_command
 from tessera.evaluation.features import EvaluationError, LabelledFeatures, check_finite, full_float32
 from tessera.runtime.collectives import all_gather, all_reduce_sum, rank, world_size
 
@@ -267,5 +267,9 @@ def run(settings: KNNSettings) -> dict[str, Any]:
     return evaluate("knn", settings, score)
 
 
+def main() -> None:
+    run_command(KNNSettings, run)
+
+
 if __name__ == "__main__":
-    main(KNNSettings, run)
+    main()

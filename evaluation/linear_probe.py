@@ -43,7 +43,7 @@ from tessera.data.collate import ViewShape
 from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.encoders.base import Encoder
 from tessera.evaluation.accuracy import true_class_rank
-from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, main
+from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, run_command
 from tessera.evaluation.features import EvaluationError, LabelledFeatures, extract, input_size, normaliser
 from tessera.runtime.collectives import all_gather, all_reduce_sum, rank
 from tessera.runtime.progress import track
@@ -357,5 +357,9 @@ def run(settings: ProbeSettings) -> dict[str, Any]:
     return evaluate("linear_probe", settings, score)
 
 
+def main() -> None:
+    run_command(ProbeSettings, run)
+
+
 if __name__ == "__main__":
-    main(ProbeSettings, run)
+    main()

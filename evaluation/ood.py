@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from tessera.data.shards import describe_remote, open_shards
-from tessera.evaluation.command import main
+from tessera.evaluation.command import run_command
 from tessera.evaluation.features import (
     EvaluationError,
     FeatureSettings,
@@ -124,5 +124,9 @@ def run(settings: OODSettings) -> dict[str, Any]:
     return write_result(evaluation, result, ["known", "others", "AUROC", "FPR at 95 % TPR"], rows)
 
 
+def main() -> None:
+    run_command(OODSettings, run)
+
+
 if __name__ == "__main__":
-    main(OODSettings, run)
+    main()

@@ -32,7 +32,7 @@ from tessera.data.loader import Reading
 from tessera.data.maps import IGNORED
 from tessera.data.shards import Source
 from tessera.encoders.base import Encoder
-from tessera.evaluation.command import main
+from tessera.evaluation.command import run_command
 from tessera.evaluation.features import (
     EvaluationError,
     full_float32,
@@ -201,5 +201,9 @@ def run(settings: PatchKNNSettings) -> dict[str, Any]:
     return write("patch_knn", settings, frozen, opened[1], result, facts, columns, rows)
 
 
+def main() -> None:
+    run_command(PatchKNNSettings, run)
+
+
 if __name__ == "__main__":
-    main(PatchKNNSettings, run)
+    main()

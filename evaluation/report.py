@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import Field
 from rich.console import Console
 
-from tessera.evaluation.command import main
+from tessera.evaluation.command import run_command
 from tessera.evaluation.reporting.neighbours import examine
 from tessera.evaluation.reporting.page import render, run_pictures
 from tessera.evaluation.reporting.runs import ReportError, read_runs
@@ -140,5 +140,9 @@ def write(path: Path, text: str) -> None:
         raise ReportError(f"{path} cannot be written: {error.strerror}. Choose another file.") from error
 
 
+def main() -> None:
+    run_command(ReportSettings, run)
+
+
 if __name__ == "__main__":
-    main(ReportSettings, run)
+    main()

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, main
+from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, run_command
 from tessera.evaluation.features import EvaluationError, LabelledFeatures, full_float32
 from tessera.evaluation.knn import queries
 from tessera.runtime.collectives import all_gather, all_reduce_sum, rank
@@ -147,5 +147,9 @@ def run(settings: RetrievalSettings) -> dict[str, Any]:
     return evaluate("retrieval", settings, score)
 
 
+def main() -> None:
+    run_command(RetrievalSettings, run)
+
+
 if __name__ == "__main__":
-    main(RetrievalSettings, run)
+    main()

@@ -14,7 +14,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from tessera.evaluation.command import main
+from tessera.evaluation.command import run_command
 from tessera.evaluation.reporting.runs import ReportError, RunFolder, read_runs
 from tessera.runtime.lock import holder
 from tessera.runtime.settings import Positional, Settings
@@ -108,5 +108,9 @@ def age(seconds: float) -> str:
     return "now"
 
 
+def main() -> None:
+    run_command(RunsSettings, run)
+
+
 if __name__ == "__main__":
-    main(RunsSettings, run)
+    main()

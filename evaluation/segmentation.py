@@ -38,7 +38,7 @@ from tessera.data.decode import ImageError
 from tessera.data.maps import IGNORED, decode_map
 from tessera.data.shards import ShardError, Source
 from tessera.data.shards.tar import MAP
-from tessera.evaluation.command import main
+from tessera.evaluation.command import run_command
 from tessera.evaluation.features import (
     EvaluationError,
     full_float32,
@@ -353,5 +353,9 @@ def run(settings: SegmentationSettings) -> dict[str, Any]:
     return write("segmentation", settings, frozen, val, result, facts, columns, [row])
 
 
+def main() -> None:
+    run_command(SegmentationSettings, run)
+
+
 if __name__ == "__main__":
-    main(SegmentationSettings, run)
+    main()

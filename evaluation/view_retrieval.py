@@ -26,7 +26,7 @@ from tessera.data.augment import colors_for
 from tessera.data.crops import MultiCrop, MultiCropConfig
 from tessera.data.shards import Source, describe_remote, open_shards
 from tessera.encoders.base import Encoder
-from tessera.evaluation.command import Result, main
+from tessera.evaluation.command import Result, run_command
 from tessera.evaluation.features import (
     EvaluationError,
     PooledSettings,
@@ -166,5 +166,9 @@ def run(settings: ViewRetrievalSettings) -> dict[str, Any]:
     return evaluate_unlabelled("view_retrieval", settings, score)
 
 
+def main() -> None:
+    run_command(ViewRetrievalSettings, run)
+
+
 if __name__ == "__main__":
-    main(ViewRetrievalSettings, run)
+    main()

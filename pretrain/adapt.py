@@ -16,7 +16,7 @@ the randomness of training.
 """
 
 # isort: off
-from tessera.pretrain.run import leave, main  # sets environment variables that torch reads when it is loaded
+from tessera.pretrain import run  # sets environment variables that torch reads when it is loaded
 # isort: on
 
 import math
@@ -41,7 +41,6 @@ from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.job import prepare, pretrain
 from tessera.pretrain.resolve import make_accelerator
-from tessera.runtime import preemption, stdio
 from tessera.runtime.collectives import all_gather
 from tessera.runtime.processes import AGAIN
 from tessera.runtime.settings import Settings, SettingsError, flags, peek, validate
@@ -209,7 +208,9 @@ def report(config: RunConfig, output: Path, changes: Sequence[Mapping[str, Chang
     print(sentence)
 
 
+def main() -> None:
+    run.main(command=adapt)
+
+
 if __name__ == "__main__":
-    stdio.protect()
-    preemption.end_with_launcher()
-    leave(main(command=adapt))
+    main()

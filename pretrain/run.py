@@ -10,12 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from tessera.runtime import preemption, stdio
-
-if __name__ == "__main__":
-    stdio.protect()
-    faulthandler.enable()  # print the stack of a process that crashes, and of a loader worker that hangs
-    preemption.end_with_launcher()
-    preemption.listen()  # handle signals before the imports below, which take seconds
+from tessera.runtime.user_error import UserError, without_controls
 
 # OpenMP reads this variable when torch is loaded. By default, idle OpenMP threads spin and take cores from the loader.
 # On two shared cores, training at times fell to 38 images/s by default, but never below 275 images/s with PASSIVE.
@@ -26,14 +21,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
-from tessera.data.shards import ShardError
-from tessera.pretrain.command_line import load
-from tessera.runtime import watchdog
-from tessera.runtime.user_error import UserError, without_controls
-
 
 def train(argv: list[str]) -> None:
     """Train with the settings of a command line."""
+    from tessera.pretrain.command_line import load
+
     config = load(argv)
     # imported here, because accelerate and torch.distributed take seconds, and --help does not need them
     from tessera.pretrain.job import pretrain
@@ -44,10 +36,21 @@ def train(argv: list[str]) -> None:
 def main(argv: list[str] | None = None, command: Callable[[list[str]], None] = train) -> int:
     """Call a command that trains with its command line, and return the exit code.
 
+    If `argv` is None, the command line is that of this process, and the process ends with the exit code.
+
     0: the run is complete. 2: the user must change the settings, the data or the disk. 69: another process of the run
     was lost. 75: the run received SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, saved and stopped; --resume continues the run.
     130: the run was interrupted without saving, by Ctrl-C before the first step or by a second Ctrl-C.
     """
+    if argv is None:
+        stdio.protect()
+        faulthandler.enable()  # print the stack of a process that crashes, and of a loader worker that hangs
+        preemption.end_with_launcher()
+        preemption.listen()  # handle signals before the imports of the command, which take seconds
+        leave(main(sys.argv[1:], command))
+    from tessera.data.shards import ShardError
+    from tessera.runtime import watchdog
+
     handler = _log_handler()
     handler.addFilter(_escape_controls)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
@@ -55,7 +58,7 @@ def main(argv: list[str] | None = None, command: Callable[[list[str]], None] = t
     rank = int(rank) if rank.isdecimal() else 0  # the watchdog refuses other values
     try:
         with preemption.listening():
-            command(sys.argv[1:] if argv is None else argv)
+            command(argv)
     except watchdog.LostError as error:
         _complain(f"process {rank}: {error}")
         return watchdog.EXIT_CODE
@@ -110,6 +113,8 @@ def _complain(message: str) -> None:
 
 def leave(code: int) -> NoReturn:
     """Exit with the code that `main` returned."""
+    from tessera.runtime import watchdog
+
     preemption.ignore()
     saver = sys.modules.get("tessera.pretrain.checkpoints.save")  # None if the run has not started
     # A thread that still waits for the store of the processes aborts a normal exit, in place of this code.
@@ -121,4 +126,4 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    leave(main())
+    main()

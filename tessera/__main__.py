@@ -9,9 +9,10 @@ forwards SIGTERM to the processes, and prints nothing after the last message of 
 """
 
 import difflib
+import importlib
 import importlib.metadata
-import importlib.util
-import runpy
+import inspect
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -49,7 +50,8 @@ COMMANDS = {
 }
 """Maps the name of each command to its module and its purpose."""
 EVALUATIONS = "tessera.evaluations"
-"""Entry points of evaluations in installed packages. NAME = "MODULE" becomes the command `tessera NAME`."""
+"""Entry points of evaluations in installed packages. NAME = "MODULE" becomes the command `tessera NAME`, which calls
+`MODULE.main()`."""
 NUM_PROCESSES = ("--gpus", "--num_gpus", "--devices", "--processes", "--nproc_per_node", "--nproc-per-node")
 """Flags that set the number of processes in other launchers. The error message suggests `--num_processes` instead."""
 
@@ -74,11 +76,7 @@ def main() -> None:
     module = commands[words[place]][0]
     if place == 0:
         sys.argv = [f"tessera {words[0]}", *words[1:]]
-        spec = importlib.util.find_spec(module)
-        # The module runs as __main__, and the meanings of its settings are read from the file of __main__.
-        sys.modules["__main__"].__file__ = spec.origin if spec else None
-        runpy.run_module(module, run_name="__main__", alter_sys=False)
-        return
+        sys.exit(call(module))
     launcher = words[:place]
     for word in launcher:
         if (flag := word.partition("=")[0]) in NUM_PROCESSES:
@@ -88,8 +86,23 @@ def main() -> None:
         launcher = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", *launcher]
     from tessera.launch import accelerate_launch  # imported here, because the import takes seconds
 
-    sys.argv = ["tessera", *launcher, "--module", module, *words[place + 1 :]]
+    sys.argv = ["tessera", *launcher, "--module", "tessera", *words[place:]]
     accelerate_launch.main()
+
+
+def call(name: str) -> object:
+    """Import the module of a command, call its `main`, and return the result: an exit code, or None for 0.
+
+    A module whose `main` takes arguments, or that has none, replaces this process as `python -m MODULE`. Evaluations of
+    other packages that were written for earlier versions of Tessera are such modules.
+    """
+    main = getattr(importlib.import_module(name), "main", None)
+    try:
+        inspect.signature(main).bind()
+    except TypeError:
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", name, *sys.argv[1:]])
+    return main()
 
 
 def installed_evaluations() -> dict[str, tuple[str, str]]:

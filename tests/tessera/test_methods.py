@@ -102,7 +102,7 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     source = (IJEPA / "tessera_ijepa.py").read_text()
     space: dict[str, Any] = {}
-    programs = [block for block in blocks("python") if block not in source and "__main__" not in block]
+    programs = [block for block in blocks("python") if block not in source and "def main" not in block]
     assert len(programs) == 3
     try:
         for program in programs:
@@ -119,11 +119,20 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def install_evaluation(folder: Path) -> dict[str, str]:
-    """Install the evaluation of the tutorial in `folder`. Return the environment in which it is found."""
-    (module,) = (block for block in blocks("python") if "__main__" in block)
+    """Install the evaluation of the tutorial in `folder`. Return the environment in which it is found.
+
+    A second module, `former_means`, runs as a script, as tutorials of earlier versions had it.
+    """
+    (module,) = (block for block in blocks("python") if "def main" in block)
+    own = "\n\ndef main() -> None:\n    run_command(ClassMeansSettings, run)\n"
+    assert own in module
+    former = module.replace("run_command", "main").replace(own.replace("run_command", "main"), "")
+    former += '\nif __name__ == "__main__":\n    main(ClassMeansSettings, run)\n'
     (folder / "my_package").mkdir(parents=True)
     (folder / "my_package/class_means.py").write_text(module)
-    write_metadata(folder, "my-package", {"tessera.evaluations": {"class_means": "my_package.class_means"}})
+    (folder / "my_package/former_means.py").write_text(former)
+    points = {name: f"my_package.{name}" for name in ("class_means", "former_means")}
+    write_metadata(folder, "my-package", {"tessera.evaluations": points})
     return os.environ | {"PYTHONPATH": str(folder), "COLUMNS": "200"}
 
 
@@ -140,9 +149,17 @@ def test_the_evaluation_of_the_tutorial_is_a_command(tmp_path: Path) -> None:
     assert "Did you mean 'class_means'?" in command("class_mean").stderr
     run = tmp_path / "run"
     tessera.pretrain("mae", encoder="vit_micro", steps=2, batch_size=16, output=str(run))
-    done = command("class_means", "--checkpoint", str(run), "--train", train, "--val", val)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(next((run / "evaluation").glob("class_means-*.json")).read_text())
+    given = ["--checkpoint", str(run), "--train", train, "--val", val, "--workers", "0"]
+    (run / "evaluation").mkdir(exist_ok=True)
+    results = []
+    for number, words in enumerate((["class_means"], ["former_means"], ["--num_processes", "2", "class_means"])):
+        file = run / "evaluation" / f"{number}.json"
+        done = command(*words, *given, "--output", str(file))
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(file.read_text()))
+    result, former, two = results
+    assert former["top1"] == result["top1"]
+    assert (two["top1"], two["settings"]["processes"]) == (pytest.approx(result["top1"], abs=0.003), 2)
     parts = []
     for name, data in (("train", train), ("val", val)):
         assert command("embed", "--checkpoint", str(run), "--data", data, "--output", f"{name}.npz").returncode == 0
