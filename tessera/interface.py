@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import yaml
-from accelerate.state import AcceleratorState, GradientState
 from PIL import Image, ImageOps
 from torch import Tensor
 
@@ -34,6 +33,7 @@ from tessera.pretrain import job
 from tessera.pretrain.command_line import CODE, from_values
 from tessera.pretrain.config import DataConfig, RunConfig
 from tessera.runtime import preemption
+from tessera.runtime.isolation import isolated, own_modes
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.settings import validate
 
@@ -61,15 +61,17 @@ class Run:
         return load(self.path)
 
 
-def pretrain(method: str = "dino", data: Any = None, **settings: Any) -> Run:
+@isolated(run=True)
+def pretrain(method: str | None = None, data: Any = None, **settings: Any) -> Run:
     """Pretrain an encoder in this process, on one device. To use several, start the program with `accelerate launch`.
 
     At the first Ctrl-C, the run saves a checkpoint and ends. `pretrain(resume=True, output=FOLDER)` continues the run.
 
     Args:
-        method: pretraining method.
+        method: pretraining method. None for the method of the settings file, or of the run to resume, else `dino`.
         data: SHARDS to train on, as a string, a list, or a mapping from SHARDS to weights. A map-style data set may
-            stand in place of SHARDS, also as `evaluation={"val": DATASET}`. None trains on the embedded digits.
+            stand in place of SHARDS, also as `evaluation={"val": DATASET}`. None for the data of the settings file, or
+            of the run to resume, else the embedded digits.
         settings: further settings of `pretrain/run.py`. A section is a dictionary, such as `dino={"global_size": 64}`,
             or a value in the section's short form, such as `encoder="vit_small"`. `stages` is a list of webdataset
             stages. `augment` is a torchvision v2 transform or a function, or a list of one for each view, and
@@ -85,18 +87,25 @@ def pretrain(method: str = "dino", data: Any = None, **settings: Any) -> Run:
     return Run(output)
 
 
-def training_batches(method: str = "dino", data: Any = None, **settings: Any) -> Iterator[Batch]:
+def training_batches(method: str | None = None, data: Any = None, **settings: Any) -> Iterator[Batch]:
     """Yield the batches that `pretrain` would train on, in the same order, for a custom training loop.
 
     `batch.views` contains the method's normalised crops and masks, on the device of this process. Arguments and errors
     are the same as for `pretrain`.
     """
-    with run_settings(method, data, settings) as config:
-        _, batches, device = job.first_batches(config)
-    for batch in batches:
-        yield to_model_input(batch.to(device, non_blocking=True))
+    with isolated(), run_settings(method, data, settings) as config:
+        _, opened, device = job.first_batches(config)
+        batches = iter(opened)
+    while True:
+        with isolated():  # the caller's own code runs between two batches
+            batch = next(batches, None)
+            if batch is None:
+                return
+            batch = to_model_input(batch.to(device, non_blocking=True))
+        yield batch
 
 
+@isolated()
 def load(path: str | Path) -> Encoder:
     """Return the encoder of a run folder, a checkpoint, an encoder file, a weight file or `timm:NAME`, in eval mode.
 
@@ -112,6 +121,7 @@ def load(path: str | Path) -> Encoder:
     return encoders.load(path if published.is_name(path) else resolve_checkpoint(path))
 
 
+@isolated()
 def embed(encoder: Encoder, data: Any, **options: Any) -> LabelledFeatures:
     """Encode all images in SHARDS, and return features (N, D), labels (N,) and names. Missing labels are -1.
 
@@ -130,6 +140,7 @@ def embed(encoder: Encoder, data: Any, **options: Any) -> LabelledFeatures:
     return extract(encoder.to(accelerator.device), shards, accelerator, **options)
 
 
+@isolated()
 def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
     """Return the result of the command `knn`: `result["top1"]` is the 20-NN accuracy, from 0 to 1.
 
@@ -149,6 +160,7 @@ def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[s
         return knn_command.run(validate(knn_command.KNNSettings, given))
 
 
+@isolated()
 def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
     """Return the result of the command `linear_probe`: `result["top1"]` is the accuracy, from 0 to 1.
 
@@ -179,32 +191,30 @@ def transform(encoder: Encoder, image_size: int | None = None) -> Callable[[Imag
         )
     size = input_size(encoder, image_size)
     crop = CenterCrop(size, resize=resize_size(size, None))
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (preprocessing.mean, preprocessing.std))
+    statistics = preprocessing.mean, preprocessing.std
 
+    @own_modes()
     def prepare(image: Image.Image) -> Tensor:
         rgb = ImageOps.exif_transpose(image).convert("RGB")
         pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8).view(rgb.height, rgb.width, 3)
         (view,) = crop.draw((rgb.height, rgb.width))
         out = torch.empty(1, size, size, 3, dtype=torch.uint8)
         cut(pixels.permute(2, 0, 1), view, out)
-        return (out[0].permute(2, 0, 1) / 255 - mean) / std
+        mean, std = (torch.tensor(values, dtype=torch.float32).view(3, 1, 1) for values in statistics)
+        return (out[0].permute(2, 0, 1).float() / 255 - mean) / std
 
     return prepare
 
 
 @contextmanager
-def run_settings(method: str, data: Any, settings: dict[str, Any]) -> Iterator[RunConfig]:
-    """Yield the settings of a run from the arguments of `pretrain`. Data sets and functions keep their names meanwhile.
-
-    Accelerate's settings are reset, because they would otherwise keep the precision of the first run in this process.
-    """
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+def run_settings(method: str | None, data: Any, settings: dict[str, Any]) -> Iterator[RunConfig]:
+    """Yield the settings of a run from the arguments of `pretrain`. Data sets and functions keep their names
+    meanwhile."""
     with naming() as name:
         yield from_values(_values(method, data, settings, name))
 
 
-def _values(method: str, data: Any, settings: dict[str, Any], name: Callable[[Any], str]) -> dict[str, Any]:
+def _values(method: str | None, data: Any, settings: dict[str, Any], name: Callable[[Any], str]) -> dict[str, Any]:
     """Return the settings of a run. `name` gives names to data sets, which settings cannot hold."""
     is_section = isinstance(data, Mapping) and DataConfig.model_fields.keys() & data.keys()
     section = dict(data) if is_section else {} if data is None else {"shards": data}
@@ -215,7 +225,7 @@ def _values(method: str, data: Any, settings: dict[str, Any], name: Callable[[An
         settings["data"] = section
     if isinstance(evaluation := settings.get("evaluation"), Mapping):
         settings["evaluation"] = {**evaluation, **_with_names(evaluation, ("train", "val"), name)}
-    return {"method": method, **settings}
+    return settings if method is None else {"method": method, **settings}
 
 
 @contextmanager

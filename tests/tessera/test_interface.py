@@ -2,7 +2,9 @@
 
 import json
 import os
+import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +57,46 @@ def test_evaluations_from_python(tmp_path: Path) -> None:
     assert probed["top1"] == json.loads((run.path / "evaluation" / "linear_probe.json").read_text())["top1"]
     with pytest.raises(UserError, match="No encoder found"):
         tessera.knn(tmp_path / "nowhere", train, val)
+
+
+@pytest.mark.medium
+def test_a_run_of_another_method_continues_without_its_settings(tmp_path: Path) -> None:
+    settings = SMALL | {"dino": None, "encoder": "vit_micro", "seed": 3, "evaluation": {"linear_iterations": 0}}
+    run = tessera.pretrain("lejepa", output=str(tmp_path / "run"), **settings)
+    losses = [line["loss"] for line in run.metrics if "loss" in line]
+    shutil.rmtree(run.path / "checkpoints")
+    again = tessera.pretrain(resume=True, output=str(run.path))
+    assert again.config == run.config
+    assert [line["loss"] for line in again.metrics if "loss" in line] == losses
+    batch = next(tessera.training_batches(resume=True, output=str(run.path)))
+    assert len(batch.views) == len(next(tessera.training_batches("lejepa", **settings)).views)
+    with pytest.raises(UserError, match="method is lejepa in the checkpoint and dino in this run"):
+        tessera.pretrain("dino", resume=True, output=str(run.path))  # a choice, although it is the default
+
+
+@pytest.mark.medium
+def test_the_callers_state_neither_changes_a_run_nor_is_changed(tmp_path: Path) -> None:
+    train, val = demo_shards()
+
+    def results(name: str) -> tuple[object, ...]:
+        run = tessera.pretrain("mae", output=str(tmp_path / name), **SMALL | {"dino": None, "precision": "bf16"})
+        features = tessera.embed(run.encoder, val).features
+        knn = tessera.knn(run.path, train, val, k=[20], workers=0)["top1"]
+        image = Image.new("RGB", (20, 30), "red")
+        return [line.get("loss") for line in run.metrics], features.tolist(), knn, tessera.transform(run.encoder)(image)
+
+    *alone, pixels = results("alone")
+    torch.set_default_dtype(torch.float64)
+    generators = random.getstate(), torch.get_rng_state()
+    try:
+        with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+            *within, same = results("within")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert within == alone
+    torch.testing.assert_close(same, pixels, rtol=0, atol=0)
+    assert random.getstate() == generators[0]
+    assert torch.equal(torch.get_rng_state(), generators[1])
 
 
 @pytest.mark.medium
