@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from tessera.data.shards.failures import ResourceError
 from tessera.runtime import preemption
-from tessera.runtime.machine import cores, process_fields, return_freed_memory, signal_at_end_of_parent
+from tessera.runtime.machine import cores, process_fields, return_freed_memory, signal_at_end_of_parent, trim_memory
 
 POLL = 1.0  # seconds between two checks of the workers while their parent waits for a batch
 STALLED = 30
@@ -191,6 +191,7 @@ def _fork(loader: DataLoader) -> tuple[Iterator[Any], list[BaseProcess]]:
     """Fork the workers of a `DataLoader`. Return its iterator, and the processes of the workers."""
     others = set(multiprocessing.active_children())
     on_child = signal.getsignal(signal.SIGCHLD)
+    trim_memory()
     # Block SIGTERM while the workers are forked, so that no worker receives a SIGTERM before it can handle signals.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:

@@ -49,12 +49,15 @@ from tessera.evaluation.frozen import (
     write,
 )
 from tessera.evaluation.linear_probe import held_out
+from tessera.evaluation.memory import limit
 from tessera.evaluation.results import check_output
 from tessera.evaluation.splits import open_labelled_splits
 from tessera.runtime.collectives import all_reduce_sum, rank
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.progress import track
 
+COPIES = 8
+"""Number of tensors of the size of the tokens that a head needs for its gradients."""
 HEAD_WIDTH = 64
 """Width of an attention head, if the width of the tokens is a multiple of it."""
 
@@ -117,7 +120,8 @@ class Probe:
         self, encoder: Encoder, classes: int, settings: AttentiveSettings, size: int, device: torch.device
     ) -> None:
         self.encoder, self.settings, self.device, self.classes = encoder, settings, device, classes
-        width = self._tokens(torch.zeros(1, encoder.channels, size, size, device=device)).shape[2]
+        blank = self._tokens(torch.zeros(1, encoder.channels, size, size, device=device))  # (1, n, D)
+        width, self.at_once = blank.shape[2], max(1, limit(device) // (COPIES * blank.nbytes))
 
         def heads() -> list[AttentiveHead]:
             return [AttentiveHead(width, classes, settings.seed).to(device) for _ in settings.rates]
@@ -136,15 +140,17 @@ class Probe:
 
     def _backward(self, batch: Batch) -> None:
         """Compute the gradients of this process's part of the losses, the mean cross-entropies over all processes."""
-        tokens, labels = self._tokens(single_view(batch)), batch.labels
+        images, labels = single_view(batch), batch.labels
         assert labels is not None
-        kept = (~held_out(batch.keys, self.settings.holdout)).nonzero().squeeze(1)
-        counts = all_reduce_sum(torch.tensor([len(labels), len(kept)], device=self.device)).clamp(min=1)
-        kept = kept.to(self.device)
-        for head in self.final:
-            (F.cross_entropy(head(tokens), labels, reduction="sum") / counts[0]).backward()
-        for head in self.choosing:
-            (F.cross_entropy(head(tokens[kept]), labels[kept], reduction="sum") / counts[1]).backward()
+        kept = (~held_out(batch.keys, self.settings.holdout)).to(self.device)
+        counts = all_reduce_sum(torch.stack([torch.ones_like(kept).sum(), kept.sum()])).clamp(min=1)
+        for start in range(0, len(labels), self.at_once):
+            rows = slice(start, start + self.at_once)
+            tokens, answers, trains = self._tokens(images[rows]), labels[rows], kept[rows]
+            for head in self.final:
+                (F.cross_entropy(head(tokens), answers, reduction="sum") / counts[0]).backward()
+            for head in self.choosing:
+                (F.cross_entropy(head(tokens[trains]), answers[trains], reduction="sum") / counts[1]).backward()
 
     @torch.no_grad()
     def accuracies(self, heads: Sequence[AttentiveHead], batches: Batches, share: float = 1.0) -> tuple[Tensor, int]:
@@ -159,14 +165,16 @@ class Probe:
                 continue
             batch = to_model_input(batch.to(self.device, non_blocking=True))
             assert batch.labels is not None
-            tokens, labels = (x[seen.to(self.device)] for x in (self._tokens(single_view(batch)), batch.labels))
+            crops, labels = (x[seen.to(self.device)] for x in (single_view(batch), batch.labels))
             if int(labels.max()) >= self.classes:
                 raise EvaluationError(
                     f"An image has the label {int(labels.max())}, but there are {self.classes} classes, numbered from "
                     "0."
                 )
-            places = torch.stack([true_class_rank(head(tokens), labels) for head in heads])  # (R, b)
-            correct += torch.stack([(places < 1).sum(1), (places < 5).sum(1)], 1).cpu()
+            for part, answers in zip(crops.split(self.at_once), labels.split(self.at_once), strict=True):
+                tokens = self._tokens(part)
+                places = torch.stack([true_class_rank(head(tokens), answers) for head in heads])  # (R, b)
+                correct += torch.stack([(places < 1).sum(1), (places < 5).sum(1)], 1).cpu()
             images += len(seen)
         images = int(all_reduce_sum(torch.tensor(images)))
         if not images:

@@ -30,8 +30,9 @@ from tessera.data.shards import DEFAULT, Source, SourceConfig
 from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder
 from tessera.evaluation.command import Result, run_command
-from tessera.evaluation.features import EvaluationError, full_float32, input_size, single_view
+from tessera.evaluation.features import EvaluationError, encoding, full_float32, input_size, single_view
 from tessera.evaluation.frozen import patch_tokens
+from tessera.evaluation.memory import images_at_once
 from tessera.evaluation.patch_knn import COMPARED, seed_of
 from tessera.evaluation.view_retrieval import ViewRetrievalSettings, evaluate_unlabelled, first_shards
 from tessera.runtime.collectives import all_reduce_sum
@@ -114,7 +115,7 @@ def correspondence(
         accelerator: accelerator of all processes.
         images: number of images of all processes.
         image_size: side of the crops in pixels. None selects the size that the encoder was built for.
-        batch_size: number of images per forward pass.
+        batch_size: largest number of images per forward pass; see `evaluation.memory.images_at_once`.
         workers: number of loader workers per process. None selects one per free core, at most 8.
         precision: precision of the forward pass: `fp32`, or `bf16` for bfloat16 autocast.
         source: options for reading remote shards.
@@ -128,6 +129,9 @@ def correspondence(
     copies = MultiCropConfig(global_size=side, flip=0.0, local_crops=0)
     crop = RandomCropConfig(size=size, scale=(SMALLEST, 1.0))
     workers = free_cores(accelerator.num_processes) if workers is None else workers
+    blank = torch.zeros(2, encoder.preprocessing.channels, side, side, device=device)
+    with encoding(encoder, blank[..., :size, :size], precision):
+        batch_size = images_at_once(lambda pairs: encoder(pairs[..., :size, :size]), blank, batch_size)
     batches = evaluation_batches(
         first_shards(shards, images),
         Copies(colors_for(copies, encoder.preprocessing.channels)),

@@ -27,6 +27,7 @@ from tessera.data.workers import free_cores
 from tessera.encoders import published
 from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from tessera.encoders.images import Images
+from tessera.evaluation.memory import images_at_once
 from tessera.runtime.collectives import all_gather, all_reduce_sum
 from tessera.runtime.progress import track
 from tessera.runtime.settings import Settings
@@ -52,7 +53,7 @@ class EncoderSettings(Settings):
     channels: int = Field(3, ge=1)
     """number of image channels for --checkpoint pixels; any other encoder defines the number of channels itself"""
     batch_size: int = Field(256, ge=1)
-    """number of images per forward pass in each process"""
+    """largest number of images per forward pass in each process; fewer if the encoder needs much memory for them"""
     workers: int | None = Field(None, ge=0)
     """number of loader workers per process; default: one per free core, at most 8"""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -247,7 +248,7 @@ def extract(
         image_size: side of the images in pixels. None selects the size that the encoder was built for.
         resize: short side in pixels to which images are resized before the centre crop. None selects the default of
             `resize_size`.
-        batch_size: number of images per forward pass.
+        batch_size: largest number of images per forward pass; see `evaluation.memory.images_at_once`.
         workers: number of loader workers per process. None selects one per free core, at most 8.
         precision: precision of the forward pass: `fp32`, or `bf16` for bfloat16 autocast.
         source: options for reading remote shards.
@@ -268,10 +269,17 @@ def extract(
     size, device = input_size(encoder, image_size), accelerator.device
     workers = free_cores(accelerator.num_processes) if workers is None else workers
     transform = transform or CenterCrop(size, resize=resize_size(size, resize))
+
+    def encode(crops: Tensor) -> Tensor:
+        """Return the features: (n * B, C, S, S) -> (B, D) float32."""
+        with encoding(encoder, crops, precision):
+            return feature(encoder, crops).float()
+
+    blank = torch.zeros(transform.views[0].crops, encoder.preprocessing.channels, size, size, device=device)
     batches = evaluation_batches(
         shards,
         transform,
-        batch_size,
+        images_at_once(encode, blank, batch_size),
         part=part or (accelerator.process_index, accelerator.num_processes),
         labels=labels,
         images=images,
@@ -281,23 +289,19 @@ def extract(
     if part is None:
         check_total(batches.total)
 
-    def encode(crops: Tensor) -> Tensor:
-        """Return the features on the CPU: (n * B, C, S, S) -> (B, D) float32."""
-        with torch.inference_mode(), encoding(encoder, crops, precision):
-            return feature(encoder, crops).float().cpu()
-
     features, found, keys = [], [], []
     shown = progress and accelerator.is_main_process
     count = min(images or batches.total, batches.total)
     for batch in track(batches, f"features of {count:,} images, batches", total=len(batches), shown=shown):
-        features.append(encode(single_view(to_model_input(batch.to(device, non_blocking=True)))))
+        with torch.inference_mode():
+            features.append(encode(single_view(to_model_input(batch.to(device, non_blocking=True)))).cpu())
         found.append(batch.labels if batch.labels is not None else torch.full((len(batch),), -1))
         keys += batch.keys
     # A process has no features if there are fewer images than processes, or if all of its images are corrupt. In this
     # case, a tensor of zeros is encoded to find the width D, and the result is an empty tensor (0, D).
     if not features:
-        crops = transform.views[0].crops
-        features = [encode(torch.zeros(crops, encoder.preprocessing.channels, size, size, device=device))[:0]]
+        with torch.inference_mode():
+            features = [encode(blank)[:0].cpu()]
         found = [torch.zeros(0, dtype=torch.int64)]
     # concatenate outside of inference mode, so that the results are normal tensors that allow in-place changes
     return LabelledFeatures(torch.cat(features), torch.cat(found), keys)  # (N, D), (N,)

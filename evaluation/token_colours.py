@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tessera.encoders.base import Encoder
+from tessera.evaluation.frozen import patch_tokens
 
 COMMON = 16
 """Side length, in cells, of the grid on which the tokens of two encoders are compared."""
@@ -23,9 +24,9 @@ def principal_components(encoder: Encoder, images: Tensor) -> Tensor:
     (Q, C, S, S) -> (Q, 3, h, w) float64. If all tokens are equal, the components are 0. The signs of principal
     components are arbitrary. This function fixes them, so pictures are reproducible.
     """
-    features = encoder(images)
-    rows, columns = features.grids[0].tolist()
-    tokens = features.tokens.double().cpu()  # (T, D)
+    on_grid = patch_tokens(encoder, images, "fp32").permute(0, 2, 3, 1)  # (Q, h, w, D)
+    _, rows, columns, _ = on_grid.shape
+    tokens = on_grid.flatten(0, 2).double().cpu()  # (T, D)
     left, values, axes = torch.linalg.svd(tokens - tokens.mean(0), full_matrices=False)
     signs = axes[:3].gather(1, axes[:3].abs().argmax(1, keepdim=True)).sign().squeeze(1)
     used = values[:3] > 1e-9 * max(values[0].item(), 1e-30)

@@ -134,7 +134,8 @@ class EvaluationConfig(Section):
     linear_iterations: int = Field(default=100, ge=0)
     """largest number of L-BFGS iterations of the linear probe; 0: no linear probe"""
     batch_size: int = Field(default=256, ge=1)
-    """number of images per forward pass of the evaluation, in each process"""
+    """largest number of images per forward pass of the evaluation, in each process; fewer if the encoder needs much
+    memory for them"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """precision of the forward passes of the evaluation; auto: bf16 on a GPU if the run is in bf16, else fp32"""
     pictures: int = Field(default=8, ge=0)

@@ -24,6 +24,7 @@ from tessera.data.shards import ShardError, Sources, cache_folder, is_on_network
 from tessera.encoders.attention import only_torchs_kernel
 from tessera.encoders.base import IMAGENET, Encoder
 from tessera.encoders.unused import ON_META
+from tessera.evaluation.memory import LIMITS
 from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.engines.meta_copy import meta_parameters
 from tessera.pretrain.methods.method import Method
@@ -161,6 +162,7 @@ def print_plan(config: RunConfig, method: Method, run: Plan) -> bool:
     shares = ", ".join(f"{len(source.shards) / readers:.1f}" for source in run.shards.lists)
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
     checkpoints = math.ceil(config.steps / config.checkpoint_every)
+    evaluated = LIMITS["cuda" if config.gpu is not None or torch.cuda.is_available() else "cpu"]
     rows = {
         "trained parameters": f"{trained:,}",
         "optimizer steps": f"{config.steps:,} of {config.batch_size} images",
@@ -171,6 +173,7 @@ def print_plan(config: RunConfig, method: Method, run: Plan) -> bool:
         "images per forward pass of a process": f"{each}",
         "memory per process: weights, gradients, optimizer": f"{state_bytes(method) / 1e9:.2f} GB",
         "memory per process: activations (estimate)": f"{activations / 1e9:.2f} GB",
+        "memory per process: images of an evaluation and their activations": f"{decimal(evaluated)}, or one image",
         "shared memory per process: batches of the workers": decimal(run.buffered_bytes),
         "memory of this machine": decimal(memory()),
         "cache": _cache(config),

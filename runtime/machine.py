@@ -170,6 +170,15 @@ def return_freed_memory() -> None:
         _keeps_freed_memory = False
 
 
+def trim_memory() -> None:
+    """Return freed memory of this process to the system, even after `keep_freed_memory`.
+
+    Call it before a fork. Otherwise, a page that this process frees before the fork and writes after it exists twice.
+    """
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
+
+
 def limit_kernel_caches() -> None:
     """Let the CPU keep at most `CACHED_KERNELS` compiled kernels per cache, unless the user set the size of a cache.
 

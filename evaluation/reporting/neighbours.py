@@ -32,6 +32,7 @@ from tessera.evaluation.features import (
     resize_size,
     single_view,
 )
+from tessera.evaluation.memory import images_at_once
 from tessera.evaluation.reporting.runs import RunFolder
 from tessera.evaluation.results import data_name
 from tessera.evaluation.token_colours import common_colours, principal_components
@@ -163,13 +164,15 @@ def _encode(run: RunFolder, opened: Source, images: int, bank: int, accelerator:
     size = input_size(encoder, None)
     crop = CenterCrop(size, resize=resize_size(size, None))
     dataset = EvaluationDataset(opened, crop, opened.all_labelled(), Decoding(encoder.preprocessing.channels))
+    blank = torch.zeros(1, encoder.preprocessing.channels, size, size, device=accelerator.device)
+    at_once = images_at_once(lambda view: encoder(view).pooled, blank, BATCH)
     collator = Collator(crop, BATCH, encoder.preprocessing)
     numbers = evenly_spaced(bank, opened.images)
     features: list[Tensor] = []
     tiles: list[Tile] = []
     used: list[int] = []  # indices of the images that are not corrupt
-    for start in track(range(0, len(numbers), BATCH), f"features of {run.name}", console=Console(stderr=True)):
-        some = numbers[start : start + BATCH].tolist()
+    for start in track(range(0, len(numbers), at_once), f"features of {run.name}", console=Console(stderr=True)):
+        some = numbers[start : start + at_once].tolist()
         samples = list(dataset.__getitems__(some))
         used += [number for number, one in zip(some, samples, strict=True) if isinstance(one, Sample)]
         batch = collator(samples)

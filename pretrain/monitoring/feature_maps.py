@@ -26,9 +26,10 @@ def attention(encoder: Encoder, images: Tensor, side: int = 112) -> np.ndarray |
     last_attention = getattr(encoder, "last_attention", None)
     if last_attention is None or getattr(encoder, "cls_token", None) is None:
         return None
-    features = encoder(images)
-    rows, columns = features.grids[0].tolist()
-    weights = last_attention(images)[:, :, 0, -rows * columns :].float()  # (N, heads, h * w)
+    rows, columns = encoder.grids(images)[0].tolist()
+    # one image at a time, because the weights between all tokens of many images may take gigabytes
+    own = [last_attention(image)[:, :, 0, -rows * columns :].float() for image in images.split(1)]
+    weights = torch.cat(own)  # (N, heads, h * w)
     weights = (weights / weights.amax(-1, keepdim=True)).unflatten(2, (rows, columns))
     maps = F.interpolate(weights, size=(side, side), mode="nearest").unsqueeze(2).expand(-1, -1, 3, -1, -1)
     return grid(torch.cat([resized(colours(images, encoder.preprocessing), side).unsqueeze(1), maps], dim=1))

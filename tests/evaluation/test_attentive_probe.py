@@ -38,11 +38,13 @@ def test_the_head_is_torchs_attention_with_one_query(dim: int, heads: int) -> No
     torch.testing.assert_close(head(tokens), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_gradients_are_those_of_the_mean_loss_over_the_images_of_each_head() -> None:
+@pytest.mark.parametrize("at_once", [40, 7])
+def test_gradients_are_those_of_the_mean_loss_over_the_images_of_each_head(at_once: int) -> None:
     torch.manual_seed(0)
     keys, labels, images = [f"a.tar/{i}" for i in range(40)], torch.randint(3, (40,)), torch.randn(40, 3, 8, 8)
     tokens = images.flatten(2).mT  # each pixel is a token
     probe = Probe(Pixels(8), 3, settings(holdout=0.3, rates=[1e-3, 1e-2]), 8, torch.device("cpu"))
+    probe.at_once = at_once
     probe._backward(batch_of([images], labels=labels, keys=keys))
     held = held_out(keys, 0.3)
     assert 4 < held.sum() < 20

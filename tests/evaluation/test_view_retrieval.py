@@ -43,7 +43,8 @@ def test_equal_and_broken_features_find_nothing():
 def test_every_encoder_gets_the_same_two_different_crops(shards):
     seen, source = [], open_shards(str(shards / "train-{0..1}.tar"))
     encoder = encoders.build("vit_micro").eval()
-    encoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].clone()))
+    # the blank images that measure the memory do not count
+    encoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].clone()) if inputs[0].any() else None)
     for batch_size in (8, 8, 5):
         options = {"images": 10, "batch_size": batch_size, "workers": 0}
         features = crop_features(encoder, source, Accelerator(), **options)

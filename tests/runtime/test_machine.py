@@ -16,7 +16,7 @@ from tests.launched import ROOT
 RESIDENT = """
 import resource, sys
 import torch
-from tessera.runtime.machine import keep_freed_memory, return_freed_memory
+from tessera.runtime.machine import keep_freed_memory, return_freed_memory, trim_memory
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -31,7 +31,8 @@ for _ in range(2):
     for _ in range(int(sys.argv[2])):
         torch.ones(2**24)
     memory.append(resident())
-print(kept, *memory)
+trim_memory()
+print(kept, *memory, resident())
 """
 
 
@@ -55,25 +56,27 @@ def test_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == ["ext4", "autofs", "nfs4", "nfs4", "xfs", "autofs", "nfs4"]
 
 
-def grown(mode: str, tensors: int) -> tuple[int, int]:
-    """Return by how many MiB the process grows with `tensors`, and with as many more."""
+def grown(mode: str, tensors: int) -> tuple[int, int, int]:
+    """Return by how many MiB the process grows with `tensors`, with as many more, and after `trim_memory`."""
     chosen = ("MALLOC_", "GLIBC_TUNABLES")
     ran = subprocess.run(
         [sys.executable, "-c", RESIDENT, mode, str(tensors)],
         cwd=ROOT, capture_output=True, text=True, check=True,
         env={name: value for name, value in os.environ.items() if not name.startswith(chosen)},
     )  # fmt: skip
-    kept, before, first, second = ran.stdout.split()
+    kept, *resident = ran.stdout.split()
     assert kept == ("None" if mode == "default" else "True")
-    return int(first) - int(before), int(second) - int(first)
+    before, first, second, trimmed = map(int, resident)
+    return first - before, second - first, trimmed - before
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_freed_memory_is_used_again() -> None:
-    first, second = grown("keep", 20)
+    first, second, trimmed = grown("keep", 20)
     assert first >= 56  # MiB: at least one tensor's memory stays with the process
     assert second < 4  # and serves the next tensors
+    assert trimmed < 8
     assert grown("default", 1)[0] < 4
     assert grown("return", 1)[0] < 4
 
