@@ -75,11 +75,15 @@ def entry(variant: str) -> dict[str, Any]:
     if timm_models.is_variant(variant):
         return {"family": timm_models.family(variant)}
     if not isinstance(variant, str) or variant not in VARIANTS:
+        unknown = f"Unknown encoder {printable(repr(variant)[:200])}."
+        if meant := timm_models.other_name(str(variant)):
+            ours, published = meant
+            weights = f" Its published weights are --init_from {published}." if published else ""
+            raise EncoderError(f"{unknown} Did you mean {ours!r}?{weights}")
         known = VARIANTS.names()
         raise EncoderError(
-            f"Unknown encoder {printable(repr(variant)[:200])}.{_nearest(variant, known)} Known encoders: "
-            f"{', '.join(known)}, and timm:NAME for any model of timm. {VARIANTS.elsewhere} A program that uses "
-            "encoders.from_module must call it first."
+            f"{unknown}{_nearest(variant, known)} Known encoders: {', '.join(known)}, and timm:NAME for any model of "
+            f"timm. {VARIANTS.elsewhere} A program that uses encoders.from_module must call it first."
         )
     return VARIANTS[variant]
 

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 
 from tessera.encoders.errors import EncoderError, WeightsError
 from tessera.encoders.module import ModuleEncoder, module_family
+from tessera.runtime.synonyms import ENCODERS
 from tessera.runtime.user_error import printable
 
 PREFIX = "timm:"
@@ -57,6 +59,24 @@ def family(variant: str) -> type[ModuleEncoder]:
             raise EncoderError(f"timm cannot make {name} for images of {image_size} pixels. {error}") from error
 
     return module_family(variant, make, {"image_size": timm.get_pretrained_cfg(name).input_size[-1], "channels": 3})
+
+
+def other_name(name: str) -> tuple[str, str | None] | None:
+    """Return the variant that another project calls `name`, and the name of its published weights or None.
+
+    Models of timm and torchvision may be written as in lightly-train, such as `timm/resnet50`. The result is None if
+    no project is known to have an encoder of this name.
+    """
+    if name.lower() in ENCODERS:
+        return ENCODERS[name.lower()]
+    try:
+        import timm
+    except ImportError:
+        return None
+    own = re.sub(r"^(timm|torchvision)[/:]|^hf[-_]hub:timm/", "", name)
+    if not timm.is_model(own.partition(".")[0]):
+        return None
+    return f"timm:{own.partition('.')[0]}", f"timm:{own}" if timm.is_model_pretrained(own) else None
 
 
 def create(name: str, settings: Mapping[str, Any], *, pretrained: bool = False) -> tuple[nn.Module, dict[str, Any]]:

@@ -27,11 +27,12 @@ from tessera.data.workers import free_cores
 from tessera.encoders import published
 from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from tessera.encoders.images import Images
+from tessera.encoders.timm_models import other_name
 from tessera.evaluation.memory import images_at_once
 from tessera.runtime.collectives import all_gather, all_reduce_sum
 from tessera.runtime.progress import track
 from tessera.runtime.settings import Settings
-from tessera.runtime.user_error import UserError
+from tessera.runtime.user_error import UserError, printable
 
 PIXELS = "pixels"
 EPSILON = 1e-6
@@ -154,6 +155,8 @@ def resolve_checkpoint(path: str | Path) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
+    if (meant := other_name(str(path))) and meant[1]:
+        raise EvaluationError(f"There is no encoder {printable(str(path))}. Did you mean {meant[1]}?")
     tried = ", ".join(str(candidate) for candidate in (path, *candidates))
     raise EvaluationError(f"No encoder found. Tried: {tried}. Give a run folder, a checkpoint or an exported encoder.")
 

@@ -44,6 +44,12 @@ def engine_file(name: str) -> Path:
     return named if named.exists() and not Path(name).exists() else Path(name)
 
 
+def preset_file(name: str) -> Path:
+    """Return the path of a settings file, given its path or the name of a preset, such as `imagenet_dino_vit_small`."""
+    named = LAUNCH.parent / "configs" / f"{name}.yaml"
+    return named if named.exists() and not Path(name).exists() else Path(name)
+
+
 class LaunchError(RuntimeError):
     """Raised when a request cannot be carried out. The message tells the user what to do."""
 

@@ -31,6 +31,7 @@ from tessera.launch.jobs import (
     frozen_files,
     is_over,
     log_option,
+    preset_file,
     quoted,
     read_record,
     read_settings,
@@ -87,7 +88,9 @@ def parser() -> argparse.ArgumentParser:
 
 def add_submit_options(new: argparse.ArgumentParser) -> None:
     """Add the options of the command `submit`."""
-    new.add_argument("--config", required=True, type=Path, metavar="FILE.yaml", help="settings file of the run")
+    new.add_argument(
+        "--config", type=preset_file, metavar="FILE.yaml", help="settings file of the run, or name of a preset"
+    )
     new.add_argument("--output", type=Path, help="run folder (default: a new folder under runs/)")
     new.add_argument("--resume", action="store_true", help="continue the run in --output")
     new.add_argument(
@@ -145,6 +148,8 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
         LaunchError: an option is missing or wrong, the folder holds another run, SLURM is not installed, or SLURM
             refuses a job.
     """
+    if options.config is None:
+        raise LaunchError("submit needs the settings of the run. Give --config FILE.yaml, or --config PRESET.")
     settings = read_settings(options.config)
     after, every = evaluation_names(options.after_pretraining), evaluation_names(options.every_checkpoint)
     for name in set(every) & set(FINAL_ONLY):

@@ -46,7 +46,7 @@ def load(argv: Sequence[str]) -> RunConfig:
     early["resume"] = "--resume" in argv
     if (topic := peek(argv, "help")) in METHODS:
         _ = METHODS[topic]  # import a method of another package, so that `--help METHOD` knows its settings
-    return _complete(early, lambda model: flags(model, argv, Path(sys.argv[0]).name))
+    return _complete(early, lambda model, method: flags(model, argv, Path(sys.argv[0]).name, method))
 
 
 def from_values(values: Mapping[str, Any]) -> RunConfig:
@@ -55,7 +55,26 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         SettingsError: a name is unknown, a value is out of range, or the run would ignore a setting.
     """
-    return _complete(merge(RunConfig, values), lambda model: merge(model, values))
+    return _complete(merge(RunConfig, values), lambda model, _: merge(model, values))
+
+
+def settings_file(config: str) -> Path:
+    """Return the settings file that `--config` names: a path, or a preset by its name, such as cifar10_dino.
+
+    Raises:
+        SettingsError: there is neither a file nor a preset of this name.
+    """
+    path, presets = Path(config), [file.stem for file in sorted(PRESETS.glob("*.yaml"))]
+    if path.exists():
+        return path
+    if config in presets:
+        return PRESETS / f"{config}.yaml"
+    hint = suggestion(path.stem, presets)
+    known = "" if hint else f" (presets: {', '.join(presets)})"
+    raise SettingsError(
+        f"cannot read the settings file {printable(config[:200])}: there is neither a file nor a preset of this name"
+        f"{hint or '.'}{known}"
+    )
 
 
 def expand_resume(argv: Sequence[str]) -> list[str]:
@@ -71,11 +90,11 @@ def expand_resume(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mapping[str, Any]]) -> RunConfig:
+def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig], str], Mapping[str, Any]]) -> RunConfig:
     """Return validated settings.
 
     Each layer overrides the earlier ones: the defaults, the preset of the embedded digits if the run has no other data,
-    the settings file, and `given(model)`, where `model` is the settings class.
+    the settings file, and `given(model, method)`, where `model` is the settings class.
 
     Args:
         early: the given settings that determine the settings class and its defaults: method, config, output, init_from,
@@ -87,7 +106,7 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
         (early.get(section) or {}).get(name) for section, name in (("data", "shards"), ("encoder", "variant"))
     )
     own = Path(output) / "config.yaml" if output and early.get("resume") else None
-    file = read_yaml(config) if config else read_yaml(own) if own and own.exists() else {}
+    file = read_yaml(settings_file(config)) if config else read_yaml(own) if own and own.exists() else {}
     if pretrained := str(encoder).endswith(PRETRAINED):
         encoder = _pretrained(str(encoder), early.get("init_from"))
     file = merge(RunConfig, file)  # `merge` expands short forms such as `data: SHARDS`
@@ -121,7 +140,7 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig]], Mappi
     data = {"data": start.pop("data")} if start else {}
     model = settings_model(variant, start if start.pop("variant", None) == variant else None)
     chosen = {"encoder": {"variant": variant}}
-    own_values = given(model)
+    own_values = given(model, method)
     if pretrained:
         own_values = {**own_values, "init_from": encoder, "encoder": {**own_values["encoder"], "variant": encoder}}
     if not (own and not config) and not is_saved(file):

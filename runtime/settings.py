@@ -9,6 +9,7 @@ Shard patterns such as `{a,b}-{0..3}.tar` must not be split at commas.
 
 import difflib
 import inspect
+import re
 import sys
 import textwrap
 import types
@@ -32,6 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from tessera.runtime.synonyms import LAUNCHER, NOTES, SETTINGS, VALUES
 from tessera.runtime.user_error import UserError, printable, without_controls
 from tessera.runtime.yaml_text import YAMLError, parse_yaml, read_yaml_file
 
@@ -144,25 +146,45 @@ def settings_of(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
     return found
 
 
-OTHER_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "num_workers": "workers", "clip_grad": "clip"}
-"""Names that other projects use for settings, and the names here, for suggestions."""
+def names_of(model: type[Section]) -> list[str]:
+    """Return the names that a user may give: sections with a short form, and all settings that are no positional."""
+    short = (n for n, field in model.model_fields.items() if getattr(section_type(field), "short_form", None))
+    return [*short, *(name for name, field in settings_of(model).items() if not _is_positional(field))]
 
 
-def suggestion(unknown: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the nearest known name, or an empty string. The comparison ignores case.
+def suggestion(unknown: str, known: Iterable[str], section: str = "") -> str:
+    """Return `; did you mean 'x'?` for the known name that an unknown one stands for, or an empty string.
 
-    If a known name has the section of the unknown one, such as `optim.`, only names of this section are suggested.
+    Candidates are, in this order: the name here of a name of another project (`runtime.synonyms`), the same name in a
+    section, and the nearest name. If a known name has the section of the unknown one, such as `optim.`, only names of
+    this section are suggested. The comparison ignores case.
+
+    Args:
+        unknown: the unknown name. Flags begin with dashes.
+        known: the known names, with dashes if they are flags.
+        section: section that comes first if several have the setting, such as that of the chosen method.
     """
-    known = list(known)
-    section, dot, last = unknown.lower().rpartition(".")
-    wanted = section + dot + last.replace(bare := last.lstrip("-"), OTHER_NAMES.get(bare, bare))
-    capitals = {name.lower(): name for name in known}
-    same = {name: name for name in capitals if dot and name.rpartition(".")[0] == section}
-    close = [capitals[name] for name in difflib.get_close_matches(wanted, same or capitals, n=1, cutoff=0.5)]
-    if not close:  # the user may have left out the section, for example `lr` for `optim.lr`
-        last = wanted.lstrip("-").rpartition(".")[2]
-        close = [name for name in known if name.lower().lstrip("-").rpartition(".")[2] == last][:1]
-    return f"; did you mean '{close[0]}'?" if close else ""
+    wanted = unknown.lstrip("-").lower()
+    own, dot, last = wanted.rpartition(".")
+    last = last.replace("-", "_")
+    names = {name.lstrip("-").lower(): name for name in known}
+    inside = {name: given for name, given in names.items() if dot and name.startswith(f"{own}.")}
+    preferred = {name: given for name, given in names.items() if section and name.startswith(f"{section}.")}
+    if VALUES.get(wanted) in names:
+        return f"; did you mean '{names[VALUES[wanted]]}'?"
+    for group in (inside, preferred, names):
+        for target in (*SETTINGS.get(last, "").split(), last):
+            name, _, value = target.removeprefix("*.").partition("=")
+            if found := next((given for one, given in group.items() if one == name or one.endswith(f".{name}")), None):
+                separator = " " if found.startswith("-") else ": "
+                note = f" {NOTES[last]}" if last in NOTES and found.lstrip("-") != wanted else ""
+                return f"; did you mean '{f'{found}{separator}{value}' if value else found}'?{note}"
+    if last in LAUNCHER:
+        return f"; did you mean 'tessera {LAUNCHER[last]} COMMAND'?{f' {NOTES[last]}' if last in NOTES else ''}"
+    names = inside or names
+    ends = {name.rpartition(".")[2]: given for name, given in reversed((names | preferred).items())}
+    close = difflib.get_close_matches(wanted, ends | names, n=1, cutoff=0.65)
+    return f"; did you mean '{(ends | names)[close[0]]}'?" if close else ""
 
 
 def merge(model: type[Section], *layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,11 +239,12 @@ def peek(argv: Sequence[str], name: str) -> str | None:
     return found
 
 
-def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, Any]:
+def flags(model: type[Section], argv: Sequence[str], program: str, first_section: str = "") -> dict[str, Any]:
     """Return the settings of a command line as nested dictionaries. For `--help [TOPIC]`, print the help and exit.
 
     A flag for one or several strings, such as `--data SHARDS`, takes all words up to the next flag, because a shell
     expands `--data shards/*.tar` to several words. If the command has positional arguments, such a flag takes one word.
+    Suggestions for an unknown flag prefer settings of `first_section`.
 
     Raises:
         SettingsError: a flag or a topic of the help is unknown, a flag has no value, or a positional argument is not
@@ -238,15 +261,15 @@ def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, 
             print(help_text(model, program, rest[0] if rest and not rest[0].startswith("-") else None))
             raise SystemExit(0)
         if word.startswith("--"):
-            name, value = _flag(model, known, word[2:], rest)
+            name, value = _flag(model, known, word[2:], rest, first_section)
             listed = name if not positional and {str, list} <= _kinds(known[name].annotation) else None
-        elif listed:
+        elif listed and not re.fullmatch("-[A-Za-z]", word):
             name, value = listed, word
         else:
             open_names = (n for n in positional if n not in words or list in _kinds(known[n].annotation))
             name, value = next(open_names, None), word
             if name is None:
-                raise SettingsError(f"unexpected argument '{printable(word)}'. Give settings as --name VALUE.")
+                raise SettingsError(_unexpected(word, names_of(model), first_section))
         words.setdefault(name, []).append(value)
     values: dict[str, Any] = {}
     for name, given in words.items():
@@ -257,11 +280,13 @@ def flags(model: type[Section], argv: Sequence[str], program: str) -> dict[str, 
     return values
 
 
-def _flag(model: type[Section], known: Mapping[str, FieldInfo], flag: str, rest: list[str]) -> tuple[str, str]:
+def _flag(
+    model: type[Section], known: Mapping[str, FieldInfo], flag: str, rest: list[str], first_section: str
+) -> tuple[str, str]:
     """Return the dotted name and the value of the setting that a flag sets.
 
     `flag` has no leading dashes. `rest` holds the words after the flag. If the first of these words is the value, it is
-    removed from `rest`.
+    removed from `rest`. Suggestions for an unknown flag prefer settings of `first_section`.
     """
     flag, equals, value = flag.partition("=")
     section = section_type(model.model_fields.get(flag))
@@ -270,9 +295,8 @@ def _flag(model: type[Section], known: Mapping[str, FieldInfo], flag: str, rest:
     if name not in known and switched_off in known and _is_switch(known[switched_off]):
         return switched_off, "false"
     if name not in known or _is_positional(known[name]):
-        short = (n for n, field in model.model_fields.items() if getattr(section_type(field), "short_form", None))
-        names = (*short, *(n for n, field in known.items() if not _is_positional(field)))
-        raise SettingsError(f"unknown flag --{printable(flag)}{suggestion(f'--{flag}', [f'--{n}' for n in names])}")
+        hint = suggestion(f"--{flag}", [f"--{n}" for n in names_of(model)], first_section)
+        raise SettingsError(f"unknown flag --{printable(flag)}{hint}")
     if equals:
         return name, value
     if _is_switch(known[name]):
@@ -281,6 +305,17 @@ def _flag(model: type[Section], known: Mapping[str, FieldInfo], flag: str, rest:
     if not rest or rest[0].startswith("--"):
         raise SettingsError(f"--{flag} expects a value")
     return name, rest.pop(0)
+
+
+def _unexpected(word: str, names: Sequence[str], first_section: str) -> str:
+    """Return the error message for an argument that is no flag, such as `data=photos` or `-b`."""
+    name, _, value = word.lstrip("-").partition("=")
+    hint = ""
+    if name in names and value:  # Hydra, lightly-train and others write settings so
+        hint = f"; did you mean '--{name} {value}'?"
+    elif value or word.startswith("-"):
+        hint = suggestion(f"--{name}", [f"--{n}" for n in names], first_section)
+    return f"unexpected argument '{printable(word)}'{printable(hint) or '.'} Give settings as --name VALUE."
 
 
 def _kinds(annotation: Any) -> set[Any]:
@@ -433,20 +468,30 @@ def validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
-        known = settings_of(model)
+        known, names = settings_of(model), names_of(model)
         lines: dict[str, None] = {}
         for problem in error.errors():
             parts = [str(part) for part in problem["loc"]]
             prefixes = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
             name = printable(next((one for one in prefixes if one in known), prefixes[0] if prefixes else "settings"))
             if problem["type"] == "extra_forbidden":
-                lines[f"unknown setting '{name}'{suggestion(name, known)}"] = None
+                lines[f"unknown setting '{name}'{suggestion(name, names, str(values.get('method', '')))}"] = None
             elif problem["type"] == "missing":
                 lines[f"{name} is required"] = None
             else:
-                message = problem["msg"].removeprefix("Value error, ")
-                lines[f"{name}: {message} (got {repr(problem['input'])[:200]})"] = None
+                lines[_invalid(name, dict(problem))] = None
         raise SettingsError("\n".join(lines)) from None
+
+
+def _invalid(name: str, problem: Mapping[str, Any]) -> str:
+    """Return the line for a value that is not valid. `problem` is one of pydantic's errors."""
+    message, given = problem["msg"].removeprefix("Value error, "), problem["input"]
+    if isinstance(given, (Mapping, BaseModel)):  # a check of several settings, whose message names them
+        return message if not problem["loc"] else f"{name}: {message}"
+    hint = ""
+    if problem["type"] == "literal_error":
+        hint = suggestion(str(given), re.findall(r"'([^']*)'", problem["ctx"]["expected"]))
+    return f"{name}: {message} (got {repr(given)[:200]}){hint}"
 
 
 def parse(model: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:

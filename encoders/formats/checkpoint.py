@@ -40,7 +40,7 @@ from tessera.encoders.module import ModuleEncoder
 from tessera.encoders.navit import NaViT
 from tessera.encoders.sam_vit import SAMViT
 from tessera.encoders.swin import Swin
-from tessera.encoders.timm_models import is_variant
+from tessera.encoders.timm_models import is_variant, other_name
 from tessera.encoders.twins import Twins
 from tessera.encoders.vit import ViT
 from tessera.runtime.user_error import printable
@@ -232,7 +232,9 @@ def _check_file(path: Path) -> None:
         WeightsError: the file does not exist, is not regular, or is a compressed archive.
     """
     if not path.exists():
-        raise WeightsError(f"There is no file {path}. Give the path of a weight file, or timm:NAME.")
+        meant = other_name(str(path))
+        cure = f"Did you mean {meant[1]}?" if meant and meant[1] else "Give the path of a weight file, or timm:NAME."
+        raise WeightsError(f"There is no file {printable(str(path))}. {cure}")
     if not stat.S_ISREG(path.stat().st_mode):
         raise WeightsError(f"{path} is not a file. Give the path of a weight file.")
     if path.suffix == ".safetensors":

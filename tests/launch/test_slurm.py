@@ -200,7 +200,7 @@ def test_wrong_options_are_refused_before_submission(
     ("settings", "said"),
     [
         ("metod: dino", "unknown setting 'metod'; did you mean 'method'?"),
-        ("encoder: vit_smal", "unknown encoder 'vit_smal'"),
+        ("encoder: vit_smal", "Unknown encoder 'vit_smal'"),
         ("method: mae\nmae: {mask_ratio: 7}", "mae.mask_ratio"),
     ],
 )

@@ -107,7 +107,18 @@ def test_settings_from_python_equal_those_of_the_command_line(tmp_path: Path) ->
     [
         (["--dino.loca_crops", "6"], "did you mean '--dino.local_crops'"),
         (["--encoder.depht", "6"], "did you mean '--encoder.depth'"),
-        (["--encoder", "vit_smal"], "did you mean 'vit_small'"),
+        (["--encoder", "vit_smal"], "Did you mean 'vit_small'"),
+        (["--encoder", "dinov2_vits14"], "Did you mean 'vit_small_14_dinov2'?"),
+        (
+            ["--precision", "16-mixed"],
+            "precision: Input should be 'auto', 'fp32', 'bf16' or 'fp16' (got '16-mixed'); did you mean 'fp16'?",
+        ),
+        (["--method", "distillation"], "did you mean 'distill'?"),
+        (["--seed", "1", "out=runs/x"], "unexpected argument 'out=runs/x'; did you mean '--output'?"),
+        (["--seed", "1", "steps=3"], "unexpected argument 'steps=3'; did you mean '--steps 3'?"),
+        (["--config", "imagenet_dino"], "neither a file nor a preset of this name; did you mean 'imagenet"),
+        (["-b", "64"], "unexpected argument '-b'; did you mean '--batch_size'?"),
+        (["--gpus", "8"], "--gpus belongs to the forecast of --gpu. The launcher sets the number of GPUs of a run."),
         (["--lr", "1"], "did you mean '--optim.lr'"),
         (["--method", "dinosaur"], "unknown method 'dinosaur'; did you mean 'dino'?"),
         (["--dino.momentum", "3"], "dino.momentum: Input should be less than or equal to 1"),
@@ -123,6 +134,12 @@ def test_bad_flags_are_refused_with_what_would_work(arguments: list[str], messag
     with pytest.raises(SettingsError) as error:
         load([*SHARDS, *arguments])
     assert message in str(error.value)
+
+
+def test_a_preset_has_a_name() -> None:
+    named = load([*SHARDS, "--config", "imagenet_mae_vit_base"])
+    assert (named.method, named.encoder.variant) == ("mae", "vit_base")
+    assert named.optim == load([*SHARDS, "--config", str(PRESETS / "imagenet_mae_vit_base.yaml")]).optim
 
 
 def test_bad_names_in_a_file_are_refused(tmp_path: Path) -> None:

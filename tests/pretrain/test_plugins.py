@@ -135,7 +135,7 @@ def test_an_encoder_is_rebuilt_only_where_its_package_is_installed(
     uninstall()
     with pytest.raises(ValueError, match=r"Unknown encoder 'toy_conv_micro'.*install that package"):
         encoders.load(tmp_path / "encoder.safetensors")
-    with pytest.raises(SettingsError, match=r"unknown encoder 'toy_conv_micro'.*install that package"):
+    with pytest.raises(SettingsError, match=r"Unknown encoder 'toy_conv_micro'.*install that package"):
         load(["--encoder", "toy_conv_micro"])
 
 
