@@ -1,4 +1,5 @@
-"""Check that an exported encoder equals the encoder: all its tensors, and its features for images of three sizes.
+"""Check that an exported encoder equals the encoder: all its tensors, its features for images of three sizes, and the
+preparation of a photograph.
 
 Letters in shapes: B images; C channels, H x W pixels; N tokens of an image; D width of the features.
 """
@@ -16,11 +17,15 @@ from torch import Tensor
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.errors import EncoderError, WeightsError
 from tessera.encoders.formats.loading import State, listed
+from tessera.encoders.preprocessing import description, image_size
 from tessera.encoders.unused import unused_parameters
 from tessera.runtime.machine import version, versions
 
 TOLERANCE = 1e-3
 """Default of the largest difference between two features, as a fraction of the largest feature."""
+LEVELS = 2
+"""Largest difference between a pixel of two preparations of a photograph, in 255ths of white. Pillow and torch round
+differently after each of the two directions of a resize."""
 
 
 class Exported(NamedTuple):
@@ -40,10 +45,26 @@ class Exported(NamedTuple):
     """Packages of the format, whose versions the certificate states."""
     dynamic_size: bool = False
     """True if the file takes images of other sizes than that of the encoder."""
+    prepare: Callable[[Any], Tensor] | None = None
+    """Preparation of a Pillow image by the library, or by the description in the file: (C, S, S) float32."""
+
+
+class Photograph(NamedTuple):
+    """A photograph with which the preparation of images is compared."""
+
+    image: Any
+    """Pillow image, RGB."""
+    pixels: Tensor
+    """The image as the evaluations prepare it for the encoder, (3, S, S) float32."""
 
 
 def certify(
-    encoder: Encoder, exported: Exported, file: Path, form: str, tolerance: float = TOLERANCE
+    encoder: Encoder,
+    exported: Exported,
+    file: Path,
+    form: str,
+    tolerance: float = TOLERANCE,
+    photograph: Photograph | None = None,
 ) -> dict[str, Any]:
     """Return the certificate of an export, a dictionary for a JSON file.
 
@@ -53,15 +74,15 @@ def certify(
         file: file that was written.
         form: format of the file.
         tolerance: largest accepted difference between two features, as a fraction of the largest feature.
+        photograph: photograph for the comparison of preparations, or None for no comparison.
 
     Raises:
-        WeightsError: tensors are missing from the export, or the features differ.
+        WeightsError: tensors are missing from the export, the features differ, or the preparations differ.
     """
     left_out = _check_tensors(encoder, exported)
     outputs = [_compare(encoder, exported, shape, tolerance) for shape in shapes(encoder, exported.dynamic_size)]
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256")
-    preprocessing = encoder.preprocessing
     return {
         "format": form,
         "file": file.name,
@@ -76,15 +97,10 @@ def certify(
         },
         "outputs": outputs,
         "tolerance": tolerance,
-        "preprocessing": {"mean": list(preprocessing.mean), "std": list(preprocessing.std), "pixels": "0 to 1"},
+        "preprocessing": description(encoder),
+        "photograph": None if photograph is None else _compare_photograph(encoder, exported, photograph),
         "versions": versions() | {name: version(name) for name in exported.packages},
     }
-
-
-def image_size(encoder: Encoder) -> tuple[int, int]:
-    """Return the height and width in pixels of the images that an encoder is built for."""
-    size = encoder.settings["image_size"]
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 def shapes(encoder: Encoder, dynamic_size: bool) -> list[tuple[int, int, int, int]]:
@@ -223,4 +239,30 @@ def _compare(
                 f"the difference with --tolerance {difference / largest:.1g}."
             )
         found[name] = difference
+    return found
+
+
+@torch.no_grad()
+def _compare_photograph(encoder: Encoder, exported: Exported, photograph: Photograph) -> dict[str, Any]:
+    """Return the largest differences between a photograph that each side prepares and encodes.
+
+    Features are differences as a fraction of the largest feature. They have no limit, because a pixel that is rounded
+    differently may change them by any amount.
+
+    Raises:
+        WeightsError: a pixel differs by more than `LEVELS`.
+    """
+    image, pixels = photograph
+    prepared = pixels if exported.prepare is None else exported.prepare(image)
+    std = torch.tensor(encoder.preprocessing.std).view(-1, 1, 1)
+    levels = 255 * float(((prepared - pixels) * std).abs().max()) if prepared.shape == pixels.shape else float("inf")
+    if not levels <= LEVELS + 0.5:
+        raise WeightsError(
+            f"The preparation of images of the export differs by {levels:.3g} of 255 levels for a photograph of "
+            f"{image.width} x {image.height} pixels. Nothing was written. Export with --to ours."
+        )
+    ours, theirs = tokens_of(encoder(pixels[None])), exported.run(prepared[None])
+    found: dict[str, Any] = {"image": [image.height, image.width], "input": list(pixels.shape), "levels": levels}
+    for name, own, other in zip(("pooled", "tokens"), ours, theirs, strict=True):
+        found[name] = float((own - other).abs().max() / own.abs().max())
     return found

@@ -19,13 +19,14 @@ from torch.export import Dim, ExportedProgram
 
 from tessera import encoders
 from tessera.encoders.base import Encoder
-from tessera.encoders.certificate import TOLERANCE, Exported, certify, image_size, names_after, shapes, tokens_of
+from tessera.encoders.certificate import TOLERANCE, Exported, Photograph, certify, names_after, shapes, tokens_of
 from tessera.encoders.errors import EncoderError, WeightsError
 from tessera.encoders.formats import transformers_export
 from tessera.encoders.formats.checkpoint import format_of
 from tessera.encoders.formats.loading import State
 from tessera.encoders.module import ModuleEncoder
 from tessera.encoders.navit import NaViT
+from tessera.encoders.preprocessing import description, image_size, prepare, pretrained_cfg
 from tessera.encoders.timm_models import import_timm
 from tessera.encoders.vit import ViT
 from tessera.runtime.files import atomic_write
@@ -38,6 +39,8 @@ ENDINGS = {
     "torch": ".pt2",
 }
 """End of the file name of each format. transformers requires the full name."""
+METADATA = "preprocessing"
+"""Name under which files of "onnx" and "torch" (with the ending .json) store the preparation of images, as JSON."""
 
 
 def export(
@@ -48,6 +51,7 @@ def export(
     dynamic_size: bool = False,
     tolerance: float = TOLERANCE,
     step: int | None = None,
+    photograph: Photograph | None = None,
 ) -> dict[str, Any]:
     """Write an encoder to `output`, and its certificate to a file of the same name that ends in .certificate.json.
 
@@ -61,6 +65,7 @@ def export(
         dynamic_size: accept images of any size ("onnx" and "torch" only). Otherwise, images have the encoder's size.
         tolerance: largest accepted difference between two features, as a fraction of the largest feature.
         step: number of completed optimizer steps, which the certificate and "ours" store.
+        photograph: photograph with which the preparation of images is compared, or None for no comparison.
 
     Raises:
         WeightsError: the format has no equivalent of the encoder, the export lacks tensors, or its features differ.
@@ -75,7 +80,7 @@ def export(
     if dynamic_size and form not in ("onnx", "torch"):
         raise EncoderError(f"--dynamic_size is for onnx and torch. The size of images in {form} follows its own rules.")
     encoder.eval()
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
+    with _frozen(encoder), tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
         file = Path(folder) / output.name
         if form == "ours":
             exported = to_ours(encoder, file, step)
@@ -83,7 +88,7 @@ def export(
             exported = {"timm": to_timm, "transformers": to_transformers}[form](encoder, file)
         else:
             exported = {"onnx": to_onnx, "torch": to_torch}[form](encoder, file, dynamic_size)
-        certificate = certify(encoder, exported, file, form, tolerance)
+        certificate = certify(encoder, exported, file, form, tolerance, photograph)
         certificate["step"] = step
         certificate["use"] = exported.use.replace(str(Path(folder)), str(output.parent))
         for written in Path(folder).iterdir():
@@ -142,21 +147,30 @@ def to_timm(encoder: Encoder, file: Path) -> Exported:
         run=run,
         use=f'timm.create_model("{name}", checkpoint_path="{file}"{arguments})',
         packages=("timm",),
+        prepare=timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False),
     )
 
 
 def to_transformers(encoder: Encoder, file: Path) -> Exported:
-    """Write the weights to `file`, model.safetensors, and the configuration to config.json in the same folder.
+    """Write the weights to `file`, model.safetensors, and the configuration of the model and of its image processor to
+    config.json in the same folder.
 
     Raises:
-        WeightsError: transformers has no equivalent model.
+        WeightsError: transformers has no equivalent model, or a package is not installed.
+        EncoderError: the number of channels differs between the preprocessing and the encoder.
     """
     config, state = transformers_export.to_transformers(encoder)
+    import_timm("The image processor of an export to transformers", WeightsError)
+    # The image processors of transformers place the crop half a pixel away if the margin is odd. The one that wraps the
+    # transform of timm does not. It reads config.json, and other programs read preprocessor_config.json.
+    processor = {"image_processor_type": "TimmWrapperImageProcessor", "pretrained_cfg": pretrained_cfg(encoder)}
     _save(state, file)
-    file.with_name("config.json").write_text(json.dumps(config, indent=2) + "\n")
-    from transformers import AutoModel  # imported here, because the import takes seconds
+    file.with_name("config.json").write_text(json.dumps(config | processor, indent=2) + "\n")
+    file.with_name("preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+    from transformers import AutoImageProcessor, AutoModel  # imported here, because the import takes seconds
 
     model = AutoModel.from_pretrained(file.parent).eval()
+    prepared = AutoImageProcessor.from_pretrained(file.parent, backend="pil")
     prefix = encoder.num_prefix_tokens if isinstance(encoder, ViT) else 0
 
     def run(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,7 +183,8 @@ def to_transformers(encoder: Encoder, file: Path) -> Exported:
         names=names_after(encoder, lambda copy: transformers_export.to_transformers(copy)[1], state),
         run=run,
         use=f'transformers.AutoModel.from_pretrained("{file.parent}")',
-        packages=("transformers",),
+        packages=("transformers", "timm"),
+        prepare=lambda image: prepared(image)["pixel_values"][0],
     )
 
 
@@ -195,6 +210,7 @@ def to_onnx(encoder: Encoder, file: Path, dynamic_size: bool) -> Exported:
         # Without torch's optimisation, each weight keeps its name. ONNX Runtime optimises the graph when it loads it.
         graph = torch.onnx.export(program, (), dynamo=True, optimize=False, verbose=False)
         assert graph is not None
+        graph.model.metadata_props[METADATA] = json.dumps(description(encoder))
         graph.model.graph.inputs[0].name = "images"
         for output, name in zip(graph.model.graph.outputs, ("pooled", "tokens"), strict=True):
             output.name = name
@@ -213,9 +229,9 @@ def to_onnx(encoder: Encoder, file: Path, dynamic_size: bool) -> Exported:
         pooled, tokens = session.run(["pooled", "tokens"], {"images": images.numpy()})
         return torch.from_numpy(pooled), torch.from_numpy(tokens)
 
-    return _traced(
-        encoder, written, run, f'onnxruntime.InferenceSession("{file}")', dynamic_size, ("onnx", "onnxruntime")
-    )
+    described = json.loads(session.get_modelmeta().custom_metadata_map[METADATA])
+    use, packages = f'onnxruntime.InferenceSession("{file}")', ("onnx", "onnxruntime")
+    return _traced(encoder, written, run, use, described, dynamic_size, packages)
 
 
 def to_torch(encoder: Encoder, file: Path, dynamic_size: bool) -> Exported:
@@ -224,10 +240,13 @@ def to_torch(encoder: Encoder, file: Path, dynamic_size: bool) -> Exported:
     Raises:
         EncoderError: the encoder cannot be traced.
     """
-    torch.export.save(trace(encoder, dynamic_size), file)
-    program = torch.export.load(file)
+    extra = {f"{METADATA}.json": json.dumps(description(encoder))}
+    torch.export.save(trace(encoder, dynamic_size), file, extra_files=extra)
+    read = dict.fromkeys(extra, "")
+    program = torch.export.load(file, extra_files=read)
+    described = json.loads(read[f"{METADATA}.json"])
     written = {name.removeprefix("encoder."): tensor for name, tensor in program.state_dict.items()}
-    return _traced(encoder, written, program.module(), f'torch.export.load("{file}").module()', dynamic_size)
+    return _traced(encoder, written, program.module(), f'torch.export.load("{file}").module()', described, dynamic_size)
 
 
 def _traced(
@@ -235,14 +254,18 @@ def _traced(
     written: State,
     run: Callable[[Tensor], tuple[Tensor, Tensor]],
     use: str,
+    described: dict[str, Any],
     dynamic_size: bool,
     packages: tuple[str, ...] = (),
 ) -> Exported:
-    """Return the export of a graph, whose weights have the names of the encoder. `written` may also hold constants."""
+    """Return the export of a graph, whose weights have the names of the encoder. `written` may also hold constants.
+
+    `described` is the preparation of images that the file states.
+    """
     state = {name: tensor for name, tensor in encoder.state_dict().items() if name in written}
     names = {name: [name] for name in state}
     loaded = {name: written[name] for name in state}
-    return Exported(state, loaded, names, run, use, packages, dynamic_size)
+    return Exported(state, loaded, names, run, use, packages, dynamic_size, lambda image: prepare(image, described))
 
 
 class _Outputs(nn.Module):
@@ -288,6 +311,18 @@ def check_dynamic(encoder: Encoder) -> None:
 
 
 @contextmanager
+def _frozen(encoder: Encoder) -> Iterator[None]:
+    """Freeze the parameters of an encoder, so that the outputs of an exported program carry no graph."""
+    trained = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
+    encoder.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
 def _one_sentence(encoder: Encoder, target: str) -> Iterator[None]:
     """Turn any error of a library's exporter into an `EncoderError` of one sentence."""
     try:
@@ -303,26 +338,3 @@ def _one_sentence(encoder: Encoder, target: str) -> Iterator[None]:
 
 def _save(state: State, file: Path) -> None:
     save_file({key: tensor.detach().contiguous() for key, tensor in state.items()}, file, metadata={"format": "pt"})
-
-
-def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:
-    """Return the values that `timm.data.resolve_data_config` reads from a model's `pretrained_cfg`.
-
-    Raises:
-        EncoderError: the number of channels differs between the preprocessing and the encoder.
-    """
-    preprocessing, size = encoder.preprocessing, encoder.settings["image_size"]
-    if preprocessing.channels != encoder.channels:
-        raise EncoderError(
-            f"The preprocessing has {preprocessing.channels} channels, but the encoder has {encoder.channels}. "
-            'Write the mean and std of each channel into "preprocessing" of the .json file of the encoder.'
-        )
-    height, width = (size, size) if isinstance(size, int) else size
-    return {
-        "input_size": (encoder.channels, height, width),
-        "interpolation": "bicubic",
-        # timm resizes the short side to size / crop_pct. The evaluations use no margin for small images.
-        "crop_pct": 224 / 256 if min(height, width) >= 128 else 1.0,
-        "mean": preprocessing.mean,
-        "std": preprocessing.std,
-    }

@@ -27,6 +27,7 @@ from tessera.data.workers import free_cores
 from tessera.encoders import published
 from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from tessera.encoders.images import Images
+from tessera.encoders.preprocessing import short_side
 from tessera.encoders.timm_models import other_name
 from tessera.evaluation.memory import images_at_once
 from tessera.runtime.collectives import all_gather, all_reduce_sum
@@ -204,13 +205,12 @@ def input_size(encoder: Encoder, image_size: int | None) -> int:
 def resize_size(size: int, resize: int | None) -> int:
     """Return the short side in pixels to which images are resized before a centre crop of `size` pixels.
 
-    If `resize` is None, the ratio of short side to crop size is that of DINO (256 to 224) for crops of 128 pixels or
-    more. For smaller crops, the short side equals the crop size.
+    If `resize` is None, the result is that of `encoders.preprocessing.short_side`.
 
     Raises:
         EvaluationError: `resize` is smaller than `size`.
     """
-    resize = resize or (round(size * 256 / 224) if size >= 128 else size)
+    resize = resize or short_side(size)
     if resize < size:
         raise EvaluationError(
             f"A crop of {size} pixels does not fit in images whose short side is resized to {resize} pixels. Raise "

@@ -32,6 +32,7 @@ from tessera.encoders.formats.loading import check_names, check_shapes, check_va
 from tessera.encoders.lora import merge_lora
 from tessera.encoders.summary import setting
 from tessera.encoders.weights import fitting, rebuilt
+from tessera.evaluation.photograph import photograph
 from tessera.pretrain.checkpoints.resume import CheckpointError, list_checkpoints, read_trainer, verify
 from tessera.pretrain.engines.local_state import read, unsharded
 from tessera.pretrain.methods import METHODS
@@ -157,7 +158,7 @@ def export(
         origin = f"an encoder of the variant {chosen.settings['variant']}, from {source}"
         run = source if source.is_dir() else None
     options = {"dynamic_size": dynamic_size, "tolerance": tolerance, "step": step}
-    certificate = export_encoder(chosen, output, to, **options)
+    certificate = export_encoder(chosen, output, to, **options, photograph=photograph(chosen))
     card = output.with_suffix(".md")
     with atomic_write(card) as temporary:
         temporary.write_text(model_card(certificate, run))

@@ -25,7 +25,6 @@ def model_card(certificate: Mapping[str, Any], folder: Path | None) -> str:
     worst = {name: max(output[name] for output in certificate["outputs"]) for name in ("pooled", "tokens")}
     shapes = ", ".join(" x ".join(map(str, output["images"])) for output in certificate["outputs"])
     left_out = ", ".join(tensors["left_out"]) or "none"
-    mean, std = (certificate["preprocessing"][name] for name in ("mean", "std"))
     lines = [
         f"# {encoder['variant']}",
         "",
@@ -37,7 +36,7 @@ def model_card(certificate: Mapping[str, Any], folder: Path | None) -> str:
         "",
         "## Input and output",
         "",
-        f"Images (B, C, H, W): pixels from 0 to 1, minus {mean}, divided by {std}.",
+        *_input(certificate["preprocessing"]),
         *_output(certificate["format"]),
         "",
         "## Check",
@@ -45,6 +44,7 @@ def model_card(certificate: Mapping[str, Any], folder: Path | None) -> str:
         f"{tensors['exported']} tensors were written and loaded again. Left out: {left_out}.",
         f"Largest difference from the encoder: pooled {worst['pooled']:.2g}, tokens {worst['tokens']:.2g}.",
         f"Compared with images of {shapes}.",
+        *_photograph(certificate["photograph"]),
         "",
     ]
     run = None if folder is None else read_run(folder, folder.name)
@@ -55,6 +55,24 @@ def model_card(certificate: Mapping[str, Any], folder: Path | None) -> str:
     lines += ["## Settings of the encoder", "", *_listed(encoder.items())]
     lines += ["## Versions", "", *_listed(certificate["versions"].items())]
     return "\n".join(lines)
+
+
+def _input(described: Mapping[str, Any]) -> Iterable[str]:
+    """Yield the lines about the preparation of an image."""
+    if "crop" in described:
+        yield "An upright image is resized, so that its short side has the length `resize`, and cropped at the centre:"
+        yield ""
+    yield from _listed(described.items())
+    yield "Images (B, C, H, W): pixels from 0 to 1, minus mean, divided by std."
+
+
+def _photograph(compared: Mapping[str, Any] | None) -> Iterable[str]:
+    """Yield the lines about the comparison with a photograph."""
+    if compared is not None:
+        size = " x ".join(map(str, compared["image"]))
+        yield f"A photograph of {size} pixels, prepared by the rule that the export states: pixels differ by at most"
+        yield f"{compared['levels']:.1f} of 255 levels, pooled features by {compared['pooled']:.1g}, and tokens by"
+        yield f"{compared['tokens']:.1g} of the largest feature."
 
 
 def _output(form: str) -> Iterable[str]:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 import tessera.evaluation.knn as knn_command
@@ -20,20 +19,19 @@ import tessera.evaluation.linear_probe as probe_command
 from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
-from tessera.data.crops import CenterCrop
 from tessera.data.given import naming
-from tessera.data.resample import cut
 from tessera.data.shards import open_shards
 from tessera.data.shards.open import with_names
 from tessera.encoders import published
 from tessera.encoders.base import Encoder
 from tessera.encoders.weights import fitting
-from tessera.evaluation.features import LabelledFeatures, extract, input_size, resize_size, resolve_checkpoint
+from tessera.evaluation.features import LabelledFeatures, extract, resolve_checkpoint
+from tessera.evaluation.photograph import preparation
 from tessera.pretrain import job
 from tessera.pretrain.command_line import CODE, from_values
 from tessera.pretrain.config import DataConfig, RunConfig
 from tessera.runtime import preemption
-from tessera.runtime.isolation import isolated, own_modes
+from tessera.runtime.isolation import isolated
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.settings import validate
 
@@ -183,27 +181,7 @@ def transform(encoder: Encoder, image_size: int | None = None) -> Callable[[Imag
     Raises:
         ValueError: the encoder does not have 3 input channels.
     """
-    preprocessing = encoder.preprocessing
-    if preprocessing.channels != 3:
-        raise ValueError(
-            f"The encoder takes {preprocessing.channels} channels, but `transform` prepares RGB images. Use an encoder "
-            "with 3 input channels."
-        )
-    size = input_size(encoder, image_size)
-    crop = CenterCrop(size, resize=resize_size(size, None))
-    statistics = preprocessing.mean, preprocessing.std
-
-    @own_modes()
-    def prepare(image: Image.Image) -> Tensor:
-        rgb = ImageOps.exif_transpose(image).convert("RGB")
-        pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8).view(rgb.height, rgb.width, 3)
-        (view,) = crop.draw((rgb.height, rgb.width))
-        out = torch.empty(1, size, size, 3, dtype=torch.uint8)
-        cut(pixels.permute(2, 0, 1), view, out)
-        mean, std = (torch.tensor(values, dtype=torch.float32).view(3, 1, 1) for values in statistics)
-        return (out[0].permute(2, 0, 1).float() / 255 - mean) / std
-
-    return prepare
+    return preparation(encoder, image_size)
 
 
 @contextmanager
