@@ -36,7 +36,7 @@ from tessera.evaluation.command import labelled_data
 from tessera.evaluation.features import resolve_checkpoint
 from tessera.evaluation.knn import KNNSettings, knn_ranks
 from tessera.evaluation.results import Evaluation, data_name, write_result
-from tessera.evaluation.splits import Flags
+from tessera.evaluation.splits import Flags, open_labelled_splits
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.job import prepare, pretrain
@@ -95,9 +95,6 @@ def adapt(argv: list[str]) -> None:
     if {"--help", "-h"} & {*argv}:
         print(__doc__)
     given, other = load_settings(argv)
-    if given.dry_run:
-        pretrain(given)
-        return
     accelerator, _ = make_accelerator(given)
     with watched(AGAIN):
         config, shards, *_ = prepare(given, accelerator)
@@ -109,6 +106,10 @@ def adapt(argv: list[str]) -> None:
         sets: list[Splits] = [(bank, config.evaluation.val, (flag, "--evaluation.val"))]
         if other.forget_val is not None:
             sets.append((other.forget_train, other.forget_val, ("--forget_train", "--forget_val")))
+            open_labelled_splits(*sets[-1][:2], config.access, accelerator, sets[-1][2])
+        if given.dry_run:
+            pretrain(given)
+            return
         before = [correct(config.init_from, one, config, accelerator) for one in sets]
     output = pretrain(given)
     with watched(AGAIN):

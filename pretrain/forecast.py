@@ -126,27 +126,31 @@ def bare_run(config: RunConfig, accelerator: Accelerator, method: Method, engine
 def forecast(
     config: RunConfig,
     accelerator: Accelerator,
-    engine_class: type[Engine],
+    engine: Engine | None,
     method: Method,
     loader: Callable[[int], Batches],
     *,
     workers: int,
     fits: bool,
+    steps: int,
 ) -> dict[str, str]:
     """Return the rows of the forecast's table. Collective. `method` cannot be used afterwards.
 
     Args:
+        engine: Engine of the run. Not used for the GPUs that `config.gpu` names.
         loader: Returns a loader without workers whose steps have the given number of images over all processes.
         workers: Number of loader workers of each process.
         fits: True if the memory of the machine holds a step.
+        steps: Number of steps that the run still has to do.
     """
     processes = accelerator.num_processes
     each, passes = config.batch_size // processes // config.accumulate, processes * config.accumulate
     reading = loader_speed(loader(min(each, LOADER_IMAGES) * passes))
     if config.gpu is not None:
         batch = next(iter(loader(config.batch_size // config.gpus)))
-        return counted(config, accelerator, method, batch, reading)
-    run = bare_run(config, accelerator, method, engine_class(accelerator, method, config.optim))
+        return counted(config, accelerator, method, batch, reading, steps)
+    assert engine is not None
+    run = bare_run(config, accelerator, method, engine)
     few = min(FEW, each)
     seconds = step_seconds(run, next(iter(loader(few * passes))))
     if fits and seconds * each / few < STEP_SECONDS:
@@ -162,18 +166,19 @@ def forecast(
     return {
         "training, images/s": f"{training:,.0f} ({1e3 * seconds:,.0f} ms per step, measured)",
         "loader, images/s": f"{made:,.0f} ({reading:,.0f} per worker, measured)",
-        "time": f"{_time(config, whole)} at {whole:,.0f} images/s, without evaluations",
+        "time": f"{_time(steps * config.batch_size / whole)} at {whole:,.0f} images/s, without evaluations",
     }
 
 
 def counted(
-    config: RunConfig, accelerator: Accelerator, method: Method, batch: Batch, reading: float
+    config: RunConfig, accelerator: Accelerator, method: Method, batch: Batch, reading: float, steps: int
 ) -> dict[str, str]:
     """Return the rows of the forecast for the GPUs that `config.gpu` names. The weights of `method` are lost.
 
     Args:
         batch: Batch of the loader for one forward pass of one GPU.
         reading: Images/s of one loader worker of this machine.
+        steps: Number of steps that the run still has to do.
     """
     gpus, gpu = config.gpus, GPUS[config.gpu or ""]
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
@@ -183,9 +188,10 @@ def counted(
     # with small encoders, a process launches kernels more slowly than the GPU runs them
     launched = config.batch_size / (LAUNCH * counter.total().kernels)
     low, high = (min(share * most, launched) for share in REACHED)
-    likely, hours = f"{low:,.0f} to {high:,.0f}", f"{_time(config, high)} to {_time(config, low)}"
+    shortest, longest = (_time(steps * config.batch_size / speed) for speed in (high, low))
+    likely, hours = f"{low:,.0f} to {high:,.0f}", f"{shortest} to {longest}"
     if low == high:
-        likely, hours = f"{low:,.0f}, limited by the launch of kernels", _time(config, low)
+        likely, hours = f"{low:,.0f}, limited by the launch of kernels", longest
     rows = {
         f"images/s of {gpus} {gpu.name}": f"at most {most:,.0f} (counted), likely {likely} (a guess)",
         "time": f"{hours}, without evaluations",
@@ -197,9 +203,8 @@ def counted(
     return rows
 
 
-def _time(config: RunConfig, speed: float) -> str:
-    """Return the length of a run at a speed in images/s as a text."""
-    minutes = config.steps * config.batch_size / speed / 60
-    if minutes < 1:
-        return f"{60 * minutes:.1f} s"
-    return f"{minutes / 60:.1f} hours" if minutes >= 90 else f"{minutes:.1f} minutes"
+def _time(seconds: float) -> str:
+    """Return a length of time as a text."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 3600:.1f} hours" if seconds >= 90 * 60 else f"{seconds / 60:.1f} minutes"

@@ -1,7 +1,6 @@
 """Prepare a pretraining run from its settings, train, evaluate, and export the encoder."""
 
 import logging
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from tessera.pretrain.monitoring.dense import OnlineSegmentation
 from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, OnlineViews, write_accuracy
 from tessera.pretrain.monitoring.recorder import Recorder, record_start
 from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
-from tessera.pretrain.preflight import Plan, print_plan, print_table, warn_of_memory
+from tessera.pretrain.preflight import Plan, needs, print_plan, print_table, warn_of_memory
 from tessera.pretrain.resolve import (
     agree,
     continued,
@@ -101,19 +100,13 @@ def pretrain(config: RunConfig) -> Path:
 
 
 def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConfig, output: Path) -> None:
-    """Train, evaluate and export an encoder, in the folder `output`. The process group must be initialised."""
+    """Train, evaluate and export an encoder, in the folder `output`. The process group must be initialised.
+
+    With `--dry_run`, do all of this up to the first step without writing, and print the plan of the run instead.
+    """
     prepared = prepare(given, accelerator)
-    config, images = prepared.config, prepared.images
-    newest = newest_checkpoint(config, output)
-    position, same = TrainState(), dict[str, Any]()
-    if newest:
-        config, same = continued(config, prepared.sources, newest)
-        position = resume.read_train_state(newest)
-    counts = [len(source.shards) for source in prepared.sources.lists]
-    order = {"shards": prepared.fingerprint, "shard_counts": counts, "mixture": phases(prepared.sources.weights)}
-    settings = config.model_dump(mode="json") | order
-    if newest:
-        resume.check_fits(newest, settings | same)
+    config, newest, settings = continue_run(prepared, output)
+    position = resume.read_train_state(newest) if newest else TrainState()
     check_memory(config, accelerator, sharded=engine_class.sharded)
     torch.manual_seed(config.seed)  # all processes use the same seed to build equal weights
     main = accelerator.is_main_process if engine_class.sends_weights else None
@@ -123,31 +116,34 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         # digits do not need the decoder, because they are PNG files.
         jpeg_decoder()
     batches = loader(config, method, prepared.sources, position.step, accelerator)
+    plan = None
     if config.dry_run:
-        dry_run(prepared, accelerator, engine_class, config, method, batches.buffered_bytes)
-        return
-    estimates = accelerator.device.type == "cpu" and not engine_class.sharded and not config.compile
-    if accelerator.is_main_process and estimates:
-        processes = accelerator.num_processes
-        warn_of_memory(config, method, processes, int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
+        plan = make_plan(prepared, accelerator, config, method, batches.buffered_bytes)
+    elif accelerator.device.type == "cpu" and not engine_class.sharded and not config.compile:
+        warn_of_memory(config, method, accelerator)
     accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
-    if config.overwrite:
+    if config.overwrite and not config.dry_run:
         run_on_all_ranks(lambda: delete_run(output) if accelerator.is_main_process else None)
-    engine = engine_class(accelerator, method, config.optim)
+    # The steps of a named GPU are counted without tensors, so this machine needs no memory for the optimizer state.
+    engine = engine_class(accelerator, method, config.optim) if newest or config.gpu is None else None
     # Methods that draw from torch's generator need different random numbers on each process. Drop path does not use
     # this generator (encoders/randomness.py).
     torch.manual_seed(config.seed + 1 + accelerator.process_index)
-    if newest:
-        resume.restore(newest, accelerator, engine)
-        log.info("resumed from %s, step %d of %d", newest, position.step, config.steps)
+    if newest and engine:
+        resume.restore(newest, accelerator, engine, point=not config.dry_run)
+        log.info("%s at step %d of %d: %s", "continues" if plan else "resumed", position.step, config.steps, newest)
+    if newest and position.step >= config.steps:
+        log.warning("The run has done all of its %d steps. To train longer, give more --steps.", config.steps)
     online, accuracy, dense = evaluations(config, method, prepared.shards, accelerator)
+    if plan is not None:
+        dry_run(prepared, accelerator, engine, config, method, plan, position.step)
+        return
+    assert engine is not None
     recorder = None
     if accelerator.is_main_process:
         if newest is None or position.step < config.steps:  # settings of a run that is done have no effect any more
             with atomic_write(output / "config.yaml") as part:  # written atomically, because --resume reads this file
                 part.write_text(to_yaml(config))
-        else:
-            log.warning("The run has done all of its %d steps. To train longer, give more --steps.", config.steps)
         recorder = Recorder(output, position.step, config.metrics, settings)
         contents = {}
         if scored := online or accuracy:
@@ -157,38 +153,71 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         if dense:
             contents["evaluation.maps_val"] = dense.opened[1].content()
         record_start(output, position.step, engine, config.precision, contents)
-        announce(given, config, images, engine)
+        announce(given, config, prepared.images, engine)
     with (
         saving_on_interrupt(),
         Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver,
     ):
-        own = (recorder, online, saver, images, position, accuracy, dense)
+        own = (recorder, online, saver, prepared.images, position, accuracy, dense)
         run = TrainingRun(config, output, accelerator, method, engine, *own)
         train(run, iter(batches))
     finish_run(run)
 
 
+def continue_run(prepared: Prepared, output: Path) -> tuple[RunConfig, Path | None, dict[str, Any]]:
+    """Return the settings of a run, the checkpoint that it continues, and the settings that it stores. Collective.
+
+    Raises:
+        SettingsError: the folder holds another run, or no run to continue.
+        CheckpointError: the checkpoint does not fit the run.
+    """
+    config, sources, same = prepared.config, prepared.sources, dict[str, Any]()
+    newest = newest_checkpoint(config, output)
+    if newest:
+        config, same = continued(config, sources, newest)
+    counts = [len(source.shards) for source in sources.lists]
+    order = {"shards": prepared.fingerprint, "shard_counts": counts, "mixture": phases(sources.weights)}
+    settings = config.model_dump(mode="json") | order
+    if newest:
+        resume.check_fits(newest, settings | same)
+    return config, newest, settings
+
+
+def make_plan(
+    prepared: Prepared, accelerator: Accelerator, config: RunConfig, method: Method, buffered_bytes: int
+) -> Plan:
+    """Return the plan of a run. It must be made before the engine moves or shards the weights."""
+    check_gpus(config, accelerator.num_processes)
+    processes = accelerator.num_processes if config.gpu is None else config.gpus
+    each = config.batch_size // processes // config.accumulate
+    need = needs(method, config.precision, each) if accelerator.is_main_process else None
+    return Plan(prepared.sources, prepared.images, processes, workers(config, accelerator), buffered_bytes, need)
+
+
 def dry_run(
     prepared: Prepared,
     accelerator: Accelerator,
-    engine_class: type[Engine],
+    engine: Engine | None,
     config: RunConfig,
     method: Method,
-    buffered_bytes: int,
+    plan: Plan,
+    step: int,
 ) -> None:
-    """Print the plan of a run and its forecast. Collective. `method` cannot be used afterwards."""
-    check_gpus(config, accelerator.num_processes)
-    each, fits = workers(config, accelerator), True
-    if accelerator.is_main_process:
-        processes = accelerator.num_processes if config.gpu is None else config.gpus
-        fits = print_plan(config, method, Plan(prepared.sources, prepared.images, processes, each, buffered_bytes))
+    """Print the plan of a run that has done `step` steps, and the forecast of the others. Collective.
+
+    `method` cannot be used afterwards.
+    """
+    fits = print_plan(config, plan) if accelerator.is_main_process else True
+    fits = all(gather_objects(fits))
+    if step >= config.steps:
+        return
 
     def small_loader(batch_size: int) -> Batches:
         small = config.model_copy(update={"batch_size": batch_size, "workers": 0})
         return loader(small, method, prepared.sources, 0, accelerator)
 
-    fits = all(gather_objects(fits))
-    rows = forecast(config, accelerator, engine_class, method, small_loader, workers=each, fits=fits)
+    own = (config, accelerator, engine, method, small_loader)
+    rows = forecast(*own, workers=plan.workers, fits=fits, steps=config.steps - step)
     if accelerator.is_main_process:
         print_table("forecast", rows)
 

@@ -3,12 +3,14 @@
 import copy
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
@@ -46,6 +48,23 @@ class Plan:
     """Number of loader workers per process."""
     buffered_bytes: int
     """Size of the shared memory of the loader workers of a process."""
+    needs: "Needs | None"
+    """Memory of a process; None except on the main process."""
+
+
+class Needs(NamedTuple):
+    """Memory that a process needs, in bytes."""
+
+    trained: int
+    """Number of trained parameters."""
+    state: int
+    """Weights, buffers, gradients and AdamW's two moments."""
+    activations: int | None
+    """Tensors that a forward pass keeps for the backward pass; None if they cannot be estimated."""
+
+    @property
+    def total(self) -> int:
+        return self.state + (self.activations or 0)
 
 
 def dry_forward(method: Method) -> None:
@@ -149,18 +168,30 @@ def _shares(config: RunConfig, shards: Sources) -> str:
     return "; ".join(f"{row} from step {step}" for row, (step, _) in zip(rows, phases(shards.weights), strict=True))
 
 
-def print_plan(config: RunConfig, method: Method, run: Plan) -> bool:
+def needs(method: Method, precision: str, images: int) -> Needs:
+    """Return the memory of a process whose forward passes have `images` images. The state of `method` changes."""
+    trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
+    state, activations = state_bytes(method), None
+    with torch.random.fork_rng(devices=[]):
+        try:
+            activations = activation_bytes(method, precision, images)
+        except Exception as error:  # black images without names may not suit a method of the user
+            log.info("The memory of the activations is not estimated: %s", error)
+    return Needs(trained, state, activations)
+
+
+def print_plan(config: RunConfig, run: Plan) -> bool:
     """Print the resolved settings of the run, and a table of its length, data and memory use.
 
     Return False if the run takes more memory than this machine, or its GPU, has.
     """
+    assert run.needs is not None
+    trained, state, activations = run.needs
     each = config.batch_size // run.processes // config.accumulate
-    activations = activation_bytes(method, config.precision, each)
     count = sum(len(source.shards) for source in run.shards.lists)
     size = sum(int(source.sizes.sum()) for source in run.shards.lists)
     readers = run.processes * max(run.workers, 1)
     shares = ", ".join(f"{len(source.shards) / readers:.1f}" for source in run.shards.lists)
-    trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
     checkpoints = math.ceil(config.steps / config.checkpoint_every)
     evaluated = LIMITS["cuda" if config.gpu is not None or torch.cuda.is_available() else "cpu"]
     rows = {
@@ -171,13 +202,13 @@ def print_plan(config: RunConfig, method: Method, run: Plan) -> bool:
         "processes x loader workers": f"{run.processes} x {run.workers}",
         "shards per worker": f"{shares} (any number works)",
         "images per forward pass of a process": f"{each}",
-        "memory per process: weights, gradients, optimizer": f"{state_bytes(method) / 1e9:.2f} GB",
-        "memory per process: activations (estimate)": f"{activations / 1e9:.2f} GB",
+        "memory per process: weights, gradients, optimizer": f"{state / 1e9:.2f} GB",
+        "memory per process: activations (estimate)": _gigabytes(activations),
         "memory per process: images of an evaluation and their activations": f"{decimal(evaluated)}, or one image",
         "shared memory per process: batches of the workers": decimal(run.buffered_bytes),
         "memory of this machine": decimal(memory()),
         "cache": _cache(config),
-        "checkpoint": f"{(state_bytes(method) - 4 * trained) / 1e9:.2f} GB",
+        "checkpoint": f"{(state - 4 * trained) / 1e9:.2f} GB",
         "checkpoints": f"{checkpoints}, of which the newest {config.checkpoint.keep} are kept",
     }
     if len(run.shards.lists) > 1:
@@ -187,8 +218,12 @@ def print_plan(config: RunConfig, method: Method, run: Plan) -> bool:
     if config.gpu is not None:
         return True
     if torch.cuda.is_available():
-        return state_bytes(method) + activations <= torch.cuda.get_device_properties().total_memory
-    return _fits(run.processes * (state_bytes(method) + activations))
+        return run.needs.total <= torch.cuda.get_device_properties().total_memory
+    return _fits(run.processes * run.needs.total)
+
+
+def _gigabytes(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / 1e9:.2f} GB"
 
 
 def print_table(title: str, rows: Mapping[str, str]) -> None:
@@ -198,20 +233,17 @@ def print_table(title: str, rows: Mapping[str, str]) -> None:
     Console().print(table)
 
 
-def warn_of_memory(config: RunConfig, method: Method, processes: int, here: int) -> None:
+def warn_of_memory(config: RunConfig, method: Method, accelerator: Accelerator) -> None:
     """Log a warning if a run on CPUs takes more memory than the machine has, because the system would kill the run.
 
-    Args:
-        processes: number of processes of the run, of which `here` are on this machine.
+    Only the main process of the run does this.
     """
-    each = config.batch_size // processes // config.accumulate
-    with torch.random.fork_rng(devices=[]):
-        try:
-            activations = activation_bytes(copy.deepcopy(method), config.precision, each)
-        except Exception as error:  # black images without names may not suit a method of the user
-            log.info("The memory of the run is not estimated: %s", error)
-            return
-    _fits(here * (state_bytes(method) + activations))
+    if not accelerator.is_main_process:
+        return
+    each = config.batch_size // accelerator.num_processes // config.accumulate
+    need = needs(copy.deepcopy(method), config.precision, each)
+    if need.activations is not None:
+        _fits(int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)) * need.total)
 
 
 def _fits(needed: int) -> bool:

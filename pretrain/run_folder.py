@@ -1,6 +1,7 @@
 """Create, lock and search the folder of a run, and delete an old run."""
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -13,7 +14,7 @@ from tessera import encoders
 from tessera.pretrain.checkpoints import resume
 from tessera.pretrain.config import RunConfig
 from tessera.runtime.collectives import broadcast_object, rank, run_on_all_ranks
-from tessera.runtime.lock import locked
+from tessera.runtime.lock import check_free, locked
 from tessera.runtime.settings import SettingsError
 from tessera.runtime.user_error import printable
 
@@ -42,7 +43,7 @@ def claimed(config: RunConfig, main: bool) -> Iterator[Path]:
     """Create and lock the folder of a run, and yield its path. The lock keeps other runs out. Collective.
 
     The main process creates and locks the folder. If the folder is new and still empty at the end, it is removed. With
-    `--dry_run`, nothing is created or locked.
+    `--dry_run`, the same faults are refused, but nothing is created or locked.
 
     Args:
         main: True on the main process.
@@ -55,7 +56,9 @@ def claimed(config: RunConfig, main: bool) -> Iterator[Path]:
     if config.resume and not config.output:
         raise SettingsError("--resume needs --output FOLDER, the folder of the run to continue")
     if config.dry_run:
-        yield Path(config.output or new_folder(config))
+        output = Path(broadcast_object(config.output or new_folder(config)))
+        run_on_all_ranks(lambda: _check_folder(output, config) if main else None)
+        yield output
         return
     with ExitStack() as stack:
         own = [run_on_all_ranks(lambda: stack.enter_context(_locked_folder(config)) if main else None)]
@@ -65,7 +68,7 @@ def claimed(config: RunConfig, main: bool) -> Iterator[Path]:
 @contextmanager
 def _locked_folder(config: RunConfig) -> Iterator[Path]:
     output = Path(config.output or new_folder(config))
-    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    made = [folder for folder in (output, *output.parents) if not os.path.exists(folder)]
     make_folder(output, exist_ok=config.output is not None)
     if not config.overwrite:  # --overwrite deletes the parts of the old run, of any kind
         _check_parts(output)
@@ -76,6 +79,29 @@ def _locked_folder(config: RunConfig) -> Iterator[Path]:
         with contextlib.suppress(OSError):  # rmdir fails if the folder is not empty
             for folder in made:
                 folder.rmdir()
+
+
+def _check_folder(output: Path, config: RunConfig) -> None:
+    """Raise the errors of `_locked_folder` without creating or locking the folder."""
+    shown = printable(str(output))
+    for folder in (output, *output.parents):
+        try:
+            is_folder = folder.is_dir() if os.stat(folder) else False
+        except FileNotFoundError:
+            if not folder.is_symlink():
+                continue
+            is_folder = False
+        except OSError as error:
+            raise SettingsError(f"Cannot create {shown}: {error.strerror}. Choose another --output.") from error
+        if not is_folder:
+            raise SettingsError(f"Cannot create {shown}: {os.strerror(errno.EEXIST)}. Choose another --output.")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise SettingsError(f"{printable(str(folder))} cannot be written to. Choose another --output.")
+        break
+    if output.is_dir():
+        if not config.overwrite:
+            _check_parts(output)
+        check_free(output)
 
 
 def new_folder(config: RunConfig) -> str:
@@ -96,9 +122,14 @@ def newest_checkpoint(config: RunConfig, output: Path) -> Path | None:
         CheckpointError: `latest` is a folder that is not a copy of a checkpoint.
     """
     shown = printable(str(output))
-    if config.resume and not config.dry_run:
-        run_on_all_ranks(lambda: resume.adopt_latest(output / "checkpoints") if rank() == 0 else None)
-    found = broadcast_object(resume.list_checkpoints(output / "checkpoints"))  # all processes use rank 0's list
+    checkpoints, copied = output / "checkpoints", None
+    if config.resume:
+        rename = not config.dry_run
+        copied = run_on_all_ranks(lambda: resume.adopt_latest(checkpoints, rename=rename) if rank() == 0 else None)
+    found = broadcast_object(resume.list_checkpoints(checkpoints))  # all processes use rank 0's list
+    copied = broadcast_object(copied)
+    if copied is not None and config.dry_run and (not found or int(copied.name[5:]) > int(found[-1].name[5:])):
+        found = [checkpoints / "latest"]
     holds_run = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
     if config.overwrite and config.resume:
         raise SettingsError("--overwrite deletes the run that --resume would continue. Give only one of them.")

@@ -119,6 +119,27 @@ def holder(folder: Path) -> str | None:
     return _holder(record)
 
 
+def check_free(folder: Path, timing: Timing = Timing()) -> None:
+    """Check that no run holds the lock of an existing folder, as `locked` does. Write nothing.
+
+    Raises:
+        LockedError: another run holds the lock.
+    """
+    _newest_dead(folder, timing)
+
+
+def _newest_dead(folder: Path, timing: Timing) -> Path | None:
+    """Return the newest file of a lock, whose holder is dead, or None if there is no file.
+
+    Raises:
+        LockedError: the holder is alive.
+    """
+    newest = _newest(folder)
+    while newest is not None and not _is_dead(newest, timing):
+        newest = _newest(folder)
+    return newest
+
+
 def _create(folder: Path, timing: Timing) -> tuple[Path, int]:
     """Create a new lock file if no other holder is alive. Return the path of the file and a descriptor.
 
@@ -126,9 +147,7 @@ def _create(folder: Path, timing: Timing) -> tuple[Path, int]:
         LockedError: another holder is alive.
     """
     while True:
-        newest = _newest(folder)
-        if newest is not None and not _is_dead(newest, timing):
-            continue
+        newest = _newest_dead(folder, timing)
         path = folder / f".lock-{(0 if newest is None else _number(newest)) + 1:08d}"
         if not NAME.fullmatch(path.name):
             raise LockedError(f"{newest} has the largest number of a lock. Remove it if no run writes into the folder.")

@@ -89,10 +89,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name[5:]))
 
 
-def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
+def restore(path: Path, accelerator: Accelerator, engine: Engine, *, point: bool = True) -> TrainState:
     """Load a checkpoint into the engine's method and optimizer and into the random generators. Collective.
 
     Return the train state of the checkpoint.
+
+    Args:
+        point: True to point the link `latest` to the checkpoint.
 
     Raises:
         CheckpointError: the tensors of the checkpoint differ from those of the run, or its files are damaged.
@@ -101,7 +104,8 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine) -> TrainState:
     trainer = read_trainer(path)
     verify(path)
     # The run may have been killed after it wrote this checkpoint, but before it pointed `latest` to the checkpoint.
-    run_on_all_ranks(lambda: point_latest(path.parent, path.name) if accelerator.is_main_process else None)
+    if point:
+        run_on_all_ranks(lambda: point_latest(path.parent, path.name) if accelerator.is_main_process else None)
     state = engine.local_state()
     try:
         run_on_all_ranks(lambda: read(state, path))
@@ -375,11 +379,14 @@ def point_latest(checkpoints: Path, name: str) -> None:
     os.replace(new, latest)
 
 
-def adopt_latest(checkpoints: Path) -> None:
+def adopt_latest(checkpoints: Path, *, rename: bool = True) -> Path | None:
     """Rename the folder `latest` to the name of its step, unless a checkpoint with that name already exists.
 
     `latest` is a folder instead of a link if a run was copied by a program that follows links. If `latest` is a link,
-    do nothing.
+    do nothing. Return the new path, or None if nothing is to be renamed.
+
+    Args:
+        rename: False to change nothing, and only check and return.
 
     Raises:
         CheckpointError: `latest` is a folder without a checkpoint, or its checkpoint differs from the checkpoint that
@@ -387,15 +394,18 @@ def adopt_latest(checkpoints: Path) -> None:
     """
     latest = checkpoints / "latest"
     if latest.is_symlink() or not latest.is_dir():
-        return
+        return None
     if not (latest / "trainer.json").exists():
         raise CheckpointError(f"{latest} is a folder without a checkpoint. Move it away.")
     step = checkpoints / f"step-{_read_trainer(latest)['position'].get('step', 0):08d}"
     if not step.exists():
-        latest.rename(step)
-        log.info("%s is a folder, not a link. It was renamed to %s.", latest, step.name)
-    elif (step / manifest.NAME).read_bytes() != (latest / manifest.NAME).read_bytes():
+        if rename:
+            latest.rename(step)
+            log.info("%s is a folder, not a link. It was renamed to %s.", latest, step.name)
+        return step
+    if (step / manifest.NAME).read_bytes() != (latest / manifest.NAME).read_bytes():
         raise CheckpointError(
             f"{latest} is a folder, not a link, and its checkpoint differs from {step.name} although both have the "
             "same step. Move one of the two folders away."
         )
+    return None

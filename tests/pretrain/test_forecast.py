@@ -1,6 +1,7 @@
 """The forecast of `--dry_run`."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.job import run_job
 from tessera.pretrain.resolve import make_accelerator
+from tessera.pretrain.run import main
 from tessera.runtime.settings import SettingsError
+from tests.pretrain import small
 
 SMALL = (
     "--encoder vit_micro --encoder.depth 1 --dino.local_crops 1 --dino.prototypes 32 --dino.hidden_dim 16 "
@@ -114,3 +117,35 @@ def test_several_processes_cannot_count() -> None:
     config = load([*SMALL.split(), "--dry_run", "--gpu", "h100"])
     with pytest.raises(SettingsError, match="without a launcher"):
         forecast.check_gpus(config, 2)
+
+
+@pytest.mark.medium
+def test_a_dry_run_continues_where_the_run_does_and_refuses_what_it_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    train, val = small.scored_shards()
+    output = tmp_path / "run"
+    words = [*SMALL.split(), "--data", train, "--evaluation.val", val, "--output", str(output), "--steps", "2"]
+    words += ["--dino.global_size", "16", "--dino.local_size", "16", "--evaluation.linear_iterations", "0"]
+    assert main(words) == 0
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    resumed = ["--resume", str(output), "--dry_run"]
+    caplog.set_level("INFO")
+    for more, refused in (
+        ([], "holds another run"),
+        (["--resume", "--data", val], "is in both --data and --evaluation.val"),
+        (["--resume", "--dino.prototypes", "64"], "does not fit this run"),
+        (["--resume", "--encoder.depth", "2"], "is a checkpoint of another run"),
+    ):
+        assert main([*words, *more, "--dry_run"]) == 2
+        assert refused in capsys.readouterr().err
+    assert main(resumed) == 0
+    assert "The run has done all of its 2 steps" in caplog.text
+    assert "forecast" not in capsys.readouterr().out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forecast, "step_seconds", lambda run, batch: len(batch) / 32)
+        patch.setattr(forecast, "loader_speed", lambda batches: 64.0)
+        assert main([*resumed, "--steps", "12", "--workers", "1"]) == 0
+    assert "continues at step 2 of 12" in caplog.text
+    assert f"{10 * 16 / 32:.1f} s at 32 images/s" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before

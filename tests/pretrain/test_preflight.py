@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,15 @@ from tessera.pretrain.config import RunConfig
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.methods.method import Method
-from tessera.pretrain.preflight import Plan, activation_bytes, dry_forward, print_plan, state_bytes, warn_of_memory
+from tessera.pretrain.preflight import (
+    Plan,
+    activation_bytes,
+    dry_forward,
+    needs,
+    print_plan,
+    state_bytes,
+    warn_of_memory,
+)
 from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
 from tests.evaluation.conftest import write_shard
@@ -99,10 +108,12 @@ def test_the_memory_of_a_run_is_estimated_without_a_trace(
     config, method = settings("--batch_size", "8"), dino(settings())
     needed = state_bytes(method) + activation_bytes(dino(config), config.precision, 4)
     before, random = {name: x.clone() for name, x in method.state_dict().items()}, torch.get_rng_state()
-    warn_of_memory(config, method, 2, 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    two: Any = SimpleNamespace(is_main_process=True, num_processes=2)
+    warn_of_memory(config, method, two)
     assert caplog.text == ""
     monkeypatch.setattr(preflight, "memory", lambda: needed - 1)
-    warn_of_memory(config, method, 2, 1)
+    warn_of_memory(config, method, two)
     assert "of memory. Lower batch_size" in caplog.text
     assert all(torch.equal(x, before[name]) for name, x in method.state_dict().items())
     assert method._last is None
@@ -128,7 +139,8 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         write_shard(tmp_path / f"{name}.tar", np.zeros((count, 16, 16, 3), np.uint8), None)
     config = settings("--accumulate", "2", "--checkpoint_every", "3", "--checkpoint.keep", "1")
     method = dino(config)
-    print_plan(config, method, Plan(open_sources(str(tmp_path / "*.tar")), 50, 2, 3, 9_000_000))
+    plan = Plan(open_sources(str(tmp_path / "*.tar")), 50, 2, 3, 9_000_000, needs(method, config.precision, 2))
+    print_plan(config, plan)
     said = re.sub(r"[ │┃]+", " ", capsys.readouterr().out)
     trained = sum(p.numel() for p in method.student.parameters() if p.requires_grad)
     for part in (
@@ -145,7 +157,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     ):
         assert part in said, part
     monkeypatch.setattr(preflight, "is_on_network", lambda folder: folder == tmp_path / "cache")
-    print_plan(config, method, Plan(open_sources(str(tmp_path / "*.tar")), 50, 2, 3, 9_000_000))
+    print_plan(config, plan)
     said = re.sub(r"[ │┃\n]+", " ", capsys.readouterr().out)
     assert "It is on a network disk: set TESSERA_CACHE to a local folder" in said
     shards = [str(tmp_path / "a.tar"), str(tmp_path / "b.tar")]
@@ -154,7 +166,8 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         ([0.9999, 0.0001], "99.99 %, 0.01 %"),
         ([{0: 1, 4: 1}, {0: 0, 4: 3}], "100 %, 0 % from step 0; 25 %, 75 % from step 4"),
     ):
-        print_plan(config, method, Plan(open_sources(dict(zip(shards, weights, strict=True))), 50, 2, 3, 9_000_000))
+        sources = open_sources(dict(zip(shards, weights, strict=True)))
+        print_plan(config, Plan(sources, 50, 2, 3, 9_000_000, plan.needs))
         assert f"shares of the sources {shares} " in re.sub(r"[ │┃\n]+", " ", capsys.readouterr().out)
 
 

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.command_line import load
 from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
 from tessera.pretrain.run_folder import claimed, delete_run, newest_checkpoint
+from tessera.runtime.lock import LockedError, locked
 from tessera.runtime.settings import SettingsError
 from tests.launched import TINY, records
+from tests.pretrain.small import make, saver
 
 
 def settings(*arguments: str):
@@ -68,7 +71,8 @@ def test_a_second_start_in_the_same_folder_is_refused_at_once(launch, tmp_path: 
         assert f"{output} is in use by process {run.process.pid}" in capsys.readouterr().err
     run.wait_for(lambda: (output / "metrics.jsonl").exists() and len(records(output)) > 2)
     assert main([*TINY, "--output", str(output), "--overwrite"]) == 2
-    assert main([*words, "--resume", "--dry_run"]) == 0  # it only looks
+    assert main([*words, "--resume", "--dry_run"]) == 2
+    assert f"{output} is in use by process {run.process.pid}" in capsys.readouterr().err
     os.kill(run.process.pid, signal.SIGKILL)
     run.process.wait(20)
     assert main([*TINY, "--output", str(output), "--steps", "2", "--overwrite"]) == 0
@@ -94,5 +98,40 @@ def test_a_part_of_the_wrong_kind_is_named_at_the_start(name: str, tmp_path: Pat
         os.mkfifo(part)
     else:
         part.touch()
-    assert main([*TINY, "--output", str(part.parent)]) == 2
-    assert f"{name} is not a {'regular file' if part.suffix else 'folder'}. Remove it" in capsys.readouterr().err
+    for more in ([], ["--dry_run"]):
+        assert main([*TINY, "--output", str(part.parent), *more]) == 2
+        assert f"{name} is not a {'regular file' if part.suffix else 'folder'}. Remove it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["file", "file/run", "n" * 300, "link"])
+def test_a_dry_run_refuses_the_folders_that_a_run_refuses(name: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    said = []
+    for more in ([], ["--dry_run"]):
+        assert main([*TINY, "--output", str(tmp_path / name), *more]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1] != ""
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "link"}
+
+
+def test_a_dry_run_refuses_a_folder_in_use_and_leaves_a_free_one_as_it_is(tmp_path: Path, capsys) -> None:
+    dry = settings("--dry_run", "--output", str(tmp_path))
+    with claimed(dry, True) as output:
+        assert output == tmp_path
+        assert not list(tmp_path.iterdir())
+    with locked(tmp_path), pytest.raises(LockedError, match="is in use by process"), claimed(dry, True):
+        pass
+    with claimed(settings("--dry_run", "--output", str(tmp_path / "new" / "run")), True):
+        assert not (tmp_path / "new").exists()
+
+
+def test_a_dry_run_finds_a_copied_checkpoint_where_it_is(tmp_path: Path) -> None:
+    """A run that was copied without links has a folder `latest`. A run renames it, and a dry run only reads it."""
+    saver(tmp_path, *make()).save(TrainState(step=7), make()[1].method.trained_encoder())
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "latest").unlink()
+    (checkpoints / "step-00000007").rename(checkpoints / "latest")
+    resumed = ["--output", str(tmp_path), "--resume"]
+    assert newest_checkpoint(settings(*resumed, "--dry_run"), tmp_path) == checkpoints / "latest"
+    assert newest_checkpoint(settings(*resumed), tmp_path) == checkpoints / "step-00000007"
