@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tarfile import BLOCKSIZE
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
 import PIL
@@ -38,10 +38,11 @@ from rich.filesize import decimal
 from tessera.data.shards.failures import ShardError
 from tessera.data.shards.index import CLASSES, FolderIndex, ShardEntry, parse_classes, write_folder
 from tessera.data.shards.listing import NO_LABEL, REASONS, Listing, list_folder
+from tessera.data.shards.manifest import MANIFESTS, add_labels, list_file
 from tessera.data.shards.open import ENDINGS
 from tessera.data.shards.tar import IMAGES, MAPS
 from tessera.data.statistics import moments
-from tessera.data.tools.inputs import find_maps, list_file, renumber
+from tessera.data.tools.inputs import find_maps, renumber
 from tessera.data.tools.offline import run_command, say, spread
 from tessera.data.tools.pack import LeftOut, Recipe, Record, prepare, read, shared_keys, write_shard
 from tessera.runtime import stdio
@@ -75,10 +76,11 @@ class MakeShards(Recipe):
     """seed of the shuffle"""
     workers: int = Field(default=cores(), ge=1)
     """number of worker processes"""
-    labels: Literal["auto", "folders", "none"] = "auto"
-    """folders: the first folder of a path is the class; none: no labels; auto: for a list or manifest, the labels in
-    the file; for a folder, like `folders` if there are several folders and every image is exactly one folder deep,
-    otherwise like `none`; auto refuses a folder with subfolders such as train and val, which are sets, not classes"""
+    labels: str = "auto"
+    """labels of the images in a folder: a CSV (docs/own_images.md); folders: the first folder of a path is the class;
+    none: no labels; auto: for a list or manifest, the labels in the file; for a folder, like `folders` if there are
+    several folders and every image is exactly one folder deep, otherwise like `none`; auto refuses a folder with
+    subfolders such as train and val, which are sets, not classes"""
     classes: Path | None = None
     """classes.json of other shards, from which the class numbers are taken"""
     maps: Path | None = None
@@ -206,8 +208,11 @@ def _list_images(settings: MakeShards) -> Listing:
     if images.is_dir():
         if settings.root is not None:
             raise ShardError(f"--root is for lists and manifests, but {images} is a folder. Leave the option out.")
-        listing = list_folder(images, labels=settings.labels, besides=settings.shards)
-    elif images.is_file() and images.suffix.lower() in (".txt", ".csv", ".parquet"):
+        table = settings.labels not in ("auto", "folders", "none")
+        listing = list_folder(images, labels="auto" if table else settings.labels, besides=settings.shards)
+        if table:
+            add_labels(listing, Path(settings.labels))
+    elif images.is_file() and images.suffix.lower() in (".txt", ".parquet", *MANIFESTS):
         listing = list_file(images, root=settings.root, labels=settings.labels)
     elif images.exists():
         raise ShardError(f"{images} is not a folder, a list (.txt) or a manifest (.csv, .parquet). Give one of these.")

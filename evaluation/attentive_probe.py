@@ -16,7 +16,7 @@ Shape letters: b images of this process in a step, n tokens of an image, D featu
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +64,8 @@ HEAD_WIDTH = 64
 
 class AttentiveSettings(HeadSettings):
     """Measure the accuracy of a classifier that attends to an encoder's frozen tokens."""
+
+    labelled_only: ClassVar[bool] = True
 
     train: str | list[str]
     """labelled SHARDS to train on"""

@@ -51,6 +51,8 @@ class LabelledSettings(FeatureSettings):
     """True if the mean training image is subtracted from the features of `--checkpoint pixels`. Without this
     subtraction, all features point in nearly the same direction."""
 
+    labelled_only: ClassVar[bool] = True
+
     train: str | list[str]
     """labelled SHARDS to train on"""
     val: str | list[str] | None

@@ -6,7 +6,7 @@ Shape letters: B images of one batch, C channels, S x S pixels, N images of this
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -65,11 +65,21 @@ class EncoderSettings(Settings):
     """name of the image in a sample, as for data.image of a run"""
     label: str | None = None
     """name of the label in a sample, as for data.label of a run"""
+    labels: str | None = None
+    """CSV with the labels of the images in folders: columns path and label; paths are relative to the CSV"""
+
+    labelled_only: ClassVar[bool] = False
+    """True if images without a label in `labels` are left out."""
+
+    @property
+    def form(self) -> SampleForm:
+        """How the image and the label are taken from a sample."""
+        return SampleForm(self.image, self.label, labels=self.labels, labelled_only=self.labelled_only)
 
     @property
     def access(self) -> SourceConfig:
-        """Settings for access to shards, with the names of the image and the label in a sample."""
-        return self.source.with_form(SampleForm(self.image, self.label))
+        """Settings for access to shards, with the form of samples."""
+        return self.source.with_form(self.form)
 
 
 class PooledSettings(EncoderSettings):
@@ -81,7 +91,7 @@ class PooledSettings(EncoderSettings):
     @property
     def access(self) -> SourceConfig:
         """Settings for access to shards, with the form of samples. Modules of the user's stages are imported."""
-        return self.source.with_form(SampleForm(self.image, self.label, load_stages(self.stages)))
+        return self.source.with_form(self.form._replace(stages=load_stages(self.stages)))
 
     def options(self) -> dict[str, Any]:
         """Return the settings as arguments for `extract`."""

@@ -188,7 +188,7 @@ def report(config: RunConfig, output: Path, changes: Sequence[Mapping[str, Chang
     own, forgotten = changes[0], changes[1] if len(changes) > 1 else {}
     name = data_name(other.forget_val) if other.forget_val else ""
     use, sentence = advice(own, forgotten, name)
-    scored = open_shards(config.evaluation.val, source=config.access)
+    scored = open_shards(config.evaluation.val, source=config.labelled_access)
     result = {
         "protocol": "further pretraining",
         "top1": own[f"{config.evaluation.k}-NN"].after,

@@ -166,6 +166,8 @@ class RunConfig(Settings, frozen=True):
     config: str | None = None
     """YAML file of settings, or name of a preset, such as imagenet_dino_vit_small; flags override its values"""
     data: DataConfig = DataConfig()
+    labels: str | None = None
+    """CSV with the labels of the images in folders: columns path and label; paths are relative to the CSV"""
     output: str | None = None
     """run folder; default: a new folder under runs/"""
     steps: Derived[int] = derived(ge=1)
@@ -252,7 +254,14 @@ class RunConfig(Settings, frozen=True):
         Raises:
             SettingsError: a stage cannot be used.
         """
-        return self.source.with_form(SampleForm(self.data.image, self.data.label, load_stages(self.data.stages)))
+        stages, only = load_stages(self.data.stages), METHODS[self.method].supervised
+        return self.source.with_form(SampleForm(self.data.image, self.data.label, stages, self.labels, only))
+
+    @property
+    def labelled_access(self) -> SourceConfig:
+        """Settings for access to the shards of the evaluation. Images that `labels` does not name are left out."""
+        access = self.access
+        return access.with_form(access.form._replace(labelled_only=True))
 
     @property
     def own_augment(self) -> Augment | None:

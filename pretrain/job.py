@@ -299,7 +299,8 @@ def evaluations(
     train: Any = list(shards) if isinstance(shards, dict) else shards
     if own.maps_train is not None or own.maps_val is not None:
         dense = OnlineSegmentation(own, method.image_size, accelerator, config.access)
-    options = (method.image_size, accelerator, config.access)
+    access = config.access if own.val is None else config.labelled_access
+    options = (method.image_size, accelerator, access)
     if method.supervised:
         return None, None if own.val is None else Accuracy(own, train, *options), dense
     if own.val is None and not own.view_images:

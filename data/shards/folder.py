@@ -12,34 +12,38 @@ from typing import Any
 import numpy as np
 
 from tessera.data.shards.failures import SampleError, ShardError, unreadable, warn_once
-from tessera.data.shards.listing import Listing, list_folder
-from tessera.data.shards.source import DEFAULT, Shard, SourceConfig
+from tessera.data.shards.listing import REASONS, UNLABELLED, Listing, list_folder
+from tessera.data.shards.manifest import add_labels, list_file
+from tessera.data.shards.source import DEFAULT, SampleForm, Shard, SourceConfig
 from tessera.data.shards.tar import IMAGES, Index
 from tessera.runtime.user_error import printable
 
 
 @dataclass(frozen=True)
 class ImageFolder(Shard):
-    """A local folder of images. Its path ends in a slash. Symbolic links are followed.
+    """A local folder of images, whose path ends in a slash, or a manifest of images in its folder. Symbolic links are
+    followed.
 
-    If every image is in a direct subfolder and there are several subfolders, the subfolders are classes. The class
-    numbers are the same as in shards that `data.make_shards` makes from the folder.
+    The labels are those of a manifest (`data.shards.manifest`), if there is one. Otherwise, if every image is in a
+    direct subfolder and there are several subfolders, the subfolders are classes. The class numbers are the same as in
+    shards that `data.make_shards` makes from the folder.
     """
 
     classes: tuple[str, ...] | None = None
-    """Names of the subfolders, which are the classes; None if the images have no classes."""
+    """Names of the classes; None if the images have no classes, or the manifest numbers them."""
 
     @classmethod
     def at(cls, path: str, config: SourceConfig = DEFAULT) -> "ImageFolder":
-        """Return the folder of images at `path`.
+        """Return the folder of images at `path`, or the images of the manifest at `path`.
 
         Raises:
             ShardError: the folder contains no readable images, or its subfolders look like separate sets, such as
                 train and val.
         """
-        listing = _list(path)
+        listing = _list(path, config.form)
         for count, reason in listing.unusable():
-            warn_once(f"Number of files that are left out of {path}: {count:,} ({reason})")
+            if reason != REASONS[UNLABELLED]:  # `add_labels` has named these images
+                warn_once(f"Number of files that are left out of {path}: {count:,} ({reason})")
         classes = None if listing.classes is None else tuple(listing.classes)
         size = int(listing.sizes[listing.usable].sum())
         folder = cls(path, size, listing.fingerprint(), config=config, classes=classes)
@@ -59,13 +63,13 @@ class ImageFolder(Shard):
 
     def make_index(self) -> Index:
         """List the folder again, and return the names, sizes, modification times and labels of the images."""
-        listing = _list(self.path)
+        listing = _list(self.path, self.config.form)
         if listing.fingerprint() != self.version:
             raise ShardError(f"{self.path} has changed since it was opened. Restart the run.")
         return _index(listing)
 
     def image(self, index: Index, sample: int) -> bytes:
-        path = os.path.join(os.fsencode(self.path), index.raw_key(sample))
+        path = os.path.join(os.path.dirname(os.fsencode(self.path)), index.raw_key(sample))
         modified, size = map(int, index.images[sample])
         try:
             with open(path, "rb") as file:
@@ -89,8 +93,8 @@ class ImageFolder(Shard):
         label = int(index.labels[sample, 0])
         if label < 0:
             raise SampleError(
-                f"{self.name}/{index.key(sample)} has no label, but labels are needed. Move the images to one direct "
-                "subfolder per class. At least two subfolders are needed."
+                f"{self.name}/{index.key(sample)} has no label, but labels are needed. Give --labels labels.csv with "
+                "the columns path and label, or move the images to at least two direct subfolders, one per class."
             )
         return label
 
@@ -101,11 +105,16 @@ def holds_images(folder: str) -> bool:
     return any(name.lower().endswith(endings) for _, _, names in os.walk(folder) for name in names)
 
 
-def _list(folder: str) -> Listing:
+def _list(path: str, form: SampleForm) -> Listing:
     try:
-        return list_folder(Path(folder), labels="auto")
+        if not path.endswith("/"):
+            return list_file(Path(path), root=None, labels="auto")
+        listing = list_folder(Path(path), labels="auto")
+        if form.labels is not None:
+            add_labels(listing, Path(form.labels), only=form.labelled_only)
+        return listing
     except OSError as error:
-        raise unreadable(folder, error, "Correct the path or its permissions.") from error
+        raise unreadable(path, error, "Correct the path or its permissions.") from error
 
 
 def _index(listing: Listing) -> Index:

@@ -21,13 +21,14 @@ from tessera.runtime.user_error import printable
 TRAINING_SETS = {"train", "training"}
 SETS = {*TRAINING_SETS, "val", "valid", "validation", "test", "testing"}
 NO_LABEL = -1
-EMPTY, MISSING, IRREGULAR, LARGE, UNREADABLE = range(0, -5, -1)
+EMPTY, MISSING, IRREGULAR, LARGE, UNREADABLE, UNLABELLED = range(0, -6, -1)
 REASONS = {
     EMPTY: "the file is empty",
     MISSING: "not found",
     IRREGULAR: "not a regular file",
     LARGE: f"larger than {LARGEST_MEMBER} bytes",
     UNREADABLE: "cannot be read",
+    UNLABELLED: "without a label",
 }
 """Maps a code to the reason why a file is left out. `Listing.sizes` and `Maps.sizes` contain the code in place of the
 size."""

@@ -29,6 +29,7 @@ from tessera.data.shards.failures import (
 )
 from tessera.data.shards.folder import ImageFolder, holds_images
 from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, ShardEntry, parse_folder
+from tessera.data.shards.manifest import MANIFESTS
 from tessera.data.shards.source import DEFAULT, Shard, Source, SourceConfig
 from tessera.data.shards.tars import GZIPPED, LocalTar, PackedTar, RemoteTar, Tar, folder_of
 from tessera.runtime.progress import track
@@ -245,14 +246,17 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
         ShardError: the file does not exist, is empty, or has a name that does not end in `.tar`, `.tar.gz`,
             `.tgz` or `.parquet`; the server does not respond; or a folder of images cannot be used.
     """
+    local = not is_name(path) and not remote.is_remote(path)
+    if local and (os.path.isdir(path) or (path.lower().endswith(MANIFESTS) and os.path.isfile(path))):
+        return ImageFolder.at(path, config)
+    if config.form.labels is not None:
+        raise ShardError(f"--labels is for folders of images, but {path} is none. It stores its own labels.")
     if is_name(path):
         from tessera.data.shards.map_style import MapStyle  # imported here, because the module imports torch
 
         return MapStyle.at(path, config)
     if path.startswith(remote.PIPE):
         return RemoteTar(path, 0, "", config)
-    if not remote.is_remote(path) and os.path.isdir(path):
-        return ImageFolder.at(path, config)
     if path.endswith(PARQUET) and os.path.exists(path):
         from tessera.data.shards.parquet import ParquetFile  # imported here, because pyarrow is optional
 

@@ -66,6 +66,10 @@ class SampleForm(NamedTuple):
     """Name of the label in a sample, or `NAME:FIELD` for a field of a JSON object; None for the usual names."""
     stages: tuple[Callable[..., Any], ...] = ()
     """Stages of the user, which change a sample before its image and label are taken from it (`data.stages`)."""
+    labels: str | None = None
+    """Manifest with the labels of the images in folders (`data.shards.manifest`); None for no manifest."""
+    labelled_only: bool = False
+    """True to leave out the images of folders that have no label in the manifest."""
 
     @property
     def label_name(self) -> str | None:
