@@ -1,21 +1,29 @@
 """Decode images into upright tensors with C channels.
 
-Images have H x W pixels. torchvision (with libjpeg-turbo) decodes upright JPEGs with one or three components, the usual
+Images have H x W pixels. simplejpeg (with libjpeg-turbo) decodes upright JPEGs with one or three components, the usual
 images in most data sets. Pillow decodes the remaining JPEGs, and all PNGs and WebPs. Pillow decodes a JPEG to the same
-pixels as torchvision, but a little more slowly. tifffile reads TIFFs.
+pixels as simplejpeg, but more slowly. tifffile and Pillow read TIFFs.
 """
 
-import functools
-from collections.abc import Callable
+import warnings
 from io import BytesIO
-from typing import cast
 
 import numpy as np
+import simplejpeg
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from tessera.data.headers import HeaderError, check_png, check_sides, holds_all_pixels, is_jpeg, is_png, read_jpeg
+from tessera.data.headers import (
+    HeaderError,
+    check_png,
+    check_sides,
+    holds_all_pixels,
+    is_jpeg,
+    is_png,
+    raise_lack_of_memory,
+    read_jpeg,
+)
 from tessera.data.tiff import check_range, eight_bits, is_tiff, read_tiff
 from tessera.runtime.user_error import printable
 
@@ -33,26 +41,12 @@ ROWS_AT_ONCE = 2**21
 """Number of pixels that are converted at once. Converting all pixels at once would need several times the memory."""
 LARGEST_EXIF = 2**18
 """Maximum size in bytes of EXIF data. Larger data are ignored, because Pillow copies the data for each tag."""
-_NO_MEMORY = ("allocate memory", "Insufficient memory", "out of memory")
-"""Substrings of out-of-memory errors from torch and libjpeg."""
-
+_REFUSED_MODES = ("F", "LAB")
+"""Modes of Pillow images that are refused: floating-point values, and a colour space that Pillow does not convert."""
+_STRAIGHT = {"La": "LA", "RGBa": "RGBA"}
+"""Modes of Pillow with premultiplied alpha, and the modes to which Pillow converts them."""
 _CHANNELS = (1, 3, 4)
 """Numbers of channels to which every JPEG, PNG and WebP image can be converted: 1 (gray), 3 (RGB) and 4 (RGBA)."""
-
-
-@functools.cache
-def jpeg_decoder() -> Callable[[Tensor, int], Tensor] | None:
-    """Return torchvision's JPEG decoder, or None if this version of torchvision has no JPEG decoder.
-
-    The decoder takes the encoded bytes (N,) uint8 and the number of channels, 1 or 3. torchvision has deprecated
-    this decoder in favour of torchcodec. Without this decoder, Pillow decodes all JPEGs.
-    """
-    # Import torchvision late. The import is slow, because it loads torch's compiler, and only JPEGs need it.
-    import torchvision.io
-
-    modes = {1: torchvision.io.ImageReadMode.GRAY, 3: torchvision.io.ImageReadMode.RGB}
-    decode_jpeg = getattr(torchvision.io, "decode_jpeg", None)
-    return decode_jpeg and (lambda encoded, channels: decode_jpeg(encoded, mode=modes[channels]))
 
 
 Undecoded = bytes | bytearray | memoryview | Image.Image | np.ndarray | Tensor
@@ -75,15 +69,19 @@ def decode(encoded: Undecoded, *, max_pixels: int = MAX_PIXELS, channels: int = 
     luminance of the RGB image. With four channels, the image is RGBA, and alpha is 255 if the file has no transparency.
     A TIFF with C bands keeps its bands, for any C.
 
-    Values of 16-bit gray images and 16-bit TIFFs are divided by 257. Such an image is refused if its values differ
-    but are all below 4096, because few gray levels would be left. In other 16-bit images, only the upper byte of each
-    value is kept. The result differs from division by 257 by at most one level. Only the first picture of an animation
-    is decoded. The size in the header is compared with `max_pixels`, `data.headers.MAX_SIDE` and Pillow's own limit
-    before any pixel is decoded.
+    Values of 16-bit gray images and 16-bit TIFFs are divided by 257. In 16-bit colour PNGs, only the upper byte of
+    each value is kept. The result differs from division by 257 by at most one level. A 16-bit image is refused if it
+    does not use the range of 16 bits (`data.tiff.check_range`). Only the first picture of an animation is decoded. The
+    size in the header is compared with `max_pixels`, `data.headers.MAX_SIDE` and Pillow's own limit before any pixel is
+    decoded.
+
+    The EXIF orientation of a Pillow image is applied only if Pillow has opened this object from a file. Other Pillow
+    images, such as the result of `rotate`, keep the EXIF data of their file, but may be upright already. They are taken
+    as they are, with a warning.
 
     Raises:
         ImageError: the file is damaged, truncated or of another format, has more than `max_pixels` pixels or a side
-            above the limit, cannot be converted to `channels` channels, or is a dark 16-bit image.
+            above the limit, cannot be converted to `channels` channels, or has values outside 8 and 16 bits.
         MemoryError: this process runs out of memory. The file may be intact.
     """
     return Picture(encoded, max_pixels=max_pixels, channels=channels).pixels()
@@ -95,6 +93,11 @@ def check_kind(image: object) -> None:
     Raises:
         TypeError: the object is not an image, or its values are not uint8. The message says what to do.
     """
+    if isinstance(image, Image.Image) and image.mode in _REFUSED_MODES:
+        raise TypeError(
+            f"it is a Pillow image of the mode {image.mode}, whose values have no range that maps to 0 to 255. Scale "
+            "the values of the data set by one range, and return 8-bit images."
+        )
     if isinstance(image, bytes | bytearray | memoryview | Image.Image):
         return
     if not isinstance(image, np.ndarray | Tensor):
@@ -109,6 +112,11 @@ def check_kind(image: object) -> None:
     if not 1 <= image.ndim <= 3:
         form = "(H, W, C)" if isinstance(image, np.ndarray) else "(C, H, W)"
         raise TypeError(f"it has the shape {tuple(image.shape)}. Return one image of shape {form}.")
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Turn a Pillow image upright, even if it is in memory. An image with damaged EXIF data stays as it is."""
+    return ImageOps.exif_transpose(image) if _orientation(image) in range(2, 9) else image
 
 
 class Picture:
@@ -192,19 +200,31 @@ class Picture:
         """
         if self._pixels is not None:
             return self._pixels
-        if self.plain and shrink == 1 and self._channels in (1, 3) and (decode_jpeg := jpeg_decoder()):
-            try:
-                # Copy the bytes to a bytearray, because `torch.frombuffer` needs a writable buffer.
-                pixels = decode_jpeg(torch.frombuffer(bytearray(self.encoded), dtype=torch.uint8), self._channels)
-            except RuntimeError as error:
-                if any(part in str(error) for part in _NO_MEMORY):
-                    raise MemoryError(str(error)) from error
-                raise ImageError(f"a damaged JPEG: {str(error).rpartition(', ')[2]}") from error
-        else:
+        pixels = self._plain_pixels(shrink) if self.plain and self._channels in (1, 3) else None
+        if pixels is None:
             pixels = _loaded(_open(self.encoded, self._channels, self._max_pixels), self._channels, shrink)
         if tuple(pixels.shape[1:]) != tuple(-(-side // shrink) for side in self.size):
             raise ImageError("a damaged JPEG: the size in the header differs from the size of the decoded pixels")
         return pixels
+
+    def _plain_pixels(self, shrink: int) -> Tensor | None:
+        """Return the pixels (C, H, W) of a plain JPEG; None if simplejpeg cannot decode it, but Pillow may.
+
+        Raises:
+            ImageError: the file is truncated.
+        """
+        height, width = (-(-side // shrink) for side in self.size)
+        color = "GRAY" if self._channels == 1 else "RGB"
+        try:  # `strict` also refuses damage that libjpeg only warns of, such as an early end of the file
+            pixels = simplejpeg.decode_jpeg(
+                self.encoded, color, min_height=height, min_width=width, min_factor=shrink, strict=True
+            )
+        except ValueError as error:
+            raise_lack_of_memory(error)
+            if self.encoded.rfind(b"\xff\xd9") < self.encoded.rfind(b"\xff\xda"):  # no end after the last scan
+                raise ImageError("a damaged JPEG: the file is truncated") from error
+            return None
+        return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def _encoded(image: Undecoded) -> bytes | None:
@@ -223,11 +243,10 @@ def _decoded_pixels(image: Undecoded, channels: int, max_pixels: int) -> Tensor:
         _check(image.size, channels, max_pixels)
         try:
             image.load()
-        except MemoryError:
-            raise
         except Exception as error:  # Pillow raises many kinds of errors for damaged files
+            raise_lack_of_memory(error)
             raise ImageError(f"a damaged image: {error}") from error
-        return _upright(_converted(image, channels), _orientation(image))
+        return _upright(_converted(image, channels), _orientation_of_object(image))
     pixels = np.asarray(image)
     if isinstance(image, Tensor) and pixels.ndim == 3:
         pixels = pixels.transpose(1, 2, 0)
@@ -301,6 +320,8 @@ def _stands_upright(segment: bytes) -> bool:
     try:
         exif.load(segment)
         return exif.get(ORIENTATION, 1) == 1
+    except MemoryError:
+        raise
     except Exception:  # Pillow raises many kinds of errors for damaged EXIF data
         return False
 
@@ -312,13 +333,14 @@ def _open(encoded: bytes, channels: int, max_pixels: int) -> Image.Image:
         image = Image.open(BytesIO(encoded), formats=FORMATS)
         _check(image.size, channels, max_pixels)
         return image
-    except (ImageError, MemoryError):
+    except ImageError:
         raise
     except UnidentifiedImageError as error:
         raise ImageError("the file is not a JPEG, PNG, WebP or TIFF image, or its header is damaged") from error
     except Image.DecompressionBombError as error:
         raise ImageError(str(error)) from error
     except Exception as error:  # Pillow raises many kinds of errors for damaged files
+        raise_lack_of_memory(error)
         raise ImageError(f"a damaged image: {error}") from error
 
 
@@ -330,15 +352,35 @@ def _loaded(image: Image.Image, channels: int, shrink: int = 1, encoded: bytes =
             image.draft("L" if channels == 1 else None, size)
         image.load()
         short = image.format == "PNG" and _ends_black(image, encoded) and not holds_all_pixels(encoded)
-    except MemoryError:
-        raise
     except Exception as error:
+        raise_lack_of_memory(error)
         raise ImageError(f"a damaged image: {error}") from error
     if short:
         raise ImageError("a damaged PNG: the pixel data is truncated")
+    if image.format == "PNG":
+        _check_png_values(image, encoded)
     orientation, pixels = _orientation(image), _converted(image, channels)
     image.close()  # free Pillow's pixels before `_upright` copies `pixels`
     return _upright(pixels, orientation)
+
+
+def _check_png_values(image: Image.Image, encoded: bytes) -> None:
+    """Check the values of a 16-bit colour PNG, and correct the transparent value of a gray PNG of 2 or 4 bits.
+
+    Raises:
+        ImageError: the image does not use the range of 16 bits, or has a transparent colour of 16 bits.
+    """
+    bits, color = encoded[24:26]
+    key = image.info.get("transparency")
+    if color == 0 and bits in (2, 4) and isinstance(key, int):
+        image.info["transparency"] = key * (255 // (2**bits - 1))  # as Pillow scales the pixels
+    if bits == 16 and image.mode in ("RGB", "RGBA", "LA"):
+        if key is not None:
+            raise ImageError("a 16-bit PNG with a transparent colour, which is not supported. Save it with alpha")
+        try:
+            check_range(np.asarray(image)[..., : 1 if image.mode == "LA" else 3], upper_bytes=True)
+        except HeaderError as error:
+            raise ImageError(str(error)) from error
 
 
 def _ends_black(image: Image.Image, encoded: bytes) -> bool:
@@ -357,9 +399,25 @@ def _tiff_pixels(encoded: bytes, channels: int, max_pixels: int) -> Tensor:
     pixels, bands = tiff.pixels, tiff.pixels.shape[2]
     if bands != channels:
         if tiff.mode is None or channels not in _CHANNELS:
-            raise ImageError(f"a TIFF image with {bands} bands cannot be converted to {channels} channels")
+            raise ImageError(
+                f"a TIFF image with {bands} bands cannot be converted to {channels} channels. Read its bands with "
+                f"data.channels {bands}"
+            )
         pixels = _converted(Image.fromarray(pixels[..., 0] if bands == 1 else pixels), channels)
     return _upright(pixels, tiff.orientation)
+
+
+def _orientation_of_object(image: Image.Image) -> int:
+    """Return the EXIF orientation that is applied to a Pillow image of the user (`decode`)."""
+    if isinstance(image, ImageFile.ImageFile):
+        return _orientation(image)
+    if "exif" in image.info and _orientation(image) in range(2, 9):
+        warnings.warn(
+            "The EXIF orientation of a Pillow image in memory is not applied, because the image may have been turned "
+            "already. Call PIL.ImageOps.exif_transpose on the opened file first.",
+            stacklevel=2,
+        )
+    return 1
 
 
 def _orientation(image: Image.Image) -> int:
@@ -367,6 +425,8 @@ def _orientation(image: Image.Image) -> int:
     try:
         exif = image.info.get("exif", b"")
         return image.getexif().get(ORIENTATION, 1) if len(exif) <= LARGEST_EXIF else 1
+    except MemoryError:
+        raise
     except Exception:  # an image with damaged EXIF data may still have good pixels
         return 1
 
@@ -386,13 +446,18 @@ def _converted(image: Image.Image, channels: int) -> np.ndarray:
     """Convert an image of any Pillow mode to gray, RGB or RGBA. Return pixels (H, W, C).
 
     Raises:
-        ImageError: the image has 16 bits and is too dark for 8 bits.
+        ImageError: the image has values outside 16 bits, or does not use the range of 16 bits.
     """
     if image.mode.startswith("I"):
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 65535:
+            raise ImageError(
+                f"the values of an image of the mode {image.mode} are {values.min()} to {values.max()}, but 16 bits "
+                "hold 0 to 65535. Scale the values of the data set by one range, and save its images with 8 bits"
+            )
         try:
-            smallest, largest = cast(tuple[int, int], image.getextrema())
-            check_range(smallest, largest)
-        except ValueError as error:
+            check_range(values)
+        except HeaderError as error:
             raise ImageError(str(error)) from error
     rows = max(ROWS_AT_ONCE // image.width, 1)
     if image.height <= rows:
@@ -407,6 +472,7 @@ def _converted(image: Image.Image, channels: int) -> np.ndarray:
 def _converted_rows(image: Image.Image, channels: int) -> np.ndarray:
     """Convert some rows of an image of any Pillow mode. Return pixels (H, W, C)."""
     image = _eight_bits(image)
+    image = image.convert(_STRAIGHT[image.mode]) if image.mode in _STRAIGHT else image
     if channels == 4:
         return np.array(image.convert("RGBA"))
     if image.info.get("transparency") is not None or image.mode in ("LA", "PA", "RGBA"):

@@ -35,6 +35,16 @@ class HeaderError(ValueError):
     """Raised if the header of an image is damaged or exceeds a limit. The message states the reason."""
 
 
+NO_MEMORY = ("allocate memory", "Insufficient memory", "out of memory")
+"""Substrings of out-of-memory errors of libjpeg, Pillow and torch that are not a `MemoryError`."""
+
+
+def raise_lack_of_memory(error: Exception) -> None:
+    """Raise `MemoryError` if the error of a library is a lack of memory, so that no intact image counts as corrupt."""
+    if isinstance(error, MemoryError) or any(part in str(error) for part in NO_MEMORY):
+        raise MemoryError(str(error)) from error
+
+
 class JpegHeader(NamedTuple):
     """Size, number of components and APP1 segments of a JPEG, from its header."""
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tessera.data.batch import ViewParameters
 from tessera.data.decode import MAX_PIXELS, ImageError, check_header
-from tessera.data.headers import HeaderError, check_sides, holds_all_pixels
+from tessera.data.headers import HeaderError, check_sides, holds_all_pixels, raise_lack_of_memory
 from tessera.data.shards.tar import MAPS
 
 IGNORED = 255
@@ -85,9 +85,8 @@ def _array_values(encoded: bytes, size: tuple[int, int] | None) -> np.ndarray:
         version = np.lib.format.read_magic(file)
         read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         shape, columns_first, dtype = read_header[version](file)
-    except MemoryError:
-        raise
     except Exception as error:  # NumPy raises many kinds of errors for damaged files
+        raise_lack_of_memory(error)
         raise ImageError(f"a damaged NumPy array: {error}") from error
     if dtype.kind not in "fiu" or len(shape) != 2:
         raise ImageError(f"the array has the type {dtype} and {len(shape)} axes, but a depth map has 2 axes of numbers")
@@ -114,9 +113,10 @@ def _png_values(encoded: bytes, size: tuple[int, int] | None, modes: tuple[str, 
         values = np.array(image)
         if not values[-1].any() and not holds_all_pixels(encoded):
             raise ImageError("a damaged PNG: the pixel data is truncated")
-    except (ImageError, MemoryError):
+    except ImageError:
         raise
     except Exception as error:  # Pillow raises many kinds of errors for damaged files
+        raise_lack_of_memory(error)
         raise ImageError(f"a damaged PNG: {error}") from error
     return values
 

@@ -1,7 +1,8 @@
-"""TIFF images with any number of bands, read by tifffile.
+"""TIFF images with any number of bands. tifffile reads plain pages, and Pillow the other kinds of gray and RGB pages.
 
-Images may come from untrusted sources. Therefore, only the compressions in `COMPRESSIONS` are decoded, and all sizes
-that determine the required memory are compared with limits before pixels are decoded. Images have H x W pixels.
+Images may come from untrusted sources. Therefore, only the compressions in `COMPRESSIONS` and `PILLOW_COMPRESSIONS` are
+decoded, and all sizes that determine the required memory are compared with limits before pixels are decoded. Images
+have H x W pixels.
 """
 
 from io import BytesIO
@@ -9,34 +10,46 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from PIL import Image
 
-from tessera.data.headers import HeaderError, check_sides
+from tessera.data.headers import HeaderError, check_sides, raise_lack_of_memory
 
 if TYPE_CHECKING:
-    from tifffile import TiffPage
+    from tifffile import TiffFile, TiffPage
 
 SIGNATURES = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 """First bytes of TIFF and BigTIFF files, in little-endian and big-endian byte order."""
 COMPRESSIONS = (1, 5, 8, 32946, 32773)
-"""TIFF codes of the supported compressions: none, LZW, deflate (two codes), PackBits."""
+"""TIFF codes of the compressions that tifffile decodes here: none, LZW, deflate (two codes), PackBits."""
+PILLOW_COMPRESSIONS = (*COMPRESSIONS, 2, 3, 4, 7)
+"""TIFF codes of the compressions that Pillow decodes here: those above, three kinds of fax compression, and JPEG."""
 GRAY, RGB = 1, 2
-"""TIFF codes of the supported photometric interpretations. In TIFF files, the code for gray also marks bands that are
-not colours, such as infrared."""
+"""TIFF codes of two photometric interpretations. In TIFF files, the code for gray also marks bands that are not
+colours, such as infrared."""
+PILLOW_COLOURS = (0, GRAY, RGB, 3, 5, 6)
+"""TIFF codes of the photometric interpretations that Pillow reads here: inverted gray, gray, RGB, palette, CMYK,
+YCbCr."""
+REDUCED, MASK = 1, 4
+"""Bits of the TIFF tag NewSubfileType that mark a page as a smaller copy or as a mask of another page."""
+MOST_PAGES = 64  # maximum number of pages of a TIFF, because tifffile reads their headers one by one in Python
 ORIENTATION = 274
 """Number of the TIFF tag that holds the orientation."""
-ALPHA = 2
-"""Value of the TIFF tag ExtraSamples for an alpha band that is not premultiplied into the colours."""
+PREMULTIPLIED, ALPHA = 1, 2
+"""Values of the TIFF tag ExtraSamples for alpha bands: premultiplied into the colours, and not premultiplied."""
 MOST_PARTS = 2**16  # maximum number of strips or tiles, because tifffile decodes strips and tiles one by one in Python
 ROWS_AT_ONCE = 2**21  # maximum number of values that are converted from 16 to 8 bits at once
 
 
 DARK = 4096
-"""16-bit images whose values are all below this number are refused, because at most 17 of 256 gray levels would be left
-in 8 bits. Such images come from 12-bit cameras, for example."""
+"""A 16-bit image is refused if nearly all of its values are below this number, because 17 of 256 gray levels would hold
+them in 8 bits. Such images come from 12-bit cameras and satellites, for example."""
+MOST_BRIGHT = 1000
+"""Up to one value in this number, or one pixel, may reach `DARK` in a refused image, so that no single pixel decides.
+Values of 65535 do not count, because they often mark pixels without a measurement."""
 
 
 class Tiff(NamedTuple):
-    """First page of a TIFF."""
+    """Image of a TIFF."""
 
     pixels: np.ndarray
     """Pixels (H, W, bands) uint8 as stored in the file, not turned upright."""
@@ -52,11 +65,13 @@ def is_tiff(encoded: bytes) -> bool:
 
 
 def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
-    """Read the first page of a TIFF with 8 or 16 bits per band. 16-bit values are converted by `eight_bits`.
+    """Read the image of a TIFF with up to 8 or with 16 bits per band. 16-bit values are converted by `eight_bits`.
+
+    Smaller copies (thumbnails and pyramids) and masks of the image are skipped.
 
     Raises:
-        HeaderError: the TIFF is damaged, not supported, too large or too dark, or a package for TIFF images is not
-            installed.
+        HeaderError: the TIFF is damaged, not supported, too large or too dark, has several pages, or a package for TIFF
+            images is not installed.
     """
     try:
         import imagecodecs  # noqa: F401 - gives tifffile decoders that never write past a strip
@@ -67,35 +82,61 @@ def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
         ) from error
     try:
         with TiffFile(BytesIO(encoded)) as file:
-            page = file.pages.first
+            number, page = _full_page(file)
             _check(page, most_bands, max_pixels)
             _check_parts(page, len(encoded))
-            values = page.asarray(squeeze=False, maxworkers=1)  # (bands, 1, H, W, 1) or (1, 1, H, W, bands)
+            plain = _is_plain(page)
+            values = _values(page) if plain or page.dtype == np.uint16 else None
+            if values is not None and values.dtype == np.uint16:
+                check_range(values)
+            if not plain:
+                return _read_by_pillow(encoded, number, page)
             orientation = int(page.tags.valueof(ORIENTATION, 1))
             mode = _mode(page)
-    except (HeaderError, MemoryError):
+    except HeaderError:
         raise
-    except Exception as error:  # tifffile raises many kinds of errors for damaged files
+    except Exception as error:  # tifffile and Pillow raise many kinds of errors for damaged files
+        raise_lack_of_memory(error)
         raise HeaderError(f"a damaged TIFF image: {error}") from error
-    pixels = values[:, 0].transpose(1, 2, 0, 3).reshape(*values.shape[2:4], -1)  # (H, W, bands)
-    if pixels.dtype == np.uint16:
-        check_range(int(pixels.min(initial=2**16 - 1)), int(pixels.max(initial=0)))
-        pixels = eight_bits(pixels)
-    return Tiff(pixels, orientation, mode)
+    assert values is not None
+    return Tiff(eight_bits(values) if values.dtype == np.uint16 else values, orientation, mode)
 
 
-def check_range(smallest: int, largest: int) -> None:
-    """Check that the values of a 16-bit image, from `smallest` to `largest`, use enough of the range of 16 bits.
+def check_range(values: np.ndarray, *, upper_bytes: bool = False) -> None:
+    """Check that the values (H, W, ...) of a 16-bit image use enough of the range of 16 bits.
+
+    Args:
+        values: values of the image, from 0 to 65535.
+        upper_bytes: True if `values` are only the upper byte of each value. The image is then refused even if all its
+            bytes are equal, because the lower bytes may differ.
 
     Raises:
-        HeaderError: the values differ, but all are below `DARK`. With 8 bits, few gray levels would be left.
+        HeaderError: the values differ, but nearly all are below `DARK` (`MOST_BRIGHT`). With 8 bits, few gray levels
+            would be left.
     """
-    if smallest < largest < DARK:
+    dark, full = (DARK // 256, 255) if upper_bytes else (DARK, 65535)
+    most_bright = max(values.size // MOST_BRIGHT, prod(values.shape[2:]))
+    bright, smallest, largest = 0, full, 0
+    rows = max(ROWS_AT_ONCE // max(prod(values.shape[1:]), 1), 1)
+    for top in range(0, len(values), rows):
+        some = values[top : top + rows]
+        some = some[some < full]
+        bright += np.count_nonzero(some >= dark)
+        if bright > most_bright:
+            return
+        smallest, largest = min(smallest, int(some.min(initial=full))), max(largest, int(some.max(initial=0)))
+    if smallest > largest or (smallest == largest and not upper_bytes):
+        return
+    if bright:
+        found, levels = f"whose values are nearly all below {DARK} of 65535", 17
+    else:
+        largest = largest * 256 + 255 if upper_bytes else largest
+        found = f"whose largest value is {'at most ' if upper_bytes else ''}{largest} of 65535"
         levels = (largest + 128) // 257 + 1
-        raise HeaderError(
-            f"a 16-bit image whose largest value is {largest} of 65535, so at most {levels} of 256 gray levels would "
-            "be left. Scale the values of the data set to the range 0 to 65535, or save its images with 8 bits"
-        )
+    raise HeaderError(
+        f"a 16-bit image {found}, so at most {levels} of 256 gray levels would be left. Scale the values of the data "
+        "set to the range 0 to 65535, or save its images with 8 bits"
+    )
 
 
 def eight_bits(values: np.ndarray) -> np.ndarray:
@@ -105,6 +146,81 @@ def eight_bits(values: np.ndarray) -> np.ndarray:
     for top in range(0, len(values), rows):
         pixels[top : top + rows] = (values[top : top + rows].astype(np.uint32) + 128) // 257
     return pixels
+
+
+def _full_page(file: "TiffFile") -> tuple[int, "TiffPage"]:
+    """Return the number and the header of the page that holds the image.
+
+    Raises:
+        HeaderError: the file has several pages that are neither smaller copies nor masks.
+    """
+    pages: list[TiffPage] = []
+    for number in range(MOST_PAGES + 1):
+        try:
+            pages.append(file.pages[number])  # pyright: ignore[reportArgumentType]
+        except IndexError:
+            break
+    if not pages:
+        raise HeaderError("a damaged TIFF image: it has no page")
+    full = [(number, page) for number, page in enumerate(pages) if not page.subfiletype & (REDUCED | MASK)]
+    if len(pages) == 1:  # the mark of a page without others has no meaning
+        full = [(0, pages[0])]
+    if not full:
+        raise HeaderError(f"a TIFF file whose {len(pages)} pages are all marked as smaller copies or masks")
+    count, (_, page) = len(full), full[0]
+    if count == 1 and page.size and (page.is_imagej or page.is_shaped or page.is_stk):  # planes may share one header
+        count = max(count, file.series[0].size // page.size)
+    if count > 1:
+        several = f"more than {MOST_PAGES}" if len(pages) > MOST_PAGES else count
+        raise HeaderError(
+            f"a TIFF file with {several} pages, but one image is expected. If the pages are channels, write them as "
+            "the bands of one page (tifffile.imwrite with photometric='minisblack' and planarconfig='separate'), and "
+            "set data.channels to their number. Otherwise write each page to its own file"
+        )
+    return full[0]
+
+
+def _is_plain(page: "TiffPage") -> bool:
+    """Return True if tifffile reads the bands of a page. Otherwise, Pillow reads the page."""
+    extra = tuple(page.extrasamples)
+    return (
+        page.compression in COMPRESSIONS
+        and page.photometric in (GRAY, RGB)
+        and page.bitspersample in (8, 16)
+        and (page.samplesperpixel > 4 or extra != (PREMULTIPLIED,))
+    )
+
+
+def _values(page: "TiffPage") -> np.ndarray:
+    """Return the values (H, W, bands) of a page."""
+    values = page.asarray(squeeze=False, maxworkers=1)  # (bands, 1, H, W, 1) or (1, 1, H, W, bands)
+    return values[:, 0].transpose(1, 2, 0, 3).reshape(*values.shape[2:4], -1)
+
+
+def _read_by_pillow(encoded: bytes, number: int, page: "TiffPage") -> Tiff:
+    """Read a page with Pillow, which bounds the memory of a strip or tile by the size in the header.
+
+    Raises:
+        HeaderError: Pillow does not read such pages, or reads only some of the bands.
+    """
+    bands, size = page.samplesperpixel, (page.imagewidth, page.imagelength)
+    kind = f"the compression {page.compression!r}, the colour type {page.photometric!r} and {bands} bands"
+    unsupported = HeaderError(
+        f"a TIFF image with {kind}, which is not supported. Save it as gray, RGB or bands of 8 bits with LZW or deflate"
+    )
+    try:
+        image = Image.open(BytesIO(encoded), formats=("TIFF",))
+        image.seek(number)
+    except (OSError, SyntaxError) as error:  # Pillow has no mode for these bands
+        raise_lack_of_memory(error)
+        raise unsupported from error
+    if sorted(image.size) != sorted(size) or len(image.getbands()) != bands or image.mode in ("RGBX", "F", "LAB"):
+        raise unsupported
+    image.load()  # also turns the image upright
+    mode = image.mode if image.mode in ("L", "LA", "RGB", "RGBA") else "RGBA" if image.mode == "PA" else "RGB"
+    mode = "L" if image.mode == "1" else mode
+    pixels = np.array(image.convert(mode))
+    return Tiff(pixels.reshape(*pixels.shape[:2], -1), 1, mode)
 
 
 def _check(page: "TiffPage", most_bands: int, max_pixels: int) -> None:
@@ -118,13 +234,20 @@ def _check(page: "TiffPage", most_bands: int, max_pixels: int) -> None:
         raise HeaderError(f"a TIFF image with {bands} bands, but only 1 to {most_bands} bands are supported")
     if prod(page.shaped) != height * width * bands:
         raise HeaderError("a TIFF image with a depth axis, which is not supported")
-    if page.compression not in COMPRESSIONS:
-        raise HeaderError(f"a TIFF image with the compression {page.compression!r}, which is not supported")
-    if page.photometric not in (GRAY, RGB):
-        raise HeaderError(f"a TIFF image with the colour type {page.photometric!r}, which is not supported")
-    if (page.bitspersample, page.dtype) not in ((8, np.uint8), (16, np.uint16)):
+    compressions = COMPRESSIONS if page.bitspersample == 16 else PILLOW_COMPRESSIONS
+    if page.compression not in compressions:
         raise HeaderError(
-            f"a TIFF image with {page.bitspersample} bits per band ({page.dtype}), which is not supported"
+            f"a TIFF image with the compression {page.compression!r}, which is not supported. Save it with LZW or "
+            "deflate"
+        )
+    if page.photometric not in PILLOW_COLOURS:
+        raise HeaderError(
+            f"a TIFF image with the colour type {page.photometric!r}, which is not supported. Save it as gray or RGB"
+        )
+    if page.bitspersample not in (1, 2, 4, 8, 16) or page.dtype not in (np.bool_, np.uint8, np.uint16):
+        raise HeaderError(
+            f"a TIFF image with {page.bitspersample} bits per band ({page.dtype}), which is not supported. Scale the "
+            "values of the data set by one range, and save its images with 8 bits"
         )
 
 
@@ -151,4 +274,5 @@ def _mode(page: "TiffPage") -> str | None:
     extra = page.samplesperpixel - len(colors)
     if extra == 0:
         return colors
-    return f"{colors}A" if extra == 1 and tuple(page.extrasamples)[:1] == (ALPHA,) else None
+    kinds = tuple(page.extrasamples)[:1]  # some programs leave out the mark of an alpha band after RGB
+    return f"{colors}A" if extra == 1 and (kinds == (ALPHA,) or (colors == "RGB" and not kinds)) else None

@@ -6,10 +6,11 @@ Shape letters: H x W pixels of an image, S x S pixels of a crop.
 from collections.abc import Callable
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from tessera.data.crops import CenterCrop
+from tessera.data.decode import Picture
 from tessera.data.resample import cut
 from tessera.encoders.base import Encoder
 from tessera.encoders.certificate import Photograph
@@ -39,11 +40,10 @@ def preparation(encoder: Encoder, side: int | None = None) -> Callable[[Image.Im
 
     @own_modes()
     def prepare(image: Image.Image) -> Tensor:
-        rgb = ImageOps.exif_transpose(image).convert("RGB")
-        pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8).view(rgb.height, rgb.width, 3)
-        (view,) = crop.draw((rgb.height, rgb.width))
+        picture = Picture(image)
+        (view,) = crop.draw(picture.size)
         out = torch.empty(1, size, size, 3, dtype=torch.uint8)
-        cut(pixels.permute(2, 0, 1), view, out)
+        cut(picture.pixels(), view, out)
         mean, std = (torch.tensor(values, dtype=torch.float32).view(3, 1, 1) for values in statistics)
         return (out[0].permute(2, 0, 1).float() / 255 - mean) / std
 

@@ -9,7 +9,6 @@ from accelerate import Accelerator
 
 from tessera import encoders
 from tessera.data.batches import Batches
-from tessera.data.decode import jpeg_decoder
 from tessera.data.given import is_name
 from tessera.data.loader import Reading, training_batches
 from tessera.data.sampler import BatchSampler, batch_ranges, phases
@@ -111,10 +110,6 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     torch.manual_seed(config.seed)  # all processes use the same seed to build equal weights
     main = accelerator.is_main_process if engine_class.sends_weights else None
     method = build_method(config, fresh=newest is None, main=main)
-    if config.data.shards is not None:
-        # Load the JPEG decoder before the loader workers are forked, so that the workers share its memory. The embedded
-        # digits do not need the decoder, because they are PNG files.
-        jpeg_decoder()
     batches = loader(config, method, prepared.sources, position.step, accelerator)
     plan = None
     if config.dry_run:

@@ -12,9 +12,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset
 
-from tessera.data.decode import ImageError, Undecoded, check_kind
+from tessera.data.decode import ImageError, Undecoded, check_kind, upright
 from tessera.data.given import kind, named_object
 from tessera.data.shards.failures import SampleError, ShardError
 from tessera.data.shards.index import unique_names
@@ -149,7 +150,10 @@ class MapStyle(Shard):
         name = f"{self.name}/{sample}"
         with named_errors(name):
             item = self.dataset[sample]
-        return item_of(item, self.config.form, name)
+        found = item_of(item, self.config.form, name)
+        if isinstance(found.image, Image.Image) and _only_opens(self.dataset):
+            return found._replace(image=upright(found.image))
+        return found
 
 
 def check_map_style(dataset: Any) -> None:
@@ -242,6 +246,14 @@ def field_of(content: Any, field: str, name: str) -> Any:
 
 def _label_keys(form: SampleForm) -> tuple[str, ...]:
     return LABEL_KEYS if form.label_name is None else (form.label_name,)
+
+
+def _only_opens(dataset: Any) -> bool:
+    """Return True for torchvision's folders without a transform, whose images are in memory, but not turned upright."""
+    while type(dataset) is torch.utils.data.Subset:
+        dataset = dataset.dataset
+    loader = getattr(dataset, "loader", None)
+    return getattr(loader, "__module__", "") == "torchvision.datasets.folder" and dataset.transform is None
 
 
 def _is_number(label: Any) -> bool:

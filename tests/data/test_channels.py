@@ -2,13 +2,13 @@
 
 import builtins
 import struct
+from io import BytesIO
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-import tessera.data.decode
 from tessera.data.augment import to_model_input
 from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.data.decode import ImageError, Picture, decode
@@ -56,11 +56,12 @@ def test_a_jpeg_in_one_and_four_channels(options, orientation):
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"keep_rgb": True}, {"progressive": True}])
-def test_pillow_decodes_jpegs_as_torchvision_does(channels, options, monkeypatch):
+def test_pillow_decodes_jpegs_as_simplejpeg_does(channels, options, monkeypatch):
     encoded = saved(COLORS[..., :3], "JPEG", **options)
-    by_torchvision = array(encoded, channels)
-    monkeypatch.setattr(tessera.data.decode, "jpeg_decoder", lambda: None)
-    assert np.array_equal(array(encoded, channels), by_torchvision)
+    picture = Picture(encoded, channels=channels)
+    found = [picture.pixels(shrink) for shrink in (1, 2, 4, 8)]
+    monkeypatch.setattr(Picture, "_plain_pixels", lambda *_: None)
+    assert all(torch.equal(picture.pixels(shrink), one) for shrink, one in zip((1, 2, 4, 8), found, strict=True))
 
 
 @pytest.mark.parametrize("shrink", [2, 4, 8])
@@ -99,8 +100,14 @@ def test_dark_sixteen_bit_images_are_refused(encode):
         ImageError, match=r"largest value is 4095 of 65535, so at most 17 of 256 gray levels .*Scale the values"
     ):
         array(encode(values), 1)
-    values[0, 0] = 4096
+    for accident in (4096, 65535):  # a single bright pixel, or one without a measurement, decides nothing
+        values[0, 0] = accident
+        with pytest.raises(ImageError, match=r"at most 17 of 256 gray levels .*Scale the values"):
+            array(encode(values), 1)
+    values[0, :2] = 4096
     assert np.array_equal(array(encode(values), 1)[..., 0], np.round(values / 257).astype(np.uint8))
+    black_and_white = np.where(values > 2000, 65535, 0).astype(np.uint16)
+    assert np.array_equal(array(encode(black_and_white), 1)[..., 0], black_and_white // 257)
     for blank in (0, 300):
         assert np.array_equal(np.unique(array(encode(np.full_like(values, blank)), 1)), [round(blank / 257)])
 
@@ -158,6 +165,109 @@ def test_a_tiff_is_turned_upright(orientation):
     assert picture.fraction(8) == 1
 
 
+SMOOTH = Image.fromarray(COLORS[:9, :13, :3]).resize((35, 25), Image.Resampling.BICUBIC)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("RGB", {"compression": "jpeg"}),
+        ("L", {"compression": "jpeg"}),
+        ("CMYK", {"compression": "jpeg"}),
+        ("YCbCr", {"compression": "jpeg", "quality": 90}),
+        ("CMYK", {}),
+        ("P", {}),
+        ("P", {"compression": "tiff_lzw"}),
+        ("PA", {}),
+        ("1", {}),
+        ("1", {"compression": "group3"}),
+        ("1", {"compression": "group4"}),
+        ("1", {"compression": "tiff_ccitt"}),
+        ("L", {"tiffinfo": {262: 0}}),  # inverted
+    ],
+)
+def test_other_kinds_of_tiffs_have_pillows_pixels(mode, options):
+    image = SMOOTH.convert("P").convert("PA") if mode == "PA" else SMOOTH.convert(mode)
+    if mode == "PA":
+        image.putalpha(Image.fromarray(COLORS[..., 3]))
+    encoded = saved(image, "TIFF", **options)
+    check_against_pillow(encoded)
+    turned = saved(image, "TIFF", **{**options, "tiffinfo": {**options.get("tiffinfo", {}), 274: 6}})
+    assert np.array_equal(array(turned, 4), array(encoded, 4).swapaxes(0, 1)[:, ::-1])
+    with pytest.raises(ImageError, match="cannot be converted to 7 channels"):
+        decode(encoded, channels=7)
+
+
+def check_against_pillow(encoded: bytes) -> None:
+    stored = Image.open(BytesIO(encoded)).convert("RGBA")
+    over_white = Image.alpha_composite(Image.new("RGBA", stored.size, "white"), stored).convert("RGB")
+    for channels, expected in ((1, over_white.convert("L")), (3, over_white), (4, stored)):
+        assert np.array_equal(array(encoded, channels).squeeze(), np.asarray(expected))
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_tiffs_with_premultiplied_alpha_have_pillows_pixels(bits):
+    premultiplied = np.asarray(Image.fromarray(COLORS).convert("RGBa")).astype(f"uint{bits}") * (
+        1 if bits == 8 else 257
+    )
+    check_against_pillow(tiff(premultiplied, photometric="rgb", extrasamples=["assocalpha"], compression="lzw"))
+    if bits == 16:
+        with pytest.raises(ImageError, match="at most 16 of 256"):
+            decode(tiff(premultiplied // 17, photometric="rgb", extrasamples=["assocalpha"]))
+
+
+def pages(*values: np.ndarray, **options) -> bytes:
+    """TIFF with one page for each array (H, W, 3) or (H, W). The option `subfiletype` has one value for each page."""
+    file = BytesIO()
+    kinds = options.get("subfiletype", [0] * len(values))
+    with pytest.importorskip("tifffile").TiffWriter(file) as written:
+        for one, kind in zip(values, kinds, strict=True):
+            written.write(one, photometric="rgb" if one.ndim == 3 else "minisblack", subfiletype=kind, metadata=None)
+    return file.getvalue()
+
+
+BANDS = np.ascontiguousarray(COLORS[..., :3].transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        tiff(BANDS, photometric="minisblack"),
+        tiff(BANDS, photometric="minisblack", metadata=None),
+        tiff(BANDS, photometric="minisblack", truncate=True),  # one header for three planes
+        tiff(BANDS, imagej=True, metadata={"axes": "CYX", "mode": "composite"}),
+        tiff(BANDS, imagej=True, metadata={"axes": "ZYX"}, truncate=True),
+        tiff(BANDS, ome=True, photometric="minisblack", metadata={"axes": "CYX"}),
+        tiff(BANDS, ome=True, photometric="minisblack", metadata={"axes": "ZYX"}, compression="lzw"),
+        pages(COLORS[..., :3], COLORS[..., :3], COLORS[..., :3], subfiletype=[2, 2, 2]),
+        pages(COLORS[..., :3], COLORS[::2, ::2, :3], COLORS[1:, :, :3], COLORS[::2, ::2, :3], subfiletype=[0, 0, 0, 1]),
+    ],
+)
+def test_several_pages_are_refused(encoded):
+    for channels in (1, 3, 4):
+        with pytest.raises(ImageError, match=r"with 3 pages, .* set data.channels to their number"):
+            decode(encoded, channels=channels)
+
+
+def test_pages_as_bands_are_read_as_the_error_advises():
+    encoded = tiff(BANDS, photometric="minisblack", planarconfig="separate")
+    assert np.array_equal(array(encoded, 3), COLORS[..., :3])
+
+
+def test_smaller_copies_and_masks_of_an_image_are_skipped():
+    full, small, mask = COLORS[..., :3], COLORS[::4, ::4, :3], COLORS[..., 3] > 99
+    for images, kinds in (
+        ([small, full], [1, 0]),
+        ([full, small, small[::2, ::2]], [0, 1, 1]),
+        ([full, mask, small, mask[::4, ::4]], [0, 4, 1, 5]),
+        ([full], [1]),
+        ([full], [2]),
+    ):
+        assert np.array_equal(array(pages(*images, subfiletype=kinds), 3), full)
+    with pytest.raises(ImageError, match="2 pages are all marked"):
+        decode(pages(small, small, subfiletype=[1, 1]))
+
+
 @pytest.mark.parametrize("channels", [2, 5])
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 def test_channels_that_an_image_cannot_have(kind, channels):
@@ -180,10 +290,9 @@ def patched(encoded: bytes, tag: int, value: int) -> bytes:
     [
         (tiff(np.zeros((8, 8), np.float32)), "32 bits per band"),
         (tiff(np.zeros((8, 8), np.int16)), "int16"),
-        (tiff(np.zeros((8, 8), bool), photometric="minisblack"), "1 bits per band"),
-        (tiff(np.zeros((8, 8), np.uint8), photometric="miniswhite"), "MINISWHITE"),
-        (tiff(COLORS[..., :3], photometric="rgb", compression="jpeg"), "the compression <COMPRESSION.JPEG"),
-        (tiff(COLORS, photometric="separated"), "SEPARATED"),
+        (tiff(np.zeros((8, 8), np.uint8), compression="zstd"), "compression <COMPRESSION.ZSTD.*Save it with LZW"),
+        (tiff(COLORS[..., :3], photometric="cielab"), "CIELAB"),
+        (tiff(COLORS[..., :2], photometric="minisblack", planarconfig="contig", compression="jpeg"), "2 bands, which"),
         (tiff(np.zeros((8, 8, 8), np.uint8), volumetric=True, tile=(16, 16, 16)), "depth|pixels"),
         (tiff(COLORS[..., 0])[:-300], "damaged"),
         (tiff(COLORS[..., 0], compression="deflate")[:-60], "damaged"),

@@ -129,6 +129,81 @@ def test_sixteen_bits_are_scaled_and_not_clipped():
     assert keyed[0].tolist() == [[255, 117]]
 
 
+@pytest.mark.parametrize(("color", "bands"), [(0, [0]), (2, [0, 1, 2]), (4, [0, 3]), (6, [0, 1, 2, 3])])
+@pytest.mark.parametrize("accident", [None, 9000, 65535])
+def test_values_of_twelve_bits_in_sixteen_are_refused(color, bands, accident):
+    values = RNG.integers(0, 4096, (40, 50, 4))
+    values[..., 3] = 65535
+    if accident:
+        values[20, 20, :3] = accident
+    with pytest.raises(ImageError, match=r"at most 1[67] of 256 gray levels .*Scale the values"):
+        decode(deep(values[..., bands].squeeze(), color))
+    with pytest.raises(ImageError, match=r"at most (2|17) of 256"):  # 8-bit values in 16 bits
+        decode(deep(np.where(values < 4096, values // 16, values)[..., bands].squeeze(), color))
+
+
+@pytest.mark.parametrize(("values", "reason"), [
+    (np.array([[-5, 60000], [70, 9]], np.int32), "-5 to 60000, but 16 bits hold 0 to 65535"),
+    (np.array([[0, 10**6], [70, 9]], np.int32), "0 to 1000000, but 16 bits hold 0 to 65535"),
+    (np.array([[0, 255], [70, 9]], np.int32), "largest value is 255 of 65535"),
+    (np.array([[0, 4095], [70, 9]], np.uint16), "largest value is 4095 of 65535"),
+])  # fmt: skip
+def test_values_outside_of_sixteen_bits_are_refused(values, reason):
+    for channels in (1, 3, 4):
+        with pytest.raises(ImageError, match=reason):
+            decode(Image.fromarray(values), channels=channels)
+
+
+def test_pillow_images_of_sixteen_bits_are_divided_by_257():
+    values = RNG.integers(0, 65536, (9, 11))
+    for dtype in (np.uint16, np.int32):
+        assert np.array_equal(decode(Image.fromarray(values.astype(dtype)))[0], np.round(values / 257))
+
+
+@pytest.mark.parametrize("mode", ["F", "LAB"])
+def test_pillow_images_without_a_range_are_refused(mode):
+    with pytest.raises(TypeError, match=f"Pillow image of the mode {mode}.* Scale the values"):
+        decode(Image.new(mode, (4, 4)))
+
+
+@pytest.mark.parametrize("mode", ["La", "RGBa"])
+def test_premultiplied_alpha_shows_white(mode):
+    straight = COLORS.convert("LA") if mode == "La" else COLORS
+    image = straight.convert(mode)
+    back = image.convert(straight.mode)
+    assert torch.equal(decode(image), pillow(saved(back, "PNG")))
+    assert np.array_equal(decode(image, channels=4).permute(1, 2, 0), np.asarray(back.convert("RGBA")))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_the_transparent_value_of_a_gray_png(bits):
+    """tRNS holds the stored value, and a decoder scales the pixels to 8 bits: 255 / (2^bits - 1)."""
+    stored = np.arange(2 ** min(bits, 4), dtype=np.uint8).repeat(8 // bits)[None]
+    row = np.packbits(np.unpackbits(stored.reshape(-1, 1), axis=1)[:, 8 - bits :]).tobytes()
+    for key in (0, 1, int(stored.max())):
+        encoded = png(stored.size, 1, b"\0" + row, 0, bits, chunk(b"tRNS", struct.pack(">H", key)))
+        gray = stored[0].astype(int) * (255 // (2**bits - 1))
+        assert decode(encoded)[0, 0].tolist() == np.where(stored[0] == key, 255, gray).tolist()
+        assert decode(encoded, channels=4)[3, 0].tolist() == np.where(stored[0] == key, 0, 255).tolist()
+
+
+def test_a_transparent_colour_of_sixteen_bits_is_refused():
+    encoded = deep(RNG.integers(0, 65536, (4, 5, 3)), 2, chunk(b"tRNS", struct.pack(">HHH", 1, 2, 30000)))
+    with pytest.raises(ImageError, match="Save it with alpha"):
+        decode(encoded)
+
+
+@pytest.mark.parametrize("turn", [lambda image: image.rotate(90, expand=True), lambda image: image.convert("L")])
+def test_pillow_images_in_memory_are_taken_as_they_are(turn):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = Image.open(BytesIO(saved(COLORS.convert("RGB"), "PNG", exif=exif)))
+    assert decode(image).shape == (3, 35, 25)
+    turned = turn(image)
+    with pytest.warns(UserWarning, match="Call PIL.ImageOps.exif_transpose"):
+        assert np.array_equal(decode(turned).permute(1, 2, 0), np.asarray(turned.convert("RGB")))
+
+
 def test_junk_around_the_segments_of_a_jpeg_is_ignored():
     jpeg = saved(COLORS.convert("RGB"), "JPEG")
     filled = jpeg[:2] + b"\xff\xff" + jpeg[2:] + b"after the end"

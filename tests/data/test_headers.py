@@ -11,7 +11,7 @@ from PIL import Image
 
 from tessera.data.decode import ImageError, Picture, decode
 from tessera.data.headers import MAX_SIDE, MOST_SCANS, holds_all_pixels, read_jpeg
-from tessera.data.maps import decode_map
+from tessera.data.maps import decode_depth, decode_map
 from tests.data.batches import chunk, png, saved, tiff
 from tests.data.shards.batches import train
 
@@ -149,9 +149,28 @@ def test_large_images_are_not_held_together(write_tar, monkeypatch):
 
 
 def test_a_lack_of_memory_is_no_corrupt_image(monkeypatch):
-    def fail(*_):
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried")
+    files = (
+        JPEG,
+        saved(NOISE.convert("CMYK"), "JPEG"),
+        saved(NOISE, "PNG"),
+        saved(NOISE, "WEBP"),
+        tiff(np.asarray(NOISE)),
+    )
+    depth = io.BytesIO()
+    np.save(depth, np.ones((4, 4)))
+    places = "simplejpeg.decode_jpeg", "PIL.Image.open", "tifffile.TiffFile", "numpy.lib.format.read_magic"
+    for error in (MemoryError(), ValueError("Insufficient memory (case 4)"), ValueError("out of memory error")):
+        if not isinstance(error, MemoryError):
+            places, depth = places[:3], io.BytesIO(saved(NOISE.convert("I;16"), "PNG"))
 
-    monkeypatch.setattr("tessera.data.decode.jpeg_decoder", lambda: fail)
-    with pytest.raises(MemoryError):
-        decode(JPEG)
+        def fail(*_, error=error, **__):
+            raise error
+
+        with monkeypatch.context() as patch:
+            for place in places:
+                patch.setattr(place, fail)
+            for encoded in files:
+                with pytest.raises(MemoryError):
+                    decode(encoded)
+            with pytest.raises(MemoryError):
+                decode_depth(depth.getvalue())

@@ -111,8 +111,10 @@ def test_the_batches_are_those_of_the_run() -> None:
 def test_one_prepared_image_equals_the_evaluation(tmp_path: Path) -> None:
     encoder = encoders.build("vit_micro", depth=1, image_size=24).eval()
     (tmp_path / "images" / "cat").mkdir(parents=True)
-    pixels = np.random.default_rng(0).integers(0, 255, (40, 57, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "images" / "cat" / "a.png")
+    pixels = np.random.default_rng(0).integers(0, 255, (40, 57, 4), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(pixels).save(tmp_path / "images" / "cat" / "a.png", exif=exif)
     make_shards([str(tmp_path / "images"), str(tmp_path / "shards")])
     found = tessera.embed(encoder, str(tmp_path / "shards"))
     prepared = tessera.transform(encoder)(Image.open(tmp_path / "images" / "cat" / "a.png"))

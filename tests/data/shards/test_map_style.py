@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchvision
 import webdataset
-from PIL import Image
+from PIL import Image, ImageOps
 
 from tessera.data.crops import CenterCrop, RandomCrop, RandomCropConfig
 from tessera.data.shards import ShardError, SourceConfig, open_shards, open_sources
@@ -95,6 +95,20 @@ def test_torchvision_folder(photos):
         "Subset/0",
         "Subset/6",
     ]
+
+
+def opened(exif, turn=lambda image: image):
+    """A data set of Pillow images from files with EXIF data."""
+    return Items(lambda n: (turn(Image.open(io.BytesIO(saved(pixels(n), "PNG", exif=exif)))), n // 20))
+
+
+def test_images_turned_by_the_user_are_not_turned_again(folder):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    upright = batches(opened(exif, ImageOps.exif_transpose))
+    check_equal(batches(opened(exif)), upright)
+    with pytest.warns(UserWarning, match=r"in memory is not applied.* Call PIL.ImageOps.exif_transpose"):
+        check_equal(batches(opened(exif, lambda image: image.transpose(Image.Transpose.ROTATE_270))), upright)
 
 
 def test_hugging_face():
@@ -205,6 +219,7 @@ def test_refused_at_once(message):
 WRONG = {
     "Items/0 cannot be read: IndexError: list index out of range (test_map_style.py, line": lambda n: [][n],
     "its values are torch.float32, not uint8": lambda n: torch.zeros(3, 8, 8),
+    "Pillow image of the mode F": lambda n: Image.fromarray(np.full((8, 8), np.nan, np.float32)),
     "it is a str. Return a Pillow image": lambda n: "a/path.jpg",
     "it has the shape (1, 3, 8, 8)": lambda n: torch.zeros(1, 3, 8, 8, dtype=torch.uint8),
     "Items/0 has no image under 'image' or 'img'": lambda n: {"pixel_values": pixels(n), "text": "x"},
