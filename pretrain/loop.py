@@ -4,6 +4,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -11,15 +12,23 @@ import torch
 
 from tessera.data.batch import Batch
 from tessera.data.pictures import crops, panels
+from tessera.pretrain.checkpoints.resume import CheckpointError, random_states, set_random_states
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.monitoring import feature_maps, verdict
-from tessera.pretrain.monitoring.collapse import CollapseAlarm
+from tessera.pretrain.monitoring.collapse import CollapseAlarm, CollapseError
 from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, OnlineViews
 from tessera.pretrain.monitoring.progress_bar import Progress
 from tessera.pretrain.step import RunningStep, Step, finish_step, start_step, to_device
 from tessera.pretrain.training_run import TrainingRun
 from tessera.runtime import preemption
-from tessera.runtime.collectives import all_reduce_sum, gather_objects, world_size
+from tessera.runtime.collectives import (
+    RankError,
+    all_reduce_max,
+    all_reduce_sum,
+    gather_objects,
+    local,
+    world_size,
+)
 from tessera.runtime.user_error import UserError
 
 log = logging.getLogger(__name__)
@@ -38,11 +47,12 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
         NonFiniteError: `optim.nonfinite_limit` steps in a row were skipped.
         CollapseError: the run looks collapsed and `health.on_collapse` is `stop`.
         Preempted: a process received a stop signal. A checkpoint of the last completed step was written.
+        UserError: the data cannot be read, or an evaluation fails. The last completed step is saved; see `_rescue`.
     """
     config, state = run.config, run.state
     alarm = CollapseAlarm(config.health, run.steps, run.method.rank_hint, state.alarm)
     progress = Progress(run.steps, state.step, enabled=run.accelerator.is_main_process)
-    meter, save_due, micro_batches, waits = Meter(), False, list[Batch](), False
+    meter, save_due, micro_batches, failure = Meter(), False, list[Batch](), None
     running: list[RunningStep] = []  # steps that are started but not finished: the newest, and for a moment two
     if state.step == 0 or state.unscored:
         _record_and_score(run, state.unscored, None, alarm)
@@ -51,13 +61,14 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
     with progress:
         while state.step < run.steps:
             step, started = state.step + len(running), time.perf_counter()
-            if not waits:
-                micro_batches, waits = _next_batches(run, batches, micro_batches, step)
+            if failure is None:
+                micro_batches, failure = _next_batches(run, batches, micro_batches, step)
             waited = time.perf_counter() - started
             if config.evaluation.pictures and step == 0:
                 _record_pictures(run, _pictures(run, to_device(run, micro_batches[0])))
             previous, on_device = running[-1] if running else None, (to_device(run, batch) for batch in micro_batches)
-            running.append(start_step(run, step, on_device, discard=waits, waited=waited, previous=previous))
+            random, discard = random_states(), failure is not None
+            running.append(start_step(run, step, on_device, discard=discard, waited=waited, previous=previous))
             # A step is finished while the device runs the next one. It is finished at once if its weights are used now.
             result = _finish(run, running, save_due or _uses_weights(config, step + 1), meter, progress)
             if result is None:
@@ -70,21 +81,26 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
                     # An evaluation would delay the stop. The resumed run evaluates this step.
                     state.unscored = record
                 else:
-                    _record_and_score(run, record, micro_batches[0], alarm)
+                    with _rescuing(run, meter, record):
+                        _record_and_score(run, record, micro_batches[0], alarm)
                 progress.scored(record)
                 progress.line(record)
-                for message in alarm.check(record, run.method.collapse_signs(record)).values():
+                with _rescuing(run, meter):
+                    rung = alarm.check(record, run.method.collapse_signs(record))
+                for message in rung.values():
                     log.log(logging.WARNING if run.recorder else logging.DEBUG, message)
                 meter = Meter()
             save_due = save_due or state.step % config.checkpoint_every == 0
             # After a skipped step, wait until a step updates the weights: a checkpoint now could replace the last one
             # from before the loss became non-finite.
             skipped = state.skipped_in_a_row > 0 if result.discarded else not result.updated
-            if (save_due and not skipped) or state.step == run.steps or stop:
-                save_due = False
-                _save(run, meter, exiting=stop, keep_old=skipped)
             if stop:
-                _exit(run)
+                if result.discarded:
+                    set_random_states(random)  # the resumed run takes this step again
+                _stop(run, meter, failure, keep_old=skipped)
+            if (save_due and not skipped) or state.step == run.steps:
+                save_due = False
+                _save(run, meter, exiting=False, keep_old=skipped)
     run.saver.wait()
 
 
@@ -114,23 +130,24 @@ def _uses_weights(config: RunConfig, step: int) -> bool:
 
 def _next_batches(
     run: TrainingRun, batches: Iterator[Batch], previous: list[Batch], step: int
-) -> tuple[list[Batch], bool]:
-    """Return the batches of the next step, and a flag that tells `start_step` to discard the step.
+) -> tuple[list[Batch], UserError | None]:
+    """Return the batches of the next step, and None or the error because of which the step is to be discarded.
 
-    If this process was asked to stop while it waits for data, return the batches of the previous step, and True. The
-    other processes may already be in the next step and wait for this process in a collective. This process therefore
-    takes part in that step, and the flag makes all processes discard it.
+    If this process cannot read its data, or was asked to stop while it waits for data, return the batches of the
+    previous step, and the error. The other processes may already be in the next step and wait for this process in a
+    collective. This process therefore takes part in that step, and all processes discard it.
 
     Raises:
-        WaitInterruptedError: this process was asked to stop while it waited for its first batch.
+        UserError: this process has no batch of a previous step.
     """
     try:
-        return list(itertools.islice(batches, run.config.accumulate)), False
-    except preemption.WaitInterruptedError as error:
+        return list(itertools.islice(batches, run.config.accumulate)), None
+    except UserError as error:
         if not previous:
             raise
-        log.warning("%s. Step %d is discarded. The run saves a checkpoint and ends.", error, step + 1)
-        return previous, True
+        if isinstance(error, preemption.WaitInterruptedError):
+            log.warning("%s. Step %d is discarded. The run saves a checkpoint and ends.", error, step + 1)
+        return previous, error
 
 
 def _save(run: TrainingRun, meter: "Meter", *, exiting: bool, keep_old: bool) -> None:
@@ -141,12 +158,64 @@ def _save(run: TrainingRun, meter: "Meter", *, exiting: bool, keep_old: bool) ->
     meter.leave_out(time.perf_counter() - started)
 
 
-def _exit(run: TrainingRun) -> NoReturn:
-    """Raise `Preempted` to end a run that received a stop signal and has written its last checkpoint."""
+def _stop(run: TrainingRun, meter: "Meter", failure: UserError | None, *, keep_old: bool) -> NoReturn:
+    """Save the last completed step, and end a run that received a stop signal or cannot read its data. Collective.
+
+    Args:
+        failure: error of `_next_batches` on this process, or None.
+
+    Raises:
+        Preempted: a process received a stop signal.
+        UserError: the failure of this process.
+    """
+    failed = failure is not None and not isinstance(failure, preemption.WaitInterruptedError)
+    if any(gather_objects(failed)):
+        _rescue(run, meter, keep_old=keep_old)
+        if failed:
+            raise failure
+        run.accelerator.wait_for_everyone()  # fails, and the watchdog names the failed process
+    else:
+        _save(run, meter, exiting=True, keep_old=keep_old)
     if run.recorder:
         run.recorder.close()
     run.accelerator.wait_for_everyone()  # because the launcher kills all processes when one exits
     raise preemption.Preempted(preemption.message(run.state.step, run.output))
+
+
+@contextmanager
+def _rescuing(run: TrainingRun, meter: "Meter", unscored: dict[str, Any] | None = None) -> Iterator[None]:
+    """Save the last completed step if the context ends with a `UserError`, and raise the error again.
+
+    An error of only one process cannot be followed by a checkpoint, because the other processes wait in a collective of
+    the evaluation.
+
+    Args:
+        unscored: metrics of this step, which the resumed run evaluates. None if the evaluation of this step is done.
+    """
+    try:
+        yield
+    except UserError as error:
+        if world_size() == 1 or isinstance(error, CollapseError | RankError):
+            run.state.unscored = unscored or {}
+            _rescue(run, meter, keep_old=isinstance(error, CollapseError))
+        else:
+            log.warning("Step %d is not saved, because only one process has failed.", run.state.step)
+        raise
+
+
+def _rescue(run: TrainingRun, meter: "Meter", *, keep_old: bool) -> None:
+    """Save the last completed step of a run that ends with an error, unless a weight is not finite. Collective."""
+    broken = not all(local(parameter).isfinite().all() for parameter in run.method.parameters())
+    tell, step = log.warning if run.recorder else log.debug, run.state.step
+    if float(all_reduce_max(torch.tensor(float(broken), device=run.accelerator.device))):
+        tell("Step %d is not saved, because a weight is not finite.", step)
+        return
+    try:
+        _save(run, meter, exiting=True, keep_old=keep_old)
+    except CheckpointError as error:
+        tell("The run ends with an error, and step %d is not saved: %s", step, error)
+    else:
+        tell("The run ends with an error. Step %d is done and saved.", step)
 
 
 class Meter:

@@ -105,9 +105,9 @@ class CollapseAlarm:
             for kind, sign in signs.items()
             if in_a_row[kind] >= self.config.patience and kind not in self.memory["rung"]
         }
-        self.memory["rung"] += due
-        if due and self.config.on_collapse == "stop":
+        if due and self.config.on_collapse == "stop":  # a resumed run that still looks collapsed stops again
             raise CollapseError("; ".join(due.values()))
+        self.memory["rung"] += due
         return due
 
     def signs(self, record: Mapping[str, float], method_signs: Mapping[str, str]) -> dict[str, str]:
