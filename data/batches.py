@@ -48,6 +48,8 @@ class Batches:
         total: int,
     ) -> None:
         self.total, self.dataset, self.batches, self.collator = total, dataset, batches, collator
+        self.first_skipped: str | None = None
+        """Name of the first sample that was left out, and the reason."""
         self._workers = min(workers, len(batches))
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         fits = processes * self._workers * (AHEAD + 1) * collator.size <= BUFFERED * memory()
@@ -73,6 +75,7 @@ class Batches:
                 batch = batch.open()
             for name in batch.skipped:
                 skipped += 1
+                self.first_skipped = self.first_skipped or name
                 # Log each of the first `MOST_NAMED` corrupt images. Later, log only when their number has doubled.
                 if skipped <= MOST_NAMED or skipped & (skipped - 1) == 0:
                     log.warning("skipped %s (%d so far)", name, skipped)

@@ -4,6 +4,7 @@
 the samples of a batch in advance. A sample is decoded only when the collator requests this sample.
 """
 
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +22,16 @@ from tessera.data.maps import MapKind, checked_map, cut_map, map_member
 from tessera.data.sampler import MixtureSampler, sample_rng
 from tessera.data.shards import ShardError, Source, UnreadableError
 from tessera.data.shards.failures import DroppedError, ResourceError
+from tessera.data.shards.folder import ImageFolder
+from tessera.data.shards.map_style import MapStyle
 from tessera.data.user_code import Augment
 
 MOST_SKIPPED = 100
 """Number of consecutive corrupt images after which a run stops."""
 MOST_DROPPED = 1000
 """Number of consecutive samples that the user's stages may drop before a run stops."""
+BANDS = re.compile(r"image with (\d+) bands")
+"""Number of bands in the message about an image whose bands are not the channels that are read."""
 MOST_NAMED = 10
 """Maximum number of corrupt images that an error message or the log names one by one."""
 DRAWN = 8
@@ -87,6 +92,26 @@ class _Failed(NamedTuple):
     """True if the image is corrupt."""
     dropped: bool = False
     """True if a stage of the user dropped the sample, which is then not reported."""
+
+
+def cure_of(reasons: Sequence[str], source: Source, channels: int, flag: str = "") -> str:
+    """Return a sentence that says what to do about images that cannot be read.
+
+    Args:
+        reasons: reason of each image, the message of its `ImageError`.
+        source: source of the images.
+        channels: number of channels that are read.
+        flag: flag that sets the number of channels; empty if it cannot be set.
+    """
+    found = {int(match[1]) if (match := BANDS.search(reason)) else channels for reason in reasons}
+    if len(found) == 1 and (bands := found.pop()) != channels:
+        advice = f"Give {flag} {bands}." if flag else f"Use an encoder of {bands} channels."
+        return f"They have {bands} bands, but {channels} channels are read. {advice}"
+    if any(isinstance(shard, ImageFolder) for shard in source.shards):
+        return "Replace these files, or remove them from the folder."
+    if any(isinstance(shard, MapStyle) for shard in source.shards):
+        return "Correct the images that the data set returns."
+    return "Make the shards of these images again, without the damaged files."
 
 
 def in_blocks(sources: Sequence[Source], sampler: MixtureSampler) -> list[Source]:
@@ -219,10 +244,10 @@ class TrainDataset(Dataset[Sample]):
                 )
             corrupt = [one.reason for one in failed if one.corrupt]
             if len(corrupt) == MOST_SKIPPED:
+                cure = cure_of(corrupt, self.sources[address.source], self.decoding.channels, "--data.channels")
                 first = "\n  ".join(corrupt[:MOST_NAMED])
                 raise ShardError(
-                    f"{MOST_SKIPPED} images in a row are corrupt. Make the shards of these images again. "
-                    f"The first of these images are:\n  {first}"
+                    f"{MOST_SKIPPED} images in a row cannot be read. {cure} The first of these images are:\n  {first}"
                 )
             address = next(others)
             drawn = self._draw(address)

@@ -154,7 +154,7 @@ def training_batches(
     Raises:
         ValueError: there are fewer images than a batch needs, or the augmentation does not fit the transform.
         ShardError: the shards cannot be used, or labels or maps are missing. Iterating over the batches also raises
-            this error, if a shard vanishes or changes, if 100 images in a row are corrupt, or if a label or a map is
+            this error, if a shard vanishes or changes, if 100 images in a row cannot be read, or if a label or a map is
             wrong.
     """
     sources, weights = open_sources(shards, progress=batches.rank == 0, source=reading.source)

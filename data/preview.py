@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from tessera.data.dataset import Decoding
+from tessera.data.dataset import Decoding, cure_of
 from tessera.data.decode import ImageError
 from tessera.data.shards import ShardError, Source, open_shards
 from tessera.data.sheet import Cell, as_rgb, write_sheet
 from tessera.runtime.processes import exit_on_user_error
 from tessera.runtime.settings import Positional, Settings, parse
+from tessera.runtime.user_error import without_controls
 
 OF_A_RUN = ("--method", "--config")
 
@@ -44,37 +45,49 @@ def run(settings: PreviewSettings) -> None:
     """Write the sheet.
 
     Raises:
-        ShardError: the shards cannot be read, or the sheet cannot be written.
+        ShardError: the shards cannot be read, none of the images can be read, or the sheet cannot be written.
     """
     shards = settings.shards
     opened = open_shards(shards[0] if len(shards) == 1 else shards)
     opened = replace(opened, classes=opened.class_names())
     numbers = np.linspace(0, opened.images - 1, min(settings.images, opened.images)).round().astype(int)
-    cells = read_cells(opened, numbers, settings.channels)
+    cells, failed = read_cells(opened, numbers, settings.channels)
+    left = ""
+    if failed:
+        name, reason = next(iter(failed.items()))
+        cure = cure_of([*failed.values()], opened, settings.channels, "--channels")
+        left = f"{len(failed)} of {len(cells)} images cannot be read. The first is {name}: {reason}. {cure}"
+        if len(failed) == len(cells):
+            raise ShardError(f"No sheet is written. {left}")
     columns = math.ceil(math.sqrt(2 * len(cells)))
     rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
     title = f"{len(cells)} of {opened.images:,} images"
     classes = f" in {len(opened.classes)} classes" if opened.classes else ""
     write_sheet(settings.output, rows, title + classes)
     print(f"{title} written to {settings.output}")
+    if left:
+        print(without_controls(left), file=sys.stderr)
 
 
-def read_cells(opened: Source, numbers: np.ndarray, channels: int) -> list[Cell]:
+def read_cells(opened: Source, numbers: np.ndarray, channels: int) -> tuple[list[Cell], dict[str, str]]:
     """Return a cell of the sheet for each of the samples `numbers`, which are indices in the source.
+
+    Also return the names of the images that cannot be read, each with the reason.
 
     The caption is the class, or the name of the sample if the sample has no label. A corrupt image is shown as a white
     cell whose caption begins with `corrupt`.
     """
     opened.prepare(numbers)
-    cells = []
+    cells, failed = [], dict[str, str]()
     for number in numbers.tolist():
         try:
             picture = Decoding(channels).picture(opened.image(number))
             pixels = picture.pixels(picture.fraction(picture_shrink(picture.size)))
             cells.append(Cell(as_rgb(pixels), caption_of(opened, number)))
-        except ImageError:
+        except ImageError as error:
+            failed[opened.name(number)] = str(error)
             cells.append(Cell(np.full((1, 1, 3), 255, np.uint8), f"corrupt: {opened.name(number)}"))
-    return cells
+    return cells, failed
 
 
 def picture_shrink(size: tuple[int, int], side: int = 256) -> int:

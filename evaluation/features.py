@@ -17,8 +17,10 @@ from torch import Tensor
 from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
+from tessera.data.batches import Batches
 from tessera.data.collate import CutView, Transform
 from tessera.data.crops import CenterCrop
+from tessera.data.dataset import EvaluationDataset, cure_of
 from tessera.data.loader import Reading, evaluation_batches
 from tessera.data.shards import DEFAULT, ShardError, Shards, SourceConfig
 from tessera.data.shards.source import SampleForm
@@ -30,7 +32,7 @@ from tessera.encoders.images import Images
 from tessera.encoders.preprocessing import short_side
 from tessera.encoders.timm_models import other_name
 from tessera.evaluation.memory import images_at_once
-from tessera.runtime.collectives import all_gather, all_reduce_sum
+from tessera.runtime.collectives import all_gather, all_reduce_sum, gather_objects
 from tessera.runtime.progress import track
 from tessera.runtime.settings import Settings
 from tessera.runtime.user_error import UserError, printable
@@ -277,7 +279,7 @@ def extract(
 
     Raises:
         ShardError: the shards cannot be read, or `labels` is True and the shards have no labels.
-        EvaluationError: the encoder does not accept images of this size.
+        EvaluationError: the encoder does not accept images of this size, or none of the images can be read.
     """
     size, device = input_size(encoder, image_size), accelerator.device
     workers = free_cores(accelerator.num_processes) if workers is None else workers
@@ -310,6 +312,8 @@ def extract(
             features.append(encode(single_view(to_model_input(batch.to(device, non_blocking=True)))).cpu())
         found.append(batch.labels if batch.labels is not None else torch.full((len(batch),), -1))
         keys += batch.keys
+    if part is None or part[1] == 1:
+        _check_readable(len(features), batches, encoder, together=part is None)
     # A process has no features if there are fewer images than processes, or if all of its images are corrupt. In this
     # case, a tensor of zeros is encoded to find the width D, and the result is an empty tensor (0, D).
     if not features:
@@ -318,6 +322,27 @@ def extract(
         found = [torch.zeros(0, dtype=torch.int64)]
     # concatenate outside of inference mode, so that the results are normal tensors that allow in-place changes
     return LabelledFeatures(torch.cat(features), torch.cat(found), keys)  # (N, D), (N,)
+
+
+def _check_readable(used: int, batches: Batches, encoder: Encoder, *, together: bool) -> None:
+    """Check that an image could be read, if there are any.
+
+    Args:
+        used: number of batches of this process with an image.
+        batches: loader after its last batch.
+        encoder: encoder that reads the images.
+        together: True if all processes call this function, and the images of all of them count.
+
+    Raises:
+        EvaluationError: no image can be read. The message contains the first reason.
+    """
+    own = (used, batches.first_skipped)
+    seen = gather_objects(own) if together else [own]
+    reason = next((skipped for _, skipped in seen if skipped), None)
+    if reason is not None and not any(count for count, _ in seen):
+        assert isinstance(batches.dataset, EvaluationDataset)
+        cure = cure_of([reason], batches.dataset.source, encoder.preprocessing.channels)
+        raise EvaluationError(f"None of the images can be read. {cure} The first of them is {reason}")
 
 
 def check_total(images: int) -> None:

@@ -147,7 +147,7 @@ def check_labels(train: Tensor, val: Tensor, classes: Sequence[str] | None = Non
     """
     for name, labels in (("train", train), ("val", val)):
         if not len(labels):
-            raise EvaluationError(f"--{name} has no readable image. Check the shards with `tessera check_shards`.")
+            raise EvaluationError(f"--{name} has no readable image. Check its images with `tessera check_shards`.")
         if int(labels.min()) < 0:
             raise EvaluationError(f"--{name} has the label {int(labels.min())}. Number the classes from 0.")
     missing = sorted(set(val.unique().tolist()) - set(train.unique().tolist()))

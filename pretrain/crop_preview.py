@@ -8,6 +8,7 @@ the whole image and then its crops as the encoder receives them. The hidden toke
 are drawn for each step, the crops have the sizes of the first step.
 """
 
+import logging
 import math
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch, View
-from tessera.data.collate import Sample
+from tessera.data.collate import Sample, Skipped
 from tessera.data.dataset import TrainDataset
 from tessera.data.pictures import colours
 from tessera.data.preview import caption_of
@@ -35,6 +36,7 @@ from tessera.runtime import stdio
 from tessera.runtime.processes import exit_on_user_error
 from tessera.runtime.settings import Settings, SettingsError, help_text, validate
 
+log = logging.getLogger(__name__)
 HIDDEN = 0.5
 """Gray level of hidden tokens."""
 
@@ -85,7 +87,10 @@ def first_images(config: RunConfig, images: int) -> tuple[Batch, list[Sample], l
     dataset = batches.dataset
     assert isinstance(dataset, TrainDataset)
     positions = np.asarray(next(iter(batches.batches)))[:images]
-    samples = {one.key: one for one in dataset.__getitems__(positions) if isinstance(one, Sample)}
+    read = list(dataset.__getitems__(positions))
+    if skipped := [one.reason for one in read if isinstance(one, Skipped)]:
+        log.warning("%d images cannot be read, and others take their places. The first is %s", len(skipped), skipped[0])
+    samples = {one.key: one for one in read if isinstance(one, Sample)}
     captions = _captions(dataset, prepared.sources, positions)
     batch = to_model_input(batches.collator(samples.values()).to(device))
     ordered = [samples[key] for key in batch.keys]  # packing changes the order of the images

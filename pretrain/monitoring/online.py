@@ -231,7 +231,7 @@ def _check_classes(labels: Tensor, classes: int) -> None:
     ends = torch.stack([labels.max(), -labels.min()]) if len(labels) else torch.full((2,), -(2**62))
     largest, smallest = (int(end) for end in all_reduce_max(ends))
     if largest == -(2**62):
-        raise EvaluationError("evaluation.val has no readable image. Check the shards with `tessera check_shards`.")
+        raise EvaluationError("evaluation.val has no readable image. Check its images with `tessera check_shards`.")
     wrong = largest if largest >= classes else -smallest
     if not 0 <= wrong < classes:
         raise EvaluationError(

@@ -15,6 +15,7 @@ from tessera.data.crops import MixedCrops, MultiCrop, MultiCropConfig, ResizedVi
 from tessera.data.loader import LoaderConfig
 from tessera.data.sampler import MixtureSampler, ShuffledSampler, sample_rng
 from tessera.data.shards import ShardError
+from tessera.encoders.base import Preprocessing
 from tests.data.batches import evaluation_batches, same_colors, step_positions, training_batches
 
 
@@ -138,9 +139,21 @@ def test_corrupt_images_are_replaced_from_their_stream(write_shards, png, caplog
 @pytest.mark.parametrize("workers", [0, 2])
 def test_nothing_but_corrupt_images(write_tar, workers):
     path = write_tar("bad.tar", [(f"{n}.jpg", b"text" if n % 2 else b"") for n in range(20)])
-    with pytest.raises(ShardError, match="100 images in a row are corrupt") as caught:
+    with pytest.raises(ShardError, match="100 images in a row cannot be read") as caught:
         run(path, workers=workers)
     assert "bad.tar/" in str(caught.value)
+    assert "Make the shards of these images again" in str(caught.value)
+
+
+@pytest.mark.parametrize(("bands", "channels"), [(5, 3), (3, 6), (7, 1)])
+def test_images_of_other_bands_name_the_setting_that_works(tmp_path, bands, channels):
+    tifffile = pytest.importorskip("tifffile")
+    for number in range(20):
+        tifffile.imwrite(tmp_path / f"{number}.tif", np.zeros((6, 8, bands), np.uint8), planarconfig="contig")
+    preprocessing = Preprocessing((0.5,) * channels, (0.5,) * channels)
+    with pytest.raises(ShardError, match=f"{bands} bands, but {channels} .*Give --data.channels {bands}.") as caught:
+        run(str(tmp_path), preprocessing=preprocessing)
+    assert "shards" not in str(caught.value)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

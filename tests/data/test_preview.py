@@ -24,21 +24,43 @@ def preview(*argv: str) -> None:
 
 def test_cells_hold_the_images_and_their_classes(write_shards):
     paths = write_shards([3, 2])
-    cells = read_cells(open_shards(paths), np.array([0, 2, 3, 4]), 3)
+    cells, _ = read_cells(open_shards(paths), np.array([0, 2, 3, 4]), 3)
     assert [cell.caption for cell in cells] == ["class 0", "class 2", "class 3", "class 4"]
     for cell, number in zip(cells, (0, 2, 3, 4), strict=True):
         np.testing.assert_array_equal(cell.image, np.broadcast_to([0, number, 7], (4, 6, 3)))
     (Path(paths[0]).parent / "classes.json").write_text(json.dumps(["a", "b", "c", "$d$"]))
     opened = open_shards(paths)
-    named = read_cells(replace(opened, classes=opened.class_names()), np.array([3, 4]), 3)
+    named, _ = read_cells(replace(opened, classes=opened.class_names()), np.array([3, 4]), 3)
     assert [cell.caption for cell in named] == ["$d$", "class 4"]
 
 
 def test_images_without_label_and_corrupt_images_are_named(write_shards, write_tar):
     (bare,) = write_shards([1], labels=False)
     broken = write_tar("broken.tar", [("x.png", b"\x89PNG\r\n\x1a\n broken"), ("x.cls", b"1")])
-    cells = read_cells(open_shards([bare, broken]), np.array([0, 1]), 3)
+    cells, _ = read_cells(open_shards([bare, broken]), np.array([0, 1]), 3)
     assert [cell.caption for cell in cells] == ["s00000", f"corrupt: {Path(broken).name}/x"]
+
+
+def test_a_sheet_without_an_image_is_refused_with_the_reason(tmp_path, capsys):
+    photos, sheet = tmp_path / "photos", tmp_path / "sheet.png"
+    photos.mkdir()
+    for number in range(3):
+        (photos / f"{number}.jpg").write_bytes(b"text")
+    with pytest.raises(ShardError, match=r"No sheet is written. 3 of 3 .*0.jpg: .*Replace these files") as caught:
+        preview(str(photos), "--output", str(sheet))
+    assert "shards" not in str(caught.value)
+    assert not sheet.exists()
+    Image.new("RGB", (8, 8)).save(photos / "3.png")
+    preview(str(photos), "--output", str(sheet))
+    assert "3 of 4 images cannot be read. The first is" in capsys.readouterr().err
+
+
+def test_a_number_of_bands_names_the_flag_that_works(tmp_path):
+    tifffile = pytest.importorskip("tifffile")
+    for number in range(2):
+        tifffile.imwrite(tmp_path / f"{number}.tif", np.zeros((6, 8, 5), np.uint8), planarconfig="contig")
+    with pytest.raises(ShardError, match=r"They have 5 bands, but 3 channels are read. Give --channels 5."):
+        preview(str(tmp_path), "--output", str(tmp_path / "sheet.png"))
 
 
 def test_the_sheet_is_a_picture_with_all_images(write_shards, tmp_path, capsys):

@@ -63,6 +63,14 @@ def test_pixels_have_any_number_of_channels():
         assert encoder.preprocessing.channels == channels
 
 
+def test_a_folder_without_a_readable_image_is_refused_with_the_first_reason(tmp_path):
+    for number in range(3):
+        (tmp_path / f"{number}.jpg").write_bytes(b"text")
+    for part in (None, (0, 1)):
+        with pytest.raises(EvaluationError, match=r"None of the images can be read. Replace these files.*0.jpg: "):
+            extract(Pixels(4), str(tmp_path), make_accelerator(), part=part, labels=False)
+
+
 def test_labels_are_wanted_only_when_asked_for(shards):
     features, labels, _ = extract(Pixels(16), str(shards / "bare-0.tar"), make_accelerator(), labels=False)
     assert features.shape == (4, 768)
