@@ -1,4 +1,4 @@
-"""Headers of JPEGs and PNGs, read before any pixel is decoded. Every function takes time linear in the size of a file.
+"""Headers of JPEGs, PNGs and NumPy arrays, read before the values. Every function takes time linear in the file size.
 
 Images may come from untrusted sources. Pillow reads the segments of a JPEG and the chunks of a PNG one by one in
 Python, and libjpeg decodes every scan of a JPEG at the full size of the image. A small hostile file could therefore
@@ -8,7 +8,9 @@ occupy a loader worker for hours. Files with more segments, chunks or scans than
 import re
 import zlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
+
+import numpy as np
 
 MAX_SIDE = 65_535
 """Maximum width and height of an image in pixels, for all formats. It is the maximum of the JPEG format."""
@@ -53,6 +55,27 @@ class JpegHeader(NamedTuple):
     components: int
     applications: list[bytes]
     """Contents of the APP1 segments, which hold EXIF or XMP data."""
+
+
+def read_array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read the header of a .npy file: the shape, True if columns are contiguous, and the type of the values.
+
+    `numpy.load` allocates the memory for the shape before it reads the values. A caller that compares the shape with
+    the size of the file first needs no more memory than the file.
+
+    Raises:
+        HeaderError: the header is damaged, or the values are Python objects.
+    """
+    try:
+        version = np.lib.format.read_magic(file)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, columns_first, dtype = read(file)
+    except Exception as error:  # NumPy raises many kinds of errors for damaged files
+        raise_lack_of_memory(error)
+        raise HeaderError(f"a damaged NumPy array: {error}") from error
+    if dtype.hasobject:
+        raise HeaderError(f"a NumPy array of the type {dtype}, which is not supported")
+    return shape, columns_first, dtype
 
 
 def is_jpeg(encoded: bytes) -> bool:

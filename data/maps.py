@@ -21,7 +21,13 @@ from torch import Tensor
 
 from tessera.data.batch import ViewParameters
 from tessera.data.decode import MAX_PIXELS, ImageError, check_header
-from tessera.data.headers import HeaderError, check_sides, holds_all_pixels, raise_lack_of_memory
+from tessera.data.headers import (
+    HeaderError,
+    check_sides,
+    holds_all_pixels,
+    raise_lack_of_memory,
+    read_array_header,
+)
 from tessera.data.shards.tar import MAPS
 
 IGNORED = 255
@@ -76,18 +82,12 @@ def decode_depth(encoded: bytes, size: tuple[int, int] | None = None) -> Tensor:
 
 
 def _array_values(encoded: bytes, size: tuple[int, int] | None) -> np.ndarray:
-    """Return the values (H, W) of a .npy file. The shape is compared with the size of the file first.
-
-    `numpy.load` is not used, because it allocates the memory for the shape before it reads the values.
-    """
+    """Return the values (H, W) of a .npy file. The shape is compared with the size of the file first."""
     file = BytesIO(encoded)
     try:
-        version = np.lib.format.read_magic(file)
-        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        shape, columns_first, dtype = read_header[version](file)
-    except Exception as error:  # NumPy raises many kinds of errors for damaged files
-        raise_lack_of_memory(error)
-        raise ImageError(f"a damaged NumPy array: {error}") from error
+        shape, columns_first, dtype = read_array_header(file)
+    except HeaderError as error:
+        raise ImageError(str(error)) from error
     if dtype.kind not in "fiu" or len(shape) != 2:
         raise ImageError(f"the array has the type {dtype} and {len(shape)} axes, but a depth map has 2 axes of numbers")
     _check_size(shape[::-1], size)

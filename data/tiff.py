@@ -154,30 +154,31 @@ def _full_page(file: "TiffFile") -> tuple[int, "TiffPage"]:
     Raises:
         HeaderError: the file has several pages that are neither smaller copies nor masks.
     """
-    pages: list[TiffPage] = []
+    kinds: list[int] = []
     for number in range(MOST_PAGES + 1):
         try:
-            pages.append(file.pages[number])  # pyright: ignore[reportArgumentType]
+            page = file.pages[number]
         except IndexError:
             break
-    if not pages:
+        _check_number_of_parts(page)
+        kinds.append(page.subfiletype)
+    if not kinds:
         raise HeaderError("a damaged TIFF image: it has no page")
-    full = [(number, page) for number, page in enumerate(pages) if not page.subfiletype & (REDUCED | MASK)]
-    if len(pages) == 1:  # the mark of a page without others has no meaning
-        full = [(0, pages[0])]
+    full = [number for number, kind in enumerate(kinds) if not kind & (REDUCED | MASK)]
+    full = full if len(kinds) > 1 else [0]  # the mark of a page without others has no meaning
     if not full:
-        raise HeaderError(f"a TIFF file whose {len(pages)} pages are all marked as smaller copies or masks")
-    count, (_, page) = len(full), full[0]
+        raise HeaderError(f"a TIFF file whose {len(kinds)} pages are all marked as smaller copies or masks")
+    count, page = len(full), file.pages[full[0]]
     if count == 1 and page.size and (page.is_imagej or page.is_shaped or page.is_stk):  # planes may share one header
         count = max(count, file.series[0].size // page.size)
     if count > 1:
-        several = f"more than {MOST_PAGES}" if len(pages) > MOST_PAGES else count
+        several = f"more than {MOST_PAGES}" if len(kinds) > MOST_PAGES else count
         raise HeaderError(
             f"a TIFF file with {several} pages, but one image is expected. If the pages are channels, write them as "
             "the bands of one page (tifffile.imwrite with photometric='minisblack' and planarconfig='separate'), and "
             "set data.channels to their number. Otherwise write each page to its own file"
         )
-    return full[0]
+    return full[0], page
 
 
 def _is_plain(page: "TiffPage") -> bool:
@@ -251,15 +252,19 @@ def _check(page: "TiffPage", most_bands: int, max_pixels: int) -> None:
         )
 
 
+def _check_number_of_parts(page: "TiffPage") -> None:
+    """Raise `HeaderError` if a page has too many strips or tiles."""
+    if len(page.dataoffsets) > MOST_PARTS:
+        raise HeaderError(
+            f"a TIFF image with {len(page.dataoffsets)} strips or tiles, more than the limit of {MOST_PARTS}"
+        )
+
+
 def _check_parts(page: "TiffPage", size: int) -> None:
     """Raise `HeaderError` if strips or tiles of a page are missing or lie outside the file, which has `size` bytes.
 
     Without this check, tifffile would fill missing strips and tiles with zeros.
     """
-    if len(page.dataoffsets) > MOST_PARTS:
-        raise HeaderError(
-            f"a TIFF image with {len(page.dataoffsets)} strips or tiles, more than the limit of {MOST_PARTS}"
-        )
     offsets, counts = np.array(page.dataoffsets, dtype=object), np.array(page.databytecounts, dtype=object)
     wanted = prod(page.chunked)
     if len(offsets) < wanted or len(counts) < wanted or not (offsets[:wanted] > 0).all():

@@ -14,6 +14,7 @@ import unicodedata
 import zipfile
 from collections import Counter
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from tarfile import BLOCKSIZE
 from typing import Annotated, Any, Literal, Self
@@ -21,7 +22,8 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
-from tessera.data.shards.failures import REPLACE_INDEX, ShardError
+from tessera.data.headers import read_array_header
+from tessera.data.shards.failures import REPLACE_INDEX, ShardError, is_exhausted, unreadable
 from tessera.data.shards.tar import LARGEST_MEMBER, Index
 from tessera.runtime.files import atomic_write
 from tessera.runtime.user_error import CONTROL, printable
@@ -147,11 +149,18 @@ def parse_table(content: bytes, path: str) -> Index:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             if sum(member.file_size for member in archive.infolist()) > LARGEST_TABLE:
                 raise ValueError(f"the arrays have more than {LARGEST_TABLE} bytes")
+            for member in archive.infolist():
+                with archive.open(member) as file:
+                    shape, _, dtype = read_array_header(file)
+                if prod(shape) * dtype.itemsize > member.file_size:
+                    raise ValueError(f"{member.file_size} bytes cannot hold an array of the shape {shape}")
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             # Tables of older versions, which did not support segmentation maps, lack the array `maps`.
             table = Index(**{name: arrays[name] for name in Index._fields if name in arrays or name != "maps"})
         _check(table)
     except Exception as error:  # NumPy raises many kinds of errors for damaged files
+        if is_exhausted(error):
+            raise unreadable(path, error) from error
         raise ShardError(
             f"{path} is not a table of samples ({printable(str(error))[:LONGEST_REASON]}). {REPLACE_INDEX}"
         ) from None

@@ -21,7 +21,7 @@ from webdataset.writer import TarWriter
 
 from tessera.data.batch import ViewParameters
 from tessera.data.decode import ImageError, decode
-from tessera.data.headers import HeaderError, is_jpeg, is_png
+from tessera.data.headers import HeaderError, is_jpeg, is_png, raise_lack_of_memory
 from tessera.data.maps import checked_map, cut_map, encode_map, map_member
 from tessera.data.shards.failures import ShardError, is_exhausted
 from tessera.data.shards.index import MOST_CHANNELS, write_table
@@ -160,6 +160,7 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
     try:
         picture.save(file, wanted, **({} if wanted == "png" else {"quality": recipe.quality or 90}))
     except (OSError, ValueError) as error:  # for example, an image that is too wide for the format
+        raise_lack_of_memory(error)
         raise LeftOut(f"the image cannot be written as {wanted}: {error}") from error
     counts = np.array(picture.histogram(), dtype=np.int64).reshape(3, 256)
     resized = _prepare_map(encoded_map, (height, width), picture.size)

@@ -182,8 +182,17 @@ def test_an_array_that_claims_to_be_large_is_refused(table):
     with zipfile.ZipFile(file, "w") as packed:
         for name, content in members.items():
             packed.writestr(name, content)
-    with pytest.raises(ShardError, match="not a table"):
+    with pytest.raises(ShardError, match=r"not a table of samples .*bytes cannot hold an array"):
         parse_table(file.getvalue(), "x")
+
+
+def test_a_lack_of_memory_is_no_damaged_table(table, monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("numpy.load", fail)
+    with pytest.raises(ShardError, match=r"resources of this machine have run out .*The file may be good"):
+        parse_table(archive(table[1]._asdict()), "x")
 
 
 def test_tables_are_written_at_once(table, tmp_path, monkeypatch):
