@@ -44,8 +44,11 @@ log = logging.getLogger(__name__)
 def free_cores(processes: int) -> int:
     """Return the number of loader workers for each training process of this node.
 
-    The number is one less than the number of cores per training process, but at least 1 and at most 16.
+    The number is one less than the number of cores per training process, but at least 1 and at most 16. It is 0 in a
+    daemonic process, such as a worker of `multiprocessing.Pool`, which Python forbids to start other processes.
     """
+    if multiprocessing.current_process().daemon:
+        return 0
     local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     available = cores()
     # A SLURM job may see cores of the node that are not allocated to the job.
@@ -58,7 +61,13 @@ class WorkersError(ResourceError):
 
 
 def check_semaphores() -> None:
-    """Raise `WorkersError` if the system refuses semaphores, for example because /dev/shm is not mounted."""
+    """Raise `WorkersError` if the system refuses semaphores, for example because /dev/shm is not mounted, or if Python
+    forbids this process to start other processes."""
+    if multiprocessing.current_process().daemon:
+        raise WorkersError(
+            "This process is daemonic, as the workers of multiprocessing.Pool are, and may not start loader workers. "
+            "Use --workers 0 (in Python: workers=0), or start it with concurrent.futures.ProcessPoolExecutor."
+        )
     try:
         multiprocessing.get_context("fork").Lock()
     except (OSError, ImportError) as error:

@@ -49,19 +49,18 @@ def summarize(encoder: Encoder, height: int, width: int) -> Summary:
         EncoderError: the encoder does not accept images of this size.
     """
     kept: dict[int, int] = {}
-    alive: list[Tensor] = []  # keeps saved tensors alive, because a new tensor may reuse the address of a freed one
+    alive: list[torch.UntypedStorage] = []  # because a new storage may reuse the address of a freed one
 
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        alive.append(tensor)
-        return tensor
+    def keep(tensor: Tensor) -> None:  # a node that holds its own output would never be freed
+        alive.append(tensor.untyped_storage())
+        kept[alive[-1]._cdata] = alive[-1].nbytes()
 
     weights = {t.untyped_storage()._cdata for t in [*encoder.parameters(), *encoder.buffers()]}
     images = torch.empty(1, encoder.channels, height, width, device="meta")
     with (
         FlopCounterMode(display=False) as counter,
         FusedAttention(encoder) as attention,
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda none: none),
     ):
         encoder(images)
     in_windows, over_all = (attention.operations[windows] // 2 for windows in (True, False))

@@ -12,9 +12,9 @@ from typing import Any
 class _CallablePackage(ModuleType):
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
         """Pretrain an encoder; see `tessera.interface.pretrain`."""
-        from tessera.interface import pretrain
+        import tessera
 
-        return pretrain(*arguments, **settings)
+        return tessera.imported("tessera.interface").pretrain(*arguments, **settings)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

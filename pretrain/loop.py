@@ -179,7 +179,7 @@ def _stop(run: TrainingRun, meter: "Meter", failure: UserError | None, *, keep_o
     if run.recorder:
         run.recorder.close()
     run.accelerator.wait_for_everyone()  # because the launcher kills all processes when one exits
-    raise preemption.Preempted(preemption.message(run.state.step, run.output))
+    raise preemption.Preempted(run.state.step, run.output)
 
 
 @contextmanager

@@ -130,17 +130,16 @@ def activation_bytes(method: Method, precision: str, images: int) -> int:
 
 def _kept_bytes(method: Method, precision: str, images: int) -> int:
     kept: dict[int, int] = {}
-    alive: list[Tensor] = []  # keep all tensors, because a new tensor at a freed address would not be counted
+    alive: list[torch.UntypedStorage] = []  # because a new tensor at a freed address would not be counted
 
-    def count(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        alive.append(tensor)
-        return tensor
+    def count(tensor: Tensor) -> None:  # a node that holds its own output would never be freed
+        alive.append(tensor.untyped_storage())
+        kept[alive[-1].data_ptr()] = alive[-1].nbytes()
 
     batch = _blank_batch(method, method.transform(), [(64, 64)] * images)
     weights = {t.untyped_storage().data_ptr() for t in [*method.parameters(), *method.buffers()]}
     with (
-        torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
+        torch.autograd.graph.saved_tensors_hooks(count, lambda none: none),
         torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"),
         only_torchs_kernel(),
         alone(),  # the other processes do not take part in the report of `--dry_run`

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from tessera.runtime import preemption, stdio
-from tessera.runtime.user_error import UserError, without_controls
+from tessera.runtime.user_error import UserError, escape_controls, without_controls
 
 # OpenMP reads this variable when torch is loaded. By default, idle OpenMP threads spin and take cores from the loader.
 # On two shared cores, training at times fell to 38 images/s by default, but never below 275 images/s with PASSIVE.
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None, command: Callable[[list[str]], None] = t
     from tessera.runtime import watchdog
 
     handler = _log_handler()
-    handler.addFilter(_escape_controls)
+    handler.addFilter(escape_controls)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     rank = os.environ.get("RANK", "0")
     rank = int(rank) if rank.isdecimal() else 0  # the watchdog refuses other values
@@ -99,12 +99,6 @@ def _log_handler() -> logging.Handler:
     from rich.logging import RichHandler
 
     return RichHandler(show_path=False, show_time=False)
-
-
-def _escape_controls(record: logging.LogRecord) -> bool:
-    """Escape the control characters in a log message. File names in the message may contain them."""
-    record.msg, record.args = without_controls(record.getMessage()), None
-    return True
 
 
 def _complain(message: str) -> None:

@@ -23,8 +23,27 @@ LONGEST_WAIT = 10.0
 _received: list[signal.Signals] = []
 
 
-class Preempted(Exception):  # noqa: N818, because a requested stop is not an error
-    """The run was asked to stop and has saved a checkpoint. The message is meant for the user."""
+class Preempted(SystemExit):
+    """The run was asked to stop and has saved a checkpoint. The message is meant for the user.
+
+    A scheduler expects that its signal ends the program. A program that does not catch this exception ends with
+    `EXIT_CODE`, and `except Exception` does not catch it.
+    """
+
+    def __init__(self, step: int, folder: str | Path) -> None:
+        """Describe the stop of the run in `folder` after `step` steps."""
+        super().__init__(message(step, folder))
+        self.code, self.step, self.folder = EXIT_CODE, step, Path(folder)
+        self.signal = _received[0] if _received else None
+        """Signal that this process received, or None if another process received it."""
+
+
+class InterruptedRunError(KeyboardInterrupt):
+    """The run was interrupted without saving: before its first step, or by a second Ctrl-C."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the text that a notebook shows."""
+        return [f"KeyboardInterrupt: {self}"]
 
 
 class WaitInterruptedError(UserError, RuntimeError):

@@ -9,7 +9,9 @@ Keyword arguments have the names of the commands' settings. Pass a section of se
 `optim={"lr": 1e-3}` corresponds to the flag `--optim.lr 1e-3`.
 """
 
+import warnings
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,9 +38,15 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'tessera' has no attribute '{name}'")
     if name in ("methods", "pretrain"):  # `pretrain` is a package that can be called; see pretrain/__init__.py
-        return import_module(f"tessera.{name}")
-    module = "tessera.data.ordered_shards" if name == "OrderedShards" else "tessera.interface"
-    return getattr(import_module(module), name)
+        return imported(f"tessera.{name}")
+    return getattr(imported("tessera.data.ordered_shards" if name == "OrderedShards" else "tessera.interface"), name)
+
+
+def imported(module: str) -> ModuleType:
+    """Import and return a module. Other packages that it imports add no warning filters to those of the program."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in notebooks without ipywidgets
+        return import_module(module)
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,9 @@ Shape letters: B images of one batch, N images, C channels, S x S pixels, D feat
 """
 
 import json
+import logging
+import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ import tessera.evaluation.linear_probe as probe_command
 from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
-from tessera.data.given import naming
+from tessera.data.given import PREFIX, naming
 from tessera.data.shards import open_shards
 from tessera.data.shards.open import with_names
 from tessera.encoders import published
@@ -31,9 +34,13 @@ from tessera.pretrain import job
 from tessera.pretrain.command_line import CODE, from_values
 from tessera.pretrain.config import DataConfig, RunConfig
 from tessera.runtime import preemption
+from tessera.runtime.collectives import world_size
 from tessera.runtime.isolation import isolated
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.settings import validate
+from tessera.runtime.user_error import escape_controls
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,12 @@ class Run:
         return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
 
     @property
+    def finished(self) -> bool:
+        """True if the run has done all of its steps, and False if it was stopped, for example by Ctrl-C."""
+        encoder = self.path / "encoder.safetensors"
+        return encoder.exists() and (encoders.read_step(encoder) or 0) >= self.config["steps"]
+
+    @property
     def encoder(self) -> Encoder:
         """Encoder in eval mode. If the run has not ended, the weights come from the newest checkpoint."""
         return load(self.path)
@@ -63,7 +76,13 @@ class Run:
 def pretrain(method: str | None = None, data: Any = None, **settings: Any) -> Run:
     """Pretrain an encoder in this process, on one device. To use several, start the program with `accelerate launch`.
 
-    At the first Ctrl-C, the run saves a checkpoint and ends. `pretrain(resume=True, output=FOLDER)` continues the run.
+    At the first Ctrl-C (in a notebook: Interrupt), the run finishes its step, saves a checkpoint and is returned. Its
+    attribute `finished` is then False, and `pretrain(resume=True, output=run.path)` continues it. A second Ctrl-C
+    raises `KeyboardInterrupt`. SIGTERM, SIGUSR1 and SIGHUP, which schedulers send, also save a checkpoint, and then end
+    the program with exit code 75. With several processes, so does Ctrl-C.
+
+    The state of the calling program, such as autocast, the default dtype and the random generators, does not change
+    the run, and is the same afterwards. Without a handler of `logging`, the messages of the run are shown on stderr.
 
     Args:
         method: pretraining method. None for the method of the settings file, or of the run to resume, else `dino`.
@@ -78,18 +97,32 @@ def pretrain(method: str | None = None, data: Any = None, **settings: Any) -> Ru
     Raises:
         SettingsError: a setting is unknown or invalid.
         ShardError: the shards cannot be read.
-        Preempted: the run was asked to stop, for example by Ctrl-C, and has saved a checkpoint.
+        BusyError: another run is going on in another thread of this process.
+        Preempted: a signal of a scheduler stopped the run, which has saved a checkpoint. It is a `SystemExit`.
     """
-    with preemption.listening(), run_settings(method, data, settings) as config:
-        output = job.pretrain(config)
-    return Run(output)
+    with _log_shown(), preemption.listening(), run_settings(method, data, settings) as config:
+        try:
+            log.info("Opening the training data.")
+            return Run(job.pretrain(config))
+        except preemption.Preempted as stop:
+            if stop.signal != signal.SIGINT or world_size() > 1:
+                print(f"\n{_stopped(stop)}", file=sys.stderr)
+                raise
+            print(f"\n{_stopped(stop)}")
+            return Run(stop.folder)
+        except KeyboardInterrupt:
+            raise preemption.InterruptedRunError(
+                "The run was interrupted without saving. To continue from its last checkpoint, if there is one: "
+                f"tessera.pretrain(resume=True, output={config.output or 'FOLDER'!r})"
+            ) from None
 
 
 def training_batches(method: str | None = None, data: Any = None, **settings: Any) -> Iterator[Batch]:
     """Yield the batches that `pretrain` would train on, in the same order, for a custom training loop.
 
     `batch.views` contains the method's normalised crops and masks, on the device of this process. Arguments and errors
-    are the same as for `pretrain`.
+    are the same as for `pretrain`. With `resume=True`, the settings are those of the run in `output`, and the batches
+    begin at its first step.
     """
     with isolated(), run_settings(method, data, settings) as config:
         _, opened, device = job.first_batches(config)
@@ -182,6 +215,32 @@ def transform(encoder: Encoder, image_size: int | None = None) -> Callable[[Imag
         ValueError: the encoder does not have 3 input channels.
     """
     return preparation(encoder, image_size)
+
+
+def _stopped(stop: preemption.Preempted) -> str:
+    """Return a message that says why a run stopped, and how to continue it from Python."""
+    why = "another process received a signal" if stop.signal is None else f"it received {stop.signal.name}"
+    again = ", data=..." if PREFIX in (stop.folder / "config.yaml").read_text() else ""
+    text = f"The run stopped because {why}. Step {stop.step} is done and saved. To continue: "
+    return f"{text}tessera.pretrain(resume=True, output={str(stop.folder)!r}{again})"
+
+
+@contextmanager
+def _log_shown() -> Iterator[None]:
+    """Show the messages of a run on stderr, as the command does, if the program has no handlers of `logging`."""
+    logger = logging.getLogger("tessera")
+    if logger.hasHandlers():
+        yield
+        return
+    handler, level = logging.StreamHandler(), logger.level
+    handler.addFilter(escape_controls)
+    logger.addHandler(handler)
+    logger.setLevel(level or logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @contextmanager

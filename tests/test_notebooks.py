@@ -32,3 +32,31 @@ def test_notebook(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
     assert re.search(PRINTED[path.stem], printed)
+
+
+SETTINGS = "encoder='vit_micro', batch_size=8, workers=0, evaluation={'pictures': 0, 'linear_iterations': 0}"
+CELLS = (
+    "import os, signal, threading, time, tessera",
+    "tessera.pretrain(stps=3)",
+    """def press():
+    while not (os.path.exists("run/metrics.jsonl") and len(open("run/metrics.jsonl").readlines()) > 2):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=press, daemon=True).start()"""
+    f"\nrun = tessera.pretrain(output='run', steps=5000, record_every=1, {SETTINGS})\nrun.finished",
+)
+
+
+@pytest.mark.slow
+def test_a_notebook_shows_a_bar_an_error_of_one_line_and_how_to_continue(tmp_path: Path) -> None:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    NotebookClient(notebook, timeout=300, allow_errors=True, resources={"metadata": {"path": tmp_path}}).execute()
+    _, wrong, stopped = (cell.outputs for cell in notebook.cells)
+    assert [output.get("traceback") for output in wrong] == [
+        ["SettingsError: unknown setting 'stps'; did you mean 'steps'?"]
+    ]
+    text = "".join(output.get("text", "") for output in stopped)
+    assert text.startswith("Opening the training data.\n")
+    assert re.search(r"\r +0%\|.*\| 2/5000 \[", text)
+    assert "To continue: tessera.pretrain(resume=True, output='run')" in text
+    assert stopped[-1]["data"]["text/plain"] == "False"

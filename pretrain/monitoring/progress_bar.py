@@ -2,6 +2,7 @@
 
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,12 +23,14 @@ REST = 50
 
 
 class Progress:
-    """Progress of a run on stderr. A terminal shows a progress bar. A log file gets one line per record."""
+    """Progress of a run on stderr: a bar on a terminal and in a notebook, and one line per record in a log file."""
 
     def __init__(self, steps: int, done: int, *, enabled: bool) -> None:
         """Set up the progress of a run. `steps` is the length of the run, and `done` the number of completed steps."""
         console = Console(stderr=True)
-        self.enabled, self.bar = enabled, enabled and console.is_terminal
+        self.enabled, self.bar = enabled, enabled and (console.is_terminal or console.is_jupyter)
+        # rich shows nothing in a notebook without the package ipywidgets, but tqdm does
+        self.notebook = _notebook_bar(steps, done) if enabled and console.is_jupyter else None
         columns = (
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(40 if console.width >= WIDE else 10),
@@ -36,7 +39,7 @@ class Progress:
             TextColumn("ETA"),
             TimeRemainingColumn(),
         )
-        self.progress = RichProgress(*columns, console=console, disable=not self.bar)
+        self.progress = RichProgress(*columns, console=console, disable=not self.bar or console.is_jupyter)
         self.task = self.progress.add_task("", total=steps, completed=done, numbers="")
         self.steps, self.first, self.started = steps, done, 0.0
         self.accuracy = ""  # newest accuracies as text
@@ -48,6 +51,8 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
+        if self.notebook is not None:
+            self.notebook.close()
 
     def update(self, step: int, loss: float, images_per_second: float, data_wait: float) -> None:
         """Move the progress bar to `step`, and show the given numbers and the newest accuracies next to the bar."""
@@ -59,6 +64,9 @@ class Progress:
                 break
             shown += f"  {part}" if shown else part
         self.progress.update(self.task, completed=step, numbers=shown)
+        if self.notebook is not None:
+            self.notebook.set_postfix_str(shown, refresh=False)
+            self.notebook.update(step - self.notebook.n)
         if step == self.first + FIRST and self.steps > self.first + 10 * FIRST and self.enabled and not self.bar:
             self._print(f"step {step}/{self.steps}  {speed(images_per_second)}  {self._left(step)}")
 
@@ -88,6 +96,14 @@ class Progress:
 
     def _print(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+
+
+def _notebook_bar(steps: int, done: int) -> Any:
+    """Return tqdm's bar for notebooks, which is made of text if the package ipywidgets is not installed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tqdm recommends ipywidgets
+        from tqdm.auto import tqdm
+    return tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True)
 
 
 def speed(images_per_second: float) -> str:

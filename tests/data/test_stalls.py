@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import mmap
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tessera.data import batches, workers
-from tessera.data.workers import WorkerStates, start_worker
+from tessera.data.workers import WorkersError, WorkerStates, check_semaphores, free_cores, start_worker
 from tessera.runtime import preemption
 from tessera.runtime.machine import is_running
 from tests.data.shards.batches import evaluate, train
@@ -195,3 +196,21 @@ def test_workers_outlive_signals_but_not_a_killed_parent(write_shards):
     program.kill()
     program.wait()
     wait_until(lambda: not any(is_running(pid, None) for pid in pids), 5)
+
+
+def _in_daemon(found) -> None:
+    found.put(free_cores(1))
+    try:
+        check_semaphores()
+    except WorkersError as error:
+        found.put(str(error))
+
+
+def test_a_daemonic_process_has_no_workers() -> None:
+    context = multiprocessing.get_context("fork")
+    found = context.SimpleQueue()
+    child = context.Process(target=_in_daemon, args=(found,), daemon=True)
+    child.start()
+    child.join(20)
+    assert found.get() == 0 < free_cores(1)
+    assert "multiprocessing.Pool are, and may not start loader workers. Use --workers 0" in found.get()

@@ -129,7 +129,7 @@ def test_messages_about_names_from_outside_hold_them_escaped(
 
 def test_the_log_holds_names_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     record = logging.LogRecord("x", logging.INFO, "", 0, "shard %s", ("\x1b[31mred",), None)
-    assert run._escape_controls(record)
+    assert run.escape_controls(record)
     assert record.getMessage() == "shard \\x1b[31mred"
 
 

@@ -1,12 +1,15 @@
 """Tessera from Python and by the command `tessera`, also in a folder whose files have the names of its packages."""
 
+import gc
 import json
 import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,7 @@ from tessera import encoders
 from tessera.__main__ import next_step
 from tessera.data.demo import demo_shards
 from tessera.data.make_shards import main as make_shards
+from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.run import main
 from tessera.runtime.user_error import UserError
 from tests.launched import ROOT, TINY, records
@@ -59,13 +63,22 @@ def test_evaluations_from_python(tmp_path: Path) -> None:
         tessera.knn(tmp_path / "nowhere", train, val)
 
 
+def resources() -> tuple[int, int, int]:
+    """Return the numbers of tensors, open files and threads of this process."""
+    gc.collect()
+    tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+    return tensors, len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
 @pytest.mark.medium
 def test_a_run_of_another_method_continues_without_its_settings(tmp_path: Path) -> None:
     settings = SMALL | {"dino": None, "encoder": "vit_micro", "seed": 3, "evaluation": {"linear_iterations": 0}}
     run = tessera.pretrain("lejepa", output=str(tmp_path / "run"), **settings)
     losses = [line["loss"] for line in run.metrics if "loss" in line]
     shutil.rmtree(run.path / "checkpoints")
+    held = resources()
     again = tessera.pretrain(resume=True, output=str(run.path))
+    assert resources() == held
     assert again.config == run.config
     assert [line["loss"] for line in again.metrics if "loss" in line] == losses
     batch = next(tessera.training_batches(resume=True, output=str(run.path)))
@@ -97,6 +110,40 @@ def test_the_callers_state_neither_changes_a_run_nor_is_changed(tmp_path: Path) 
     torch.testing.assert_close(same, pixels, rtol=0, atol=0)
     assert random.getstate() == generators[0]
     assert torch.equal(torch.get_rng_state(), generators[1])
+
+
+@pytest.mark.medium
+def test_ctrl_c_returns_the_run_and_sigterm_ends_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    forward, pressed = DINO.forward, [signal.SIGINT]
+
+    def pressing(self: DINO, batch, step: int):
+        if step == 1 and pressed:
+            for number in pressed:
+                os.kill(os.getpid(), number)
+        return forward(self, batch, step)
+
+    monkeypatch.setattr(DINO, "forward", pressing)
+    before, folder = signal.getsignal(signal.SIGINT), str(tmp_path / "a run")
+    run = tessera.pretrain(output=folder, **SMALL)
+    assert not run.finished
+    assert run.metrics[-1]["step"] == 2
+    said = f"Step 2 is done and saved. To continue: tessera.pretrain(resume=True, output={folder!r})\n"
+    assert said in capfd.readouterr().out
+    pressed[:] = [signal.SIGINT, signal.SIGINT]
+    with pytest.raises(KeyboardInterrupt, match=r"tessera\.pretrain\(resume=True, output=") as caught:
+        tessera.pretrain(output=str(tmp_path / "twice"), **SMALL)
+    assert "\n" not in caught.value._render_traceback_()[0]  # pyright: ignore[reportAttributeAccessIssue]
+    pressed[:] = [signal.SIGTERM]
+    with pytest.raises(SystemExit) as stop:
+        tessera.pretrain(output=str(tmp_path / "ended"), **SMALL)
+    assert stop.value.code == 75
+    assert "it received SIGTERM. Step 2 is done" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is before
+    again = tessera.pretrain(resume=True, output=folder)
+    assert again.finished
+    assert again.metrics[-1]["step"] == 3
 
 
 @pytest.mark.medium

@@ -54,3 +54,14 @@ def test_a_log_file_gets_its_first_line_early(capsys: pytest.CaptureFixture[str]
         for step in range(201, 231):
             progress.update(step, 3.5, 75.0, 0.01)
     assert capsys.readouterr().err.startswith("step 210/1000  75 images/s  0 s left\n")
+
+
+def test_a_notebook_shows_a_bar_of_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    with Progress(40, 10, enabled=True) as progress:
+        progress.update(30, 0.5, 100.0, 0.0)
+        progress.line({"step": 30})
+    shown = capsys.readouterr().err
+    assert "30/40" in shown
+    assert "loss 0.5000  100 images/s" in shown
+    assert "10/40" in shown
