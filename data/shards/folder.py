@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tessera.data.shards.failures import SampleError, ShardError, unreadable, warn_once
-from tessera.data.shards.listing import REASONS, UNLABELLED, Listing, list_folder
+from tessera.data.shards.failures import SampleError, ShardError, unreadable
+from tessera.data.shards.listing import Listing, list_folder
 from tessera.data.shards.manifest import add_labels, list_file
 from tessera.data.shards.source import DEFAULT, SampleForm, Shard, SourceConfig
 from tessera.data.shards.tar import IMAGES, Index
@@ -41,12 +41,11 @@ class ImageFolder(Shard):
                 train and val.
         """
         listing = _list(path, config.form)
-        for count, reason in listing.unusable():
-            if reason != REASONS[UNLABELLED]:  # `add_labels` has named these images
-                warn_once(f"Number of files that are left out of {path}: {count:,} ({reason})")
         classes = None if listing.classes is None else tuple(listing.classes)
         size = int(listing.sizes[listing.usable].sum())
-        folder = cls(path, size, listing.fingerprint(), config=config, classes=classes)
+        below = os.path.join(os.path.dirname(path), "")
+        notes = tuple(note._replace(first=note.first and below + note.first) for note in listing.notes())
+        folder = cls(path, size, listing.fingerprint(), config=config, classes=classes, notes=notes)
         folder._mapped(lambda: _index(listing))
         return folder
 

@@ -40,6 +40,8 @@ LARGEST_SHARD = 2**50  # maximum size of a shard in bytes
 MOST_CHANNELS = 4096
 LONGEST_REASON = 300  # maximum number of characters of a reason in an error message
 LARGEST_FOLDER_INDEX = 2**28  # Maximum size of an index.json in bytes. 100,000 shards take about 20 MB.
+OPTIONAL = ("maps", "notes")
+"""Names of the arrays that a table may lack."""
 CLASSES = "classes.json"
 LARGEST_CLASSES = 2**26  # Maximum size of a classes.json in bytes. The names of 22,000 classes take about 0.5 MB.
 
@@ -155,8 +157,8 @@ def parse_table(content: bytes, path: str) -> Index:
                 if prod(shape) * dtype.itemsize > member.file_size:
                     raise ValueError(f"{member.file_size} bytes cannot hold an array of the shape {shape}")
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            # Tables of older versions, which did not support segmentation maps, lack the array `maps`.
-            table = Index(**{name: arrays[name] for name in Index._fields if name in arrays or name != "maps"})
+            # Tables of older versions lack the arrays `maps` and `notes`.
+            table = Index(**{name: arrays[name] for name in Index._fields if name in arrays or name not in OPTIONAL})
         _check(table)
     except Exception as error:  # NumPy raises many kinds of errors for damaged files
         if is_exhausted(error):
@@ -169,7 +171,7 @@ def parse_table(content: bytes, path: str) -> Index:
 
 def _check(table: Index) -> None:
     """Raise `ValueError` if the arrays of a table contradict each other."""
-    kinds = {name: np.uint8 if name == "keys" else np.int64 for name in Index._fields}
+    kinds = {name: np.uint8 if name in ("keys", "notes") else np.int64 for name in Index._fields}
     samples = len(table.ends)
     shapes = {
         "keys": table.keys.shape[:1],
@@ -178,6 +180,7 @@ def _check(table: Index) -> None:
         "labels": (samples, 2),
         "summary": (3,),
         "maps": (samples if len(table.maps) else 0, 2),
+        "notes": table.notes.shape[:1],
     }
     for name, array in table._asdict().items():
         if array.dtype != kinds[name] or array.shape != shapes[name]:

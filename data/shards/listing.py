@@ -5,21 +5,27 @@ Paths are relative to a root folder, and are stored as bytes, as in the file sys
 
 import hashlib
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tessera.data.shards.failures import ShardError, is_exhausted
-from tessera.data.shards.tar import IMAGES, LARGEST_MEMBER, MAPS
+from tessera.data.shards.index import composed
+from tessera.data.shards.notes import LOST, MASK, PAIR, UNUSABLE, Note
+from tessera.data.shards.tar import IMAGES, LARGEST_MEMBER, MAPS, OTHER_IMAGES
 from tessera.runtime.user_error import printable
 
 TRAINING_SETS = {"train", "training"}
-SETS = {*TRAINING_SETS, "val", "valid", "validation", "test", "testing"}
+SETS = {*TRAINING_SETS, "val", "valid", "validation", "test", "testing", "dev", "eval"}
+OF_IMAGES = {b"image", b"images", b"img", b"imgs", b"jpegimages", b"photos"}
+OF_MASKS = {b"mask", b"masks", b"label", b"labels", b"annotation", b"annotations", b"segmentation", b"gt"}
+"""Names of folders. A folder of `OF_MASKS` beside a folder of `OF_IMAGES` probably holds maps of the images."""
 NO_LABEL = -1
 EMPTY, MISSING, IRREGULAR, LARGE, UNREADABLE, UNLABELLED = range(0, -6, -1)
 REASONS = {
@@ -32,6 +38,16 @@ REASONS = {
 }
 """Maps a code to the reason why a file is left out. `Listing.sizes` and `Maps.sizes` contain the code in place of the
 size."""
+ACCOMPANYING = {
+    *("", ".txt", ".csv", ".tsv", ".json", ".jsonl", ".xml", ".yaml", ".yml", ".toml", ".md", ".html", ".pdf", ".log"),
+    *(".db", ".ini", ".py", ".ipynb", ".sh", ".index"),
+}
+"""Extensions of files that accompany images, such as descriptions. They are left out without a note."""
+_MASK = re.compile(
+    rb"(.+)[ _.-](?:masks?|seg|segmentation|labels?|gt|groundtruth|annotations?)(?:[ _.-]?[0-9]+)?"
+    rb"|(?:mask|label|gt)[ _-](.+)"
+)
+"""Name of a file, without its extension, that is probably a map of the image that a group names."""
 _MAPS = tuple(b"." + name.encode() for name in MAPS)
 _EXTENSIONS = tuple(b"." + extension.encode() for extension in IMAGES)
 
@@ -87,13 +103,15 @@ class Listing:
     indices into this list."""
     other_files: Counter[str] = field(default_factory=Counter)
     """Number of files that are not images, for each file name extension."""
+    found: list[Note] = field(default_factory=list)
+    """Notes on the files. The group of a note is the first folder of the paths."""
     classes: list[str] | None = None
     """Names of the classes; None if labels have no names."""
     maps: Maps | None = None
     """Maps of the files; None if no file has a map."""
 
     @classmethod
-    def of(cls, root: bytes, files: Iterable[File], other_files: Counter[str] | None = None) -> "Listing":
+    def of(cls, root: bytes, files: Iterable[File]) -> "Listing":
         """Return a listing of `files`, which the function iterates over once."""
         texts: dict[str, int] = {}
         names, facts = bytearray(), []
@@ -102,7 +120,7 @@ class Listing:
             label = NO_LABEL if file.label is None else texts.setdefault(file.label, len(texts))
             facts.append((len(names), file.size, file.modified, label))
         columns = np.array(facts, dtype=np.int64).reshape(-1, 4).T.copy()
-        return cls(root, np.frombuffer(names, dtype=np.uint8), *columns, list(texts), other_files or Counter())
+        return cls(root, np.frombuffer(names, dtype=np.uint8), *columns, list(texts))
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -122,10 +140,23 @@ class Listing:
         return [(int(count), REASONS[int(code)]) for code, count in zip(codes, counts, strict=True)]
 
     def number_classes(self, classes: list[str]) -> None:
-        """Renumber the labels: an index into `texts` becomes the index of the same text in `classes`."""
+        """Renumber the labels: an index into `texts` becomes the index of the same text in `classes`.
+
+        Texts are compared in Unicode's form NFC. Texts that are equal in this form are one class.
+        """
+        classes = list(dict.fromkeys(map(composed, classes)))
         numbers = {name: number for number, name in enumerate(classes)}
-        self.labels = np.array([*(numbers[text] for text in self.texts), NO_LABEL], dtype=np.int64)[self.labels]
+        known = [numbers[composed(text)] for text in self.texts]
+        self.labels = np.array([*known, NO_LABEL], dtype=np.int64)[self.labels]
         self.texts = self.classes = classes
+
+    def notes(self) -> list[Note]:
+        """Return notes on the files that are left out, and on files that may not be images of their class."""
+        named = [note if self.classes else note._replace(group="") for note in self.found if note.kind != LOST]
+        lost = [note for note in self.found if note.kind == LOST and self.classes]
+        left_out = [Note(UNUSABLE, count, group=reason) for count, reason in self.unusable()]
+        # `manifest.add_labels` names the images that have no label in the manifest
+        return [*(note for note in left_out if note.group != REASONS[UNLABELLED]), *named, *lost]
 
     def fingerprint(self) -> str:
         """Return a hash of all relative paths, sizes, modification times, labels and maps, without the root folder."""
@@ -167,16 +198,30 @@ def _refuse_exhausted(error: OSError) -> None:
         ) from error
 
 
+def _set_of(name: str) -> tuple[str, ...] | None:
+    """Return the words of a folder name without the word that names a set, such as () for `train2017`.
+
+    Return None if the name has no such word.
+    """
+    words = re.findall("[a-z]+", name.lower())
+    return tuple(word for word in words if word not in SETS) if SETS & {*words} else None
+
+
 def _refuse_separate_sets(folder: Path) -> None:
     """Raise `ShardError` if a folder has a subfolder for training images and another one for held-out images."""
-    names = sorted(path.name for path in folder.iterdir() if path.name.lower() in SETS and path.is_dir())
-    training = [name for name in names if name.lower() in TRAINING_SETS]
-    if training and len(names) > 1:
-        raise ShardError(
-            f"{folder} holds the folders {', '.join(names)}, which look like separate sets of images, not like "
-            f"classes. Give one of these folders, for example {folder / training[0]}. To make shards from all images, "
-            "run `tessera make_shards` with --labels none, or with --labels folders if these folders are classes."
-        )
+    found = [(path.name, _set_of(path.name)) for path in sorted(folder.iterdir()) if path.is_dir()]
+    for training in (name for name, rest in found if rest is not None and _trains(name)):
+        names = [name for name, rest in found if rest == _set_of(training)]
+        if not all(map(_trains, names)):
+            raise ShardError(
+                f"{folder} holds the folders {', '.join(names)}, which look like separate sets of images, not like "
+                f"classes. Give one of these folders, for example {folder / training}. To make shards from all images, "
+                "run `tessera make_shards` with --labels none, or with --labels folders if these folders are classes."
+            )
+
+
+def _trains(name: str) -> bool:
+    return bool(TRAINING_SETS & {*re.findall("[a-z]+", name.lower())})
 
 
 def list_folder(folder: Path, *, labels: str, besides: Path | None = None) -> Listing:
@@ -198,17 +243,22 @@ def list_folder(folder: Path, *, labels: str, besides: Path | None = None) -> Li
     """
     if labels == "auto":
         _refuse_separate_sets(folder)
-    root, other_files = os.path.realpath(os.fsencode(folder)), Counter[str]()
-    skipped = None if besides is None else os.path.realpath(os.fsencode(besides))
-    listing = Listing.of(root, _walk(root, skipped, other_files), other_files)
+    root = os.path.realpath(os.fsencode(folder))
+    walk = _Walk(root, None if besides is None else os.path.realpath(os.fsencode(besides)))
+    listing = Listing.of(root, walk.files())
+    listing.other_files = walk.other_files
     listing.refuse_empty(f"no images below {folder}")
     paths = [listing.path(int(entry)) for entry in listing.usable]
     depths = sorted({path.count(b"/") for path in paths})
     if labels == "folders" and depths[0] == 0:
         loose = printable(os.fsdecode(next(path for path in paths if b"/" not in path)))
         raise ShardError(f"{folder}/{loose} is not in a class folder. Move it to a class folder, or use --labels none.")
-    if labels == "folders" or (labels == "auto" and depths == [1] and len(listing.texts) > 1):
-        listing.number_classes(sorted(listing.texts, key=lambda name: (not name.isdecimal(), _value(name), name)))
+    listing.found, unread = walk.notes(), walk.unread_classes()
+    names = {*listing.texts, *unread}
+    if labels == "folders" or (labels == "auto" and depths == [1] and len(names) > 1):
+        read = {os.fsdecode(path.partition(b"/")[0]) for path in paths}
+        listing.found += [Note(LOST, 1, group=name) for name in sorted({*walk.folders, *names} - read)]
+        listing.number_classes(sorted(names, key=lambda name: (not name.isdecimal(), _value(name), name)))
         return listing
     listing.labels = np.full(len(listing), NO_LABEL)
     return listing
@@ -218,28 +268,81 @@ def _value(name: str) -> int:
     return int(name) if name.isdecimal() and len(name) < 20 else 0
 
 
-def _walk(root: bytes, besides: bytes | None, other_files: Counter[str]) -> Iterator[File]:
-    """Yield the images of a folder, labelled by the first folder of their paths. Count all other files."""
+class _Walk:
+    """Walk through a folder of images, and count the files that are not images.
 
-    def refuse(error: OSError) -> None:
-        _refuse_exhausted(error)
-        other_files["folders that cannot be read"] += 1
+    Args:
+        root: folder of images, without symbolic links.
+        besides: subfolder to skip; None to skip no subfolder.
+    """
 
-    parents = {root: {root}}  # for each folder to be visited, the real paths of the folder and of its parents
-    for here, folders, names in os.walk(root, followlinks=True, onerror=refuse):
-        above, found = parents.pop(here), sorted(name for name in folders if not name.startswith(b"."))
-        folders.clear()
-        for path in (os.path.join(here, name) for name in found):
-            folder = os.path.realpath(path)
-            if folder not in above and folder != besides:  # following a link to a parent folder would never end
-                parents[path] = above | {folder}
-                folders.append(os.path.basename(path))
-        prefix = os.path.join(os.path.relpath(here, root), b"") if here != root else b""
-        label = os.fsdecode(prefix.partition(b"/")[0]) if prefix else None
-        for name in sorted(name for name in names if not name.startswith(b".")):
-            lower = name.lower()
-            if lower.endswith(_EXTENSIONS) and not lower.endswith(_MAPS):
+    def __init__(self, root: bytes, besides: bytes | None):
+        self._root, self._besides = root, besides
+        self.other_files = Counter[str]()
+        self.folders: list[str] = []
+        """Names of the folders in the root folder."""
+        self._notes: dict[tuple[str, str], list[Any]] = {}  # kind and first folder -> number of files, first file
+
+    def notes(self) -> list[Note]:
+        """Return notes on the files that have been seen."""
+        return [Note(kind, count, first, group) for (kind, group), (count, first) in self._notes.items()]
+
+    def unread_classes(self) -> set[str]:
+        """Return the names of the folders in the root folder that hold images of other formats."""
+        others = {f".{extension}" for extension in OTHER_IMAGES}
+        return {group for kind, group in self._notes if kind in others and group}
+
+    def files(self) -> Iterator[File]:
+        """Yield the images, labelled by the first folder of their paths. Count all other files."""
+        parents = {self._root: {self._root}}  # folder to be visited -> real paths of the folder and of its parents
+        masks: set[bytes] = set()  # folders that probably hold maps
+        for here, folders, names in os.walk(self._root, followlinks=True, onerror=self._refuse):
+            above, found = parents.pop(here), sorted(name for name in folders if not name.startswith(b"."))
+            folders.clear()
+            of_images = any(name.lower() in OF_IMAGES for name in found)
+            for path in (os.path.join(here, name) for name in found):
+                folder, name = os.path.realpath(path), os.path.basename(path)
+                if folder not in above and folder != self._besides:  # a link to a parent folder would never end
+                    parents[path] = above | {folder}
+                    folders.append(name)
+                    if here in masks or (of_images and name.lower() in OF_MASKS):
+                        masks.add(path)
+            prefix = os.path.join(os.path.relpath(here, self._root), b"") if here != self._root else b""
+            if here == self._root:
+                self.folders = [os.fsdecode(name) for name in folders]
+            label = os.fsdecode(prefix.partition(b"/")[0]) if prefix else None
+            shown = sorted(name for name in names if not name.startswith(b"."))
+            images = [name for name in shown if (low := name.lower()).endswith(_EXTENSIONS) and not low.endswith(_MAPS)]
+            for name in images:
                 yield File(prefix + name, *file_facts(os.path.join(here, name)), label)
-            else:
-                extension = next((one for one in _MAPS if lower.endswith(one)), os.path.splitext(lower)[1])
-                other_files[printable(os.fsdecode(extension)) or "without extension"] += 1
+            self._note_images(prefix, images, label, here in masks)
+            for name in sorted({*shown}.difference(images)):
+                self._note_other(prefix + name, name.lower(), label)
+
+    def _refuse(self, error: OSError) -> None:
+        _refuse_exhausted(error)
+        self.other_files["folders that cannot be read"] += 1
+
+    def _note_images(self, prefix: bytes, images: list[bytes], label: str | None, masks: bool) -> None:
+        """Note the images of one folder that may be maps or copies of other images, by their names."""
+        stems = [os.path.splitext(name.lower())[0] for name in images]
+        every, seen = {*stems}, set[bytes]()
+        for name, stem in zip(images, stems, strict=True):
+            matched = _MASK.fullmatch(stem)
+            if masks or (matched and (matched[1] or matched[2]) in every):
+                self._note(MASK, prefix + name, label)
+            if stem in seen:
+                self._note(PAIR, prefix + name, label)
+            seen.add(stem)
+
+    def _note_other(self, path: bytes, lower: bytes, label: str | None) -> None:
+        """Count a file that is not an image."""
+        found = next((one for one in _MAPS if lower.endswith(one)), None)
+        extension = printable(os.fsdecode(found or os.path.splitext(lower)[1]))
+        self.other_files[extension or "without extension"] += 1
+        if found is None and extension not in ACCOMPANYING:
+            self._note(extension, path, label)
+
+    def _note(self, kind: str, path: bytes, label: str | None) -> None:
+        count = self._notes.setdefault((kind, label or ""), [0, os.fsdecode(path)])
+        count[0] += 1

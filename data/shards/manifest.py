@@ -15,6 +15,7 @@ import numpy as np
 
 from tessera.data.shards.failures import ShardError, warn_once
 from tessera.data.shards.listing import NO_LABEL, UNLABELLED, File, Listing, file_facts
+from tessera.data.shards.notes import LOST
 from tessera.data.shards.tar import LARGEST_LABEL, whole_number
 from tessera.runtime.user_error import printable
 
@@ -90,6 +91,7 @@ def add_labels(listing: Listing, path: Path, *, only: bool = False) -> None:
         warn_once(f"Images in {shown} without a label in {path}: {_some(unlabelled)}. {fate}.")
     if lost := [one for one in known.keys() - set(full) if one.startswith(root + b"/") and not os.path.exists(one)]:
         warn_once(f"Entries of {path} whose image does not exist: {_some(sorted(lost))}.")
+    listing.found = [note._replace(group="") for note in listing.found if note.kind != LOST]  # folders are no classes
     if only:
         listing.sizes[(listing.labels < 0) & (listing.sizes > 0)] = UNLABELLED
     _set_labels(listing, path, "auto")

@@ -20,6 +20,7 @@ from tessera.data.given import kind, named_object
 from tessera.data.shards.failures import SampleError, ShardError
 from tessera.data.shards.index import unique_names
 from tessera.data.shards.source import DEFAULT, SampleForm, Shard, SourceConfig
+from tessera.data.shards.stored_index import Header, header_of
 from tessera.data.shards.tar import IMAGES, LABEL, Index, whole_number
 from tessera.data.user_code import named_errors, seeded
 
@@ -119,8 +120,8 @@ class MapStyle(Shard):
     def index(self) -> Index:
         return self.make_index()
 
-    def summary(self) -> np.ndarray:
-        return self.index().summary
+    def header(self) -> Header:
+        return header_of(self.index())
 
     def image(self, index: Index, sample: int) -> Undecoded:
         item = self.item(sample)

@@ -26,10 +26,12 @@ from tessera.data.shards.failures import (
     ResourceError,
     ShardError,
     unreadable,
+    warn_once,
 )
 from tessera.data.shards.folder import ImageFolder, holds_images
 from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, ShardEntry, parse_folder
 from tessera.data.shards.manifest import MANIFESTS
+from tessera.data.shards.notes import PARTS, Note, describe
 from tessera.data.shards.source import DEFAULT, Shard, Source, SourceConfig
 from tessera.data.shards.tars import GZIPPED, LocalTar, PackedTar, RemoteTar, Tar, folder_of
 from tessera.runtime.progress import track
@@ -41,6 +43,7 @@ PARQUET = ".parquet"
 """File name ending of Parquet files."""
 MOST_BRACES = 16  # maximum number of opening braces in a pattern, because each brace adds to the expansion time
 THREADS = 16
+_PART = re.compile(r"(.*-)([0-9]{1,9})-of-([0-9]{1,9})(\..*)")
 _RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?\}")
 
 log = logging.getLogger(__name__)
@@ -91,6 +94,7 @@ class _Opened(NamedTuple):
     """Size of the shard in bytes."""
     moments: tuple[tuple[float, ...] | None, tuple[float, ...] | None] = (None, None)
     """Mean and standard deviation of each channel over all pixels of the folder, in [0, 1]; None if unknown."""
+    notes: tuple[Note, ...] = ()
 
 
 def open_sources(shards: WeightedShards, *, progress: bool = True, source: SourceConfig = DEFAULT) -> Sources:
@@ -170,6 +174,10 @@ def _open_patterns(shards: Shards, progress: bool, source: SourceConfig) -> Sour
     statistics = {one.moments for one in found}
     # The source has statistics only if all folders of its shards have the same statistics.
     mean, std = statistics.pop() if len(statistics) == 1 else (None, None)
+    notes = (*missing_parts(paths), *itertools.chain.from_iterable(one.notes for one in found))
+    if os.environ.get("RANK", "0") == "0":
+        for line in describe(notes):
+            warn_once(f"{shown_paths(paths)}: {line}")
     return Source(
         [one.shard for one in found],
         counts,
@@ -177,9 +185,29 @@ def _open_patterns(shards: Shards, progress: bool, source: SourceConfig) -> Sour
         sizes,
         unreadable=[paths[place] for place in sorted(errors)],
         config=source,
+        notes=notes,
         mean=mean,
         std=std,
     )
+
+
+def shown_paths(paths: Sequence[str]) -> str:
+    """Return a name of several shards for messages: the path of one, or the folder of all."""
+    return paths[0] if len(paths) == 1 else (os.path.dirname(paths[0]) or f"{len(paths):,} shards")
+
+
+def missing_parts(paths: Sequence[str]) -> list[Note]:
+    """Return a note for each set of files NAME-00000-of-00010.EXTENSION of which some parts are not among `paths`."""
+    numbers: dict[tuple[str, str, int], set[int]] = {}
+    for path in paths:
+        if (matched := _PART.fullmatch(remote.without_query(path))) is not None:
+            before, number, total, after = matched.groups()
+            numbers.setdefault((before, f"-of-{total}{after}", int(total)), set()).add(int(number))
+    return [
+        Note(PARTS, total - len(found), group=f"{os.path.basename(before)}*{after}")
+        for (before, after, total), found in numbers.items()
+        if len(found) < total
+    ]
 
 
 def _listed(shards: Shards, source: SourceConfig) -> tuple[list[str], "_FolderIndices"]:
@@ -332,8 +360,10 @@ def _open(path: str, indices: "_FolderIndices", verifies: bool) -> _Opened:
                 f"been truncated. Copy or make the shard again. {CORRECT_INDEX}"
             )
         return _counted(replace(shard, sha256=listed.entry.sha256), listed)
-    samples, labelled, size = map(int, shard.summary())
-    return _Opened(shard, samples, labelled, shard.size or size)
+    header = shard.header()
+    samples, labelled, size = map(int, header.summary)
+    found = [note._replace(first=note.first and f"{shard.name}/{note.first}") for note in header.notes]
+    return _Opened(shard, samples, labelled, shard.size or size, notes=(*shard.notes, *found))
 
 
 def _from_index(path: str, listed: _Listed, config: SourceConfig) -> _Opened:

@@ -34,7 +34,8 @@ from tessera.data.shards.failures import (
     warn_once,
 )
 from tessera.data.shards.index import CLASSES
-from tessera.data.shards.stored_index import map_index, packed, read_summary
+from tessera.data.shards.notes import Note
+from tessera.data.shards.stored_index import Header, header_of, map_index, packed, read_header
 from tessera.data.shards.tar import LARGEST_LABEL, MAPS, Index
 from tessera.runtime.settings import Section
 
@@ -44,6 +45,8 @@ KEPT_SAMPLES = 2_000_000
 """Number of samples whose indices a process keeps, on average. It bounds the memory if the cache cannot be used."""
 FETCHERS = 4
 """Number of simultaneous requests of one source."""
+FORMAT = 2
+"""Version of the indices in the cache. A new version makes all of them again."""
 MOST_PROBED = 100
 """Maximum number of samples that are read to find out whether the stages of the user yield labels."""
 MOST_LOST = 10
@@ -154,6 +157,8 @@ class Shard(ABC):
     config: SourceConfig = field(default=DEFAULT, repr=False, compare=False)
     sha256: str | None = None
     """SHA-256 from an `index.json`; None if unknown."""
+    notes: tuple[Note, ...] = field(default=(), repr=False, compare=False, kw_only=True)
+    """Notes on what is left out, apart from those of the index."""
 
     downloads: ClassVar[bool] = False
     """True if samples are downloaded or decompressed to the cache before they are read."""
@@ -270,10 +275,10 @@ class Shard(ABC):
         """
         return
 
-    def summary(self) -> np.ndarray:
-        """Return `Index.summary` of the index: (3,) int64.
+    def header(self) -> Header:
+        """Return the counts of the index, the hash of the samples, and the notes on what is left out.
 
-        If the index is in the cache, only its summary is read.
+        If the index is in the cache, only its header is read.
 
         Raises:
             ShardError: the shard cannot be used.
@@ -281,12 +286,12 @@ class Shard(ABC):
         with suppress(CacheError):
             if (descriptor := self.cache.find(self._index_name)) is not None:
                 try:
-                    found = read_summary(descriptor)
+                    found = read_header(descriptor)
                 finally:
                     os.close(descriptor)
                 if found is not None:
                     return found
-        return self.index().summary
+        return header_of(self.index())
 
     @property
     def cache(self) -> Cache:
@@ -312,7 +317,7 @@ class Shard(ABC):
     @functools.cached_property
     def _index_name(self) -> str:
         """Name of the cache entry of the index. It is computed once, because an index is opened for most samples."""
-        return self.cache_name(self._index_part()) + INDEX
+        return self.cache_name(f"{FORMAT} {self._index_part()}") + INDEX
 
     def _mapped(self, make: Callable[[], Index]) -> Index:
         """Return the index, mapped from the cache. If it is not in the cache, store the result of `make` there."""
@@ -361,6 +366,8 @@ class Source:
     unreadable: list[str] = field(default_factory=list)
     """Paths and URLs of shards that cannot be opened and are therefore left out."""
     config: SourceConfig = DEFAULT
+    notes: tuple[Note, ...] = ()
+    """Notes on what is left out of the shards; `notes.describe` makes sentences of them."""
     mean: tuple[float, ...] | None = None
     """Mean of each channel over all pixels, in [0, 1], from `index.json`; None if unknown."""
     std: tuple[float, ...] | None = None
@@ -610,7 +617,7 @@ class Source:
         if ((self.labelled >= 0) & (self.labelled < self.counts)).any():
             return False
         unknown = np.flatnonzero(self.labelled < 0)
-        return all(self.shards[shard].summary()[1] == self.counts[shard] for shard in unknown)
+        return all(self.shards[shard].header().summary[1] == self.counts[shard] for shard in unknown)
 
     def require_labels(self) -> None:
         """Check that every sample has a label. The check uses index.json or the headers of the tar files.

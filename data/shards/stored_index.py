@@ -1,25 +1,53 @@
 """Format of the indices in the cache. Processes map an index into memory instead of reading it.
 
-The content is `summary`, the lengths of `keys`, `ends` and `maps`, and the arrays `ends`, `images`, `labels`, `maps`
-and `keys`, as they are in memory. Mapping an index takes about 0.03 ms, whatever its size, and all processes of a node
-share its memory. Therefore a process keeps few indices, and maps an index again when it is needed again.
+The content is a header, the notes, and the arrays `ends`, `images`, `labels`, `maps` and `keys`, as they are in memory.
+The header has 8 numbers: `summary`, the lengths of `keys`, `ends`, `maps` and `notes`, and a hash of the samples.
+Mapping an index takes about 0.03 ms, whatever its size, and all processes of a node share its memory. Therefore a
+process keeps few indices, and maps an index again when it is needed again.
 """
 
+import hashlib
 import mmap
 import os
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
+from tessera.data.shards.notes import LARGEST_NOTES, Note, parse_notes
 from tessera.data.shards.tar import Index
 
-_HEADER = 6 * 8  # size in bytes of `summary` and of the three lengths
+_HEADER = 8 * 8  # size in bytes of the header
+
+
+class Header(NamedTuple):
+    """Facts about an index that are read without its arrays."""
+
+    summary: np.ndarray
+    """`Index.summary`."""
+    digest: int
+    """Hash of the names of the samples, the sizes of their images, and their labels: a signed integer of 64 bits."""
+    notes: list[Note]
+    """Notes on what is left out of the shard."""
+
+
+def header_of(index: Index) -> Header:
+    """Return the facts about an index."""
+    return Header(index.summary, _digest(index), parse_notes(index.notes.tobytes()))
+
+
+def _digest(index: Index) -> int:
+    found = hashlib.blake2b(digest_size=8)
+    for array in (index.keys, index.ends, index.images[:, 1], index.labels):
+        found.update(np.ascontiguousarray(array).data)
+    return int.from_bytes(found.digest(), "little", signed=True)
 
 
 def packed(index: Index) -> Iterator[bytes]:
     """Yield the parts of the content of an index."""
-    lengths = [len(index.keys), len(index.ends), len(index.maps)]
-    yield np.array([*index.summary, *lengths], dtype=np.int64).tobytes()
+    lengths = [len(index.keys), len(index.ends), len(index.maps), len(index.notes)]
+    yield np.array([*index.summary, *lengths, _digest(index)], dtype=np.int64).tobytes()
+    yield index.notes.tobytes() + bytes(-len(index.notes) % 8)  # the arrays that follow stay aligned
     for array in (index.ends, index.images, index.labels, index.maps):
         yield array.astype(np.int64, copy=False).tobytes()
     yield index.keys.tobytes()
@@ -34,7 +62,8 @@ def map_index(descriptor: int) -> Index:
     """
     memory = mmap.mmap(descriptor, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
     header = np.frombuffer(memory, dtype=np.int64, count=_HEADER // 8)
-    place, (samples, _, _, letters, names, maps) = _HEADER, header.tolist()
+    samples, _, _, letters, names, maps, texts, _ = header.tolist()
+    place = _HEADER + texts + -texts % 8
 
     def pairs(count: int) -> np.ndarray:
         nonlocal place
@@ -46,10 +75,14 @@ def map_index(descriptor: int) -> Index:
     place += ends.nbytes
     images, labels, segmentation = pairs(samples), pairs(samples), pairs(maps)
     keys = np.frombuffer(memory, dtype=np.uint8, count=letters, offset=place)
-    return Index(keys, ends, images, labels, header[:3], segmentation)
+    notes = np.frombuffer(memory, dtype=np.uint8, count=texts, offset=_HEADER)
+    return Index(keys, ends, images, labels, header[:3], segmentation, notes)
 
 
-def read_summary(descriptor: int) -> np.ndarray | None:
-    """Return `Index.summary` of the index in a file, without its other content. Return None if the file is damaged."""
+def read_header(descriptor: int) -> Header | None:
+    """Return the facts about the index in a file, without its arrays. Return None if the file is damaged."""
     header = np.frombuffer(os.pread(descriptor, _HEADER, 0), dtype=np.int64)
-    return header[:3] if len(header) == _HEADER // 8 and header[0] > 0 else None
+    if len(header) < _HEADER // 8 or header[0] <= 0 or not 0 <= header[6] <= LARGEST_NOTES:
+        return None
+    notes = os.pread(descriptor, int(header[6]), _HEADER) if header[6] else b""
+    return Header(header[:3], int(header[7]), parse_notes(notes))

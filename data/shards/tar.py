@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -20,11 +21,12 @@ from typing import NamedTuple
 import numpy as np
 
 from tessera.data.shards.failures import MAKE_SHARD_AGAIN, ShardError, unreadable
+from tessera.data.shards.notes import CHOSEN, LINK, NAME, ORPHAN, REST, TWICE, Note, describe, packed_notes
 from tessera.runtime.user_error import printable
 
-IMAGES = ("jpg", "jpeg", "png", "webp", "tif", "tiff")
-"""File name extensions of images in shards and folders."""
-OTHER_IMAGES = ("bmp", "gif", "heic", "avif", "jp2")
+IMAGES = ("jpg", "jpeg", "png", "webp", "tif", "tiff", "jfif", "jpe", "jif")
+"""File name extensions of images in shards and folders. The last three are those of JPEGs, too."""
+OTHER_IMAGES = ("bmp", "dib", "gif", "heic", "heif", "avif", "jp2", "jxl", "j2k", "ppm", "pgm", "tga", "exr", "dcm")
 """File name extensions of images that are not supported. Such images in a shard cause a warning."""
 LABEL = "cls"
 MAP = "seg.png"
@@ -42,6 +44,7 @@ LONGEST_PLAIN = 92  # from this length on, a key may be in an additional header,
 LARGEST_HEADER = 2**20  # maximum size in bytes of an additional header; headers in practice are much smaller
 BLOCK = tarfile.BLOCKSIZE
 REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE)
+LINKS = (tarfile.LNKTYPE, tarfile.SYMTYPE)
 _WITHOUT_CONTENT = (*b"123456",)  # links, devices, folders and pipes; their size field is ignored
 _LONG_NAME, _LONG_LINK, _PAX_GLOBAL, _SPARSE = b"L", b"K", b"g", b"S"
 _PAX = (b"x", b"X")
@@ -247,6 +250,8 @@ class Index(NamedTuple):
     maps: np.ndarray = np.empty((0, 2), dtype=np.int64)
     """Offset and size of each map in bytes, or -1 for a sample without a map: (S, 2) int64. If no sample
     has a map, the array is empty: (0, 2)."""
+    notes: np.ndarray = np.empty(0, dtype=np.uint8)
+    """Notes on the members that are left out, as `notes.packed_notes` returns them: uint8."""
 
     def map_place(self, sample: int) -> tuple[int, int]:
         """Return the offset and size of the map of a sample in bytes, or (-1, -1) without a map."""
@@ -280,7 +285,7 @@ def scan_tar(path: str | int, shard: str, image: str | None = None, label: str |
     samples: Members = []
     images = IMAGES if image is None else (image.lower(),)
     wanted = {*images, label or LABEL, *MAPS}
-    unread, first_unread = 0, b""
+    unread = _Unread(image is not None)
     try:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -291,29 +296,76 @@ def scan_tar(path: str | int, shard: str, image: str | None = None, label: str |
                         f"{shard} is truncated or damaged. The tar has {size} bytes, but its member "
                         f"{shown(member.name)} ends at byte {member.end}. {MAKE_SHARD_AGAIN}"
                     )
-                if not _add(samples, member, shard, wanted) and _extension(member.name) in (*IMAGES, *OTHER_IMAGES):
-                    unread, first_unread = unread + 1, first_unread or member.name
+                if not _add(samples, member, shard, wanted):
+                    unread.add(member, len(samples) - 1)
+            rest = os.pread(file.fileno(), LARGEST_HEADER, headers.place)
     except OSError as error:
         raise unreadable(shard, error) from error
     except TarError as error:
         raise ShardError(f"{shard} is not a complete tar ({error}). {MAKE_SHARD_AGAIN}") from error
-    place, rest = headers.place, headers.rest
+    place = headers.place
     if place > size:
         raise ShardError(f"{shard} is not a complete tar (it ends inside a block). {MAKE_SHARD_AGAIN}")
-    if any(rest) and place == 0:
+    if any(headers.rest) and place == 0:
         raise ShardError(f"{shard} is not a complete tar (the first header is damaged). {MAKE_SHARD_AGAIN}")
-    if any(rest):
+    if any(headers.rest):
         raise ShardError(f"{shard} has a broken header at byte {place}. {MAKE_SHARD_AGAIN}")
-    if not rest:
+    if not headers.rest:
         log.warning("%s ends at byte %d without an end mark. The file may be truncated.", shard, size)
-    elif size - place > LARGEST_HEADER:
-        log.warning("%s has %d bytes after the end mark of the tar. These bytes are not read.", shard, size - place)
-    if unread and samples and image is None:
-        log.warning(
-            "%s: %d images are not read, the first is %s. A name must be KEY.EXTENSION, without a dot in KEY and with "
-            "one of the extensions %s.", shard, unread, shown(first_unread), ", ".join(IMAGES),
-        )  # fmt: skip
-    return _index(samples, size, shard, images, label or LABEL)
+    found = unread.notes(samples, images)
+    if size - place > LARGEST_HEADER or rest.strip(b"\0"):
+        found.append(Note(REST, size - place))
+    if image is None:
+        _refuse_several_images(samples, shard)
+    return _index(samples, size, shard, images, label or LABEL, found)
+
+
+class _Unread:
+    """Members of a tar that look like images but are not read. `chosen` is true if the user has named the image."""
+
+    def __init__(self, chosen: bool):
+        self._chosen = chosen
+        self._counts, self._firsts = Counter[str](), dict[str, str]()
+        self._beside: dict[int, str] = {}  # sample -> name of an image that the user has not chosen
+
+    def add(self, member: Member, sample: int) -> None:
+        extension = _extension(member.name)
+        if extension not in (*IMAGES, *OTHER_IMAGES):
+            return
+        if member.type in LINKS:
+            self._count(LINK, member)
+        elif self._chosen:
+            self._beside.setdefault(sample, shown(member.name))
+        elif member.type in REGULAR:
+            self._count(NAME if extension in IMAGES else f".{extension}", member)
+
+    def _count(self, kind: str, member: Member) -> None:
+        self._counts[kind] += 1
+        self._firsts.setdefault(kind, shown(member.name))
+
+    def notes(self, samples: Members, images: Sequence[str]) -> list[Note]:
+        """Return notes on these members, on labels without an image, and on repeated names."""
+        found = [Note(kind, count, self._firsts[kind]) for kind, count in self._counts.items()]
+        with_image = [any(name in members for name in images) for _, members in samples]
+        skipped = [name for sample, name in self._beside.items() if sample >= 0 and not with_image[sample]]
+        orphans = [key for (key, members), good in zip(samples, with_image, strict=True) if members and not good]
+        keys = Counter(key for (key, _), good in zip(samples, with_image, strict=True) if good)
+        twice = [key for key, count in keys.items() if count > 1]
+        found += [Note(CHOSEN, len(skipped), skipped[0])] if skipped else []
+        found += [Note(ORPHAN, len(orphans), shown(orphans[0]))] if orphans and not skipped else []
+        return found + ([Note(TWICE, keys.total() - len(keys), shown(twice[0]))] if twice else [])
+
+
+def _refuse_several_images(samples: Members, shard: str) -> None:
+    """Raise `ShardError` if a sample has images of several extensions, of which one may be a mask."""
+    for key, members in samples:
+        several = [name for name in members if name in IMAGES]
+        if len(several) > 1:
+            names = " and ".join(f"{shown(key)}.{name}" for name in several)
+            raise ShardError(
+                f"{shard}: a sample has several images, {names}. Choose one of them with data.image, for example "
+                f"--data.image {several[0]} (--image {several[0]} for an evaluation)."
+            )
 
 
 def read_sample(descriptor: int, start: int, end: int, key: bytes) -> dict[int, tuple[str, bytes]]:
@@ -394,7 +446,9 @@ def _add(samples: Members, member: Member, shard: str, wanted: Container[str]) -
     return True
 
 
-def _index(samples: Members, size: int, shard: str, extensions: Sequence[str], label: str) -> Index:
+def _index(
+    samples: Members, size: int, shard: str, extensions: Sequence[str], label: str, notes: Sequence[Note]
+) -> Index:
     keys, images, labels, maps = [], [], [], []
     for key, members in samples:
         if image := next((place for extension, place in members.items() if extension in extensions), None):
@@ -404,7 +458,8 @@ def _index(samples: Members, size: int, shard: str, extensions: Sequence[str], l
             maps.append(next((members[name] for name in MAPS if name in members), (-1, -1)))
     if not images:
         names = " or ".join(f"KEY.{extension}" for extension in extensions)
-        raise ShardError(f"{shard} holds no images. Name image files {names}, without a dot in KEY.")
+        reasons = " ".join(["", *describe(notes)])
+        raise ShardError(f"{shard} holds no images. Name image files {names}, without a dot in KEY.{reasons}")
     return Index(
         keys=np.frombuffer(b"".join(keys), dtype=np.uint8),
         ends=np.cumsum([len(key) for key in keys]),
@@ -412,6 +467,7 @@ def _index(samples: Members, size: int, shard: str, extensions: Sequence[str], l
         labels=np.array(labels, dtype=np.int64),
         summary=np.array([len(images), sum(offset >= 0 for offset, _ in labels), size], dtype=np.int64),
         maps=np.array(maps if max(maps)[0] >= 0 else np.empty((0, 2)), dtype=np.int64),
+        notes=packed_notes(notes),
     )
 
 

@@ -55,7 +55,7 @@ def test_images_and_labels_are_those_of_a_shard(photos, shards, caplog):
         assert folder.label(sample) == tar.label(sample)
     assert folder.class_names() == tar.class_names() == ("10", "ant", "bee")
     assert folder.name(0) == "photos/10/11.v1.jpg"
-    assert f"Number of files that are left out of {photos}/: 1 (the file is empty)" in caplog.text
+    assert f"{photos}/: 1 files are left out: the file is empty." in caplog.text
     assert expand(photos) == expand(f"{photos}/") == [f"{photos}/"]
     assert count_classes(open_sources(expand(photos))) == 3
     found, expected = (evaluation_batches(one, CenterCrop(16), batch_size=8) for one in (photos, shards))

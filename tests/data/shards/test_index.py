@@ -14,7 +14,7 @@ import pytest
 from tessera.data.shards import open_shards
 from tessera.data.shards.failures import ShardError
 from tessera.data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table, write_folder, write_table
-from tessera.data.shards.stored_index import map_index, packed, read_summary
+from tessera.data.shards.stored_index import header_of, map_index, packed, read_header
 from tessera.data.shards.tar import Index, scan_tar
 from tests.data.shards.batches import add_index
 
@@ -56,11 +56,13 @@ def test_a_mapped_index_is_the_same(tmp_path, maps):
     )  # fmt: skip
     (tmp_path / "x").write_bytes(b"".join(packed(index)) + b"rest")
     with (tmp_path / "x").open("rb") as file:
-        found, summary = map_index(file.fileno()), read_summary(file.fileno())
+        found, header = map_index(file.fileno()), read_header(file.fileno())
     (tmp_path / "x").unlink()
     assert equal(found, index)
     assert [found.raw_key(sample) for sample in range(7)] == names
-    assert summary.tolist() == [7, 3, 2**40]
+    assert header is not None
+    assert header.summary.tolist() == [7, 3, 2**40]
+    assert header[1:] == header_of(found)[1:]
 
 
 def test_an_index_comes_back(tmp_path):

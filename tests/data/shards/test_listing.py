@@ -7,7 +7,10 @@ import tarfile
 
 import pytest
 
+from tessera.data.shards.failures import ShardError
+from tessera.data.shards.index import parse_classes
 from tessera.data.shards.listing import list_folder
+from tessera.data.shards.notes import describe
 from tessera.data.tools import pack
 from tests.data.made import make, picture, rows, samples, shards
 
@@ -47,7 +50,13 @@ def test_class_folders_with_an_image_beside_them(photos, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("folders", "example"),
-    [(["train", "val"], "train"), (["Training", "other", "validation"], "Training"), (["test", "train"], "train")],
+    [
+        (["train", "val"], "train"),
+        (["Training", "other", "validation"], "Training"),
+        (["test", "train"], "train"),
+        (["test2017", "train2017", "val2017"], "train2017"),
+        (["ILSVRC_img_train", "ILSVRC_img_val"], "ILSVRC_img_train"),
+    ],
 )
 def test_sets_are_not_classes(photos, tmp_path, folders, example, capsys):
     folder = photos({f"{folder}/{name}/a.jpg": picture(n) for folder in folders for n, name in enumerate("ab")})
@@ -251,3 +260,62 @@ def test_a_file_that_changes_is_left_out(photos, tmp_path, change):
     reason = "No such file" if change == "gone" else "has changed"
     with pytest.raises(pack.LeftOut, match=reason):
         pack.read(listing, 0)
+
+
+def notes(folder):
+    """Sentences on a folder, and the names of its classes."""
+    listing = list_folder(folder, labels="auto")
+    return describe(listing.notes()), listing.classes
+
+
+def test_formats_and_classes_that_are_left_out(photos):
+    files = {"cat/a.jpg": 0, "dog/a.bmp": 0, "dog/b.BMP": 0, "fox/a.JFIF": 0, "fox/b.jpe": 0, "fox/c.heic": 0}
+    folder = photos({name: picture(n) for n, name in enumerate(files)} | {"cat/a.txt": b"", "cat/a.xyz": b""})
+    (folder / "owl").mkdir()
+    found, classes = notes(folder)
+    assert classes == ["cat", "dog", "fox"]  # the number of fox does not depend on the format of the dogs
+    assert list_folder(folder, labels="auto").labels.tolist() == [0, 2, 2]
+    assert found == [
+        "1 .xyz files are left out (1 of class cat), because this format is not read. The first is cat/a.xyz.",
+        "2 .bmp files are left out (2 of class dog), because this format is not read. The first is dog/a.bmp.",
+        "1 .heic files are left out (1 of class fox), because this format is not read. The first is fox/c.heic.",
+        "2 of the class folders hold no image that can be read: dog, owl.",
+    ]
+
+
+def test_without_classes_no_class_is_named(photos):
+    folder = photos({"x/y/a.jpg": picture(0), "x/a.gif": b""})
+    assert notes(folder) == (
+        ["1 .gif files are left out, because this format is not read. The first is x/a.gif."],
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["a.jpg", "a_mask.png", "b.jpg", "b-seg.png"], ["2 images look like masks", "The first is a_mask.png"]),
+        (["benign (1).png", "benign (1)_mask.png", "benign (1)_mask_1.png"], ["2 images look like masks"]),
+        (["images/a.jpg", "masks/a.png"], ["1 images look like masks", "The first is masks/a.png"]),
+        (["t/Images/a.jpg", "t/annotations/x/a.png"], ["1 images look like masks"]),
+        (["a.jpg", "a.png"], ["1 images have the name of another image but another extension"]),
+        (["face_mask.jpg", "mask_1.jpg", "gt.png", "labels/a.jpg", "cat/a.jpg"], []),
+    ],
+)
+def test_images_that_may_be_masks(photos, files, said):
+    found, _ = notes(photos({name: picture(n) for n, name in enumerate(files)}))
+    assert len(found) == bool(said)
+    assert all(text in found[0] for text in said)
+
+
+def test_a_class_in_two_unicode_forms(photos, tmp_path):
+    decomposed, composed = "cafe\u0301", "caf\u00e9"
+    folder = photos({f"{name}/{n}.jpg": picture(n) for n, name in enumerate((decomposed, composed, "tea"))})
+    listing = list_folder(folder, labels="auto")
+    assert listing.classes == [composed, "tea"]
+    assert sorted(listing.labels.tolist()) == [0, 0, 1]
+    make(folder, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "classes.json").read_text()) == [composed, "tea"]
+    assert parse_classes(json.dumps([decomposed]).encode(), "x") == (composed,)
+    with pytest.raises(ShardError, match="more than once"):
+        parse_classes(json.dumps([decomposed, composed]).encode(), "x")

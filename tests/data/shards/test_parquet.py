@@ -239,3 +239,10 @@ def test_hostile_files(tmp_path):
     path = write(tmp_path / "data" / "0.parquet", [picture(0)], [0], metadata=named(["x" * 2**26]))
     with pytest.raises(ShardError, match=r"0.parquet has class names of more than"):
         open_shards(path)
+
+
+def test_missing_parts_are_said(files, tmp_path, caplog):
+    for path in files:
+        os.rename(path, path.replace("00002", "00010"))
+    assert open_shards(str(tmp_path / "data")).images == sum(COUNTS)
+    assert f"{tmp_path}/data: 8 parts of the data set are missing, by the file names train-*-of-00010" in caplog.text

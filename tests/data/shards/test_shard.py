@@ -30,7 +30,7 @@ def test_the_index_is_kept_until_the_shard_changes(write_tar, png, cache, monkey
     with monkeypatch.context() as patch:
         patch.setattr(tars, "scan_tar", lambda *_: pytest.fail("the index was in the cache"))
         assert keys(shard.index()) == ["a"]
-        assert shard.summary()[0] == 1
+        assert shard.header().summary[0] == 1
     whole = kept.read_bytes()
     for damaged in (whole[:-100], whole[:60] + b"?" + whole[61:], bytes(len(whole)), b""):
         kept.unlink()

@@ -2,15 +2,18 @@ import logging
 import os
 import pickle
 import tarfile
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import webdataset
 
-from tessera.data.shards import cache, open_shards, tar
+from tessera.data.shards import SourceConfig, cache, open_shards, tar
 from tessera.data.shards.cache import cache_folder
-from tessera.data.shards.failures import ShardError
+from tessera.data.shards.failures import ShardError, warn_once
+from tessera.data.shards.notes import describe
 from tessera.data.shards.open import shard_at
+from tessera.data.shards.source import SampleForm
 from tessera.data.shards.tar import whole_number
 from tests.data.shards.batches import header, keys
 
@@ -173,12 +176,74 @@ def test_the_cache_is_not_on_a_network_home(monkeypatch, tmp_path, home, tempora
         assert cache_folder() == tmp_path / "home" / ".cache" / "tessera"
 
 
+def said(path, caplog, **form):
+    """Warnings of a run that opens a tar, without the path, which begins each of them. A second run says the same."""
+    found = []
+    for _ in range(2):  # the second time, the index is in the cache
+        warn_once.cache_clear()
+        caplog.clear()
+        opened = open_shards(str(path), source=SourceConfig().with_form(SampleForm(**form)))
+        assert [f"{path}: {line}" for line in describe(opened.notes)] == caplog.messages
+        found.append([line.removeprefix(f"{path}: ") for line in caplog.messages])
+    assert found[0] == found[1]
+    return found[0]
+
+
 def test_images_that_are_not_read_are_said(write_tar, caplog):
-    names = ("a.jpg", "b.1.jpg", "c.heic", "d.txt", "e.cls")
-    index = tar.scan_tar(write_tar("a.tar", [(name, b"0") for name in names]), "a.tar")
-    assert index.key(0) == "a"
-    assert len(index.images) == 1
-    assert "a.tar: 2 images are not read, the first is b.1.jpg" in caplog.text
+    names = ("a.jpg", "b.1.jpg", "c.heic", "d.txt", "e.cls", "f.heic", "g.bmp")
+    path = write_tar("a.tar", [(name, b"0") for name in names])
+    name, heic, bmp, orphan = said(path, caplog)
+    assert name.startswith("1 images are not read. A name must be KEY.EXTENSION")
+    assert name.endswith("The first is a.tar/b.1.jpg.")
+    assert heic == "2 .heic files are left out, because this format is not read. The first is a.tar/c.heic."
+    assert "1 .bmp files" in bmp
+    assert orphan.startswith("1 labels or maps belong to no image")
+    assert orphan.endswith("The first is a.tar/e.")
+    assert keys(shard_at(path).index()) == ["a"]
+
+
+def test_links_in_a_tar_are_said(tmp_path, write_tar, caplog):
+    with tarfile.open(tmp_path / "a.tar", "w") as file:
+        image = tarfile.TarInfo("a.jpg")
+        image.size = 1
+        file.addfile(image, BytesIO(b"0"))
+        file.addfile(member("b.jpg", tarfile.LNKTYPE, "a.jpg"))
+        file.addfile(member("c.jpg", tarfile.SYMTYPE, "a.jpg"))
+    (line,) = said(tmp_path / "a.tar", caplog)
+    assert line.startswith("2 images are links, which are not read. Write the tar again with `tar --hard-dereference")
+
+
+@pytest.mark.parametrize("padding", [0, 10240 - 3072, 2**21])
+def test_joined_tars_are_said(write_tar, caplog, padding):
+    first, second = (Path(write_tar(f"{name}.tar", [(f"{name}.jpg", b"0")])) for name in "ab")
+    whole = first.read_bytes()[:2048] + bytes(padding)
+    joined = first.with_name("joined.tar")
+    joined.write_bytes(whole + second.read_bytes())
+    (line,) = said(joined, caplog)
+    assert f"{joined.stat().st_size - 1024:,} bytes after the end mark of the tar are not read" in line
+    joined.write_bytes(whole[: 2048 + 10240])  # padding alone is usual
+    assert said(joined, caplog) == []
+
+
+def test_repeated_names_are_said(write_tar, caplog):
+    path = write_tar("a.tar", [("a.jpg", b"0"), ("b.jpg", b"0"), ("a.jpg", b"1"), ("b.jpg", b"2"), ("a.jpg", b"1")])
+    (line,) = said(path, caplog)
+    assert line.startswith("3 samples have the name of an earlier sample. All of them are read.")
+    by_kind = write_tar("b.tar", [("a.jpg", b"0"), ("b.jpg", b"0"), ("a.cls", b"1"), ("b.cls", b"2")])
+    (line,) = said(by_kind, caplog)
+    assert line.startswith("2 labels or maps belong to no image. The members of a sample must follow one another")
+
+
+def test_several_images_of_a_sample(write_tar, caplog):
+    image, mask = ("a.webp", b"image"), ("a.png", b"m")
+    path = write_tar("a.tar", [mask, image, ("b.webp", b"other"), ("b.png", b"m"), ("c.png", b"m")])
+    with pytest.raises(ShardError, match=r"several images, a.png and a.webp. .*--data.image png \(--image png"):
+        open_shards(path)
+    (line,) = said(path, caplog, image="webp")
+    assert line.startswith("1 samples have images, but not the image that data.image names")
+    opened = open_shards(path, source=SourceConfig().with_form(SampleForm("webp")))
+    assert [opened.image(number) for number in range(opened.images)] == [b"image", b"other"]
+    assert said(path, caplog, image="png") == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,104 @@
+"""Notes on what a run leaves out of its data, and on what may be a mistake of the user.
+
+A shard collects its notes when its samples are listed. The notes are stored with the index of the shard, so that every
+run can print them (`Source.notes`).
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from tessera.runtime.user_error import printable
+
+LARGEST_NOTES = 2**20
+"""Maximum size in bytes of the stored notes of a shard. Larger notes are ignored."""
+MOST_KINDS = 10
+"""Maximum number of kinds of notes that are printed."""
+MOST_GROUPS = 5
+"""Maximum number of classes that are printed for each kind of notes."""
+OTHER = "."
+"""First character of the kinds that are file name extensions."""
+NAME, LINK, ORPHAN, TWICE, REST, CHOSEN = "name", "link", "orphan", "twice", "rest", "chosen"
+LOST, PAIR, MASK, PARTS, UNUSABLE = "class", "pair", "mask", "parts", "unusable"
+SENTENCES = {
+    NAME: "{count} images are not read. A name must be KEY.EXTENSION, without a dot in KEY and with an extension of "
+    "images",
+    LINK: "{count} images are links, which are not read. Write the tar again with `tar --hard-dereference -h`",
+    ORPHAN: "{count} labels or maps belong to no image. The members of a sample must follow one another: write the tar "
+    "again, sorted by name",
+    TWICE: "{count} samples have the name of an earlier sample. All of them are read. Programs such as `tar -r` leave "
+    "old versions of a file in the tar",
+    REST: "{count} bytes after the end mark of the tar are not read. They may be another tar, because `cat` does not "
+    "join tars: use `tar -A`, or give both files",
+    CHOSEN: "{count} samples have images, but not the image that data.image names. They are not read",
+    LOST: "{count} of the class folders hold no image that can be read: {groups}",
+    PAIR: "{count} images have the name of another image but another extension. Both are read. If one is a map or a "
+    "copy, move it out of the folder",
+    MASK: "{count} images look like masks of other images, by their names. They are read as images. Move them out of "
+    "the folder if they are masks",
+    PARTS: "{count} parts of the data set are missing, by the file names {groups}",
+    UNUSABLE: "{count} files are left out: {groups}",
+}
+"""Maps the kind of a note to its sentence. A kind that begins with `OTHER` has the sentence `OF_OTHER_KIND`."""
+OF_OTHER_KIND = "{count} {kind} files are left out{of_classes}, because this format is not read"
+
+
+class Note(NamedTuple):
+    """A number of files or members of one kind."""
+
+    kind: str
+    """Key of `SENTENCES`, or a file name extension with its dot."""
+    count: int
+    first: str = ""
+    """Name of the first file or member; empty if a name would not help."""
+    group: str = ""
+    """Class of the files, or another detail."""
+
+
+def describe(notes: Iterable[Note]) -> list[str]:
+    """Return one sentence for each kind of notes."""
+    counts, groups, firsts = Counter[str](), dict[str, Counter[str]](), dict[str, str]()
+    for note in notes:
+        counts[note.kind] += note.count
+        groups.setdefault(note.kind, Counter())[note.group] += note.count
+        firsts.setdefault(note.kind, note.first)
+    lines = [_sentence(kind, count, groups[kind], firsts[kind]) for kind, count in counts.items()]
+    more = [f"{len(lines) - MOST_KINDS:,} more kinds of files are left out."] if len(lines) > MOST_KINDS else []
+    return lines[:MOST_KINDS] + more
+
+
+def _sentence(kind: str, count: int, groups: Counter[str], first: str) -> str:
+    named = [(name, number) for name, number in groups.most_common() if name]
+    if kind.startswith(OTHER):
+        shown = [f"{number:,} of class {printable(name)}" for name, number in named[:MOST_GROUPS]]
+    else:
+        shown = [printable(name) for name, _ in named[:MOST_GROUPS]]
+    listed = ", ".join(shown) + (", ..." if len(named) > MOST_GROUPS else "")
+    sentence = (OF_OTHER_KIND if kind.startswith(OTHER) else SENTENCES[kind]).format(
+        count=f"{count:,}", kind=printable(kind), groups=listed, of_classes=f" ({listed})" if listed else ""
+    )
+    return f"{sentence}. The first is {printable(first)}." if first else f"{sentence}."
+
+
+def packed_notes(notes: Iterable[Note]) -> np.ndarray:
+    """Return notes as they are stored in an index: JSON, as uint8."""
+    found = [*notes]
+    return np.frombuffer(json.dumps(found).encode() if found else b"", dtype=np.uint8)
+
+
+def parse_notes(content: bytes) -> list[Note]:
+    """Return stored notes. Notes that are damaged are left out, because a table may come from an untrusted source."""
+    try:
+        found = [Note(*row) for row in json.loads(content)] if 0 < len(content) <= LARGEST_NOTES else []
+    except (ValueError, TypeError, RecursionError):
+        return []
+    return [
+        note
+        for note in found
+        if isinstance(note.count, int)
+        and all(isinstance(text, str) for text in (note.kind, note.first, note.group))
+        and (note.kind in SENTENCES or note.kind.startswith(OTHER))
+    ]
