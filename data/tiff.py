@@ -155,13 +155,17 @@ def _full_page(file: "TiffFile") -> tuple[int, "TiffPage"]:
         HeaderError: the file has several pages that are neither smaller copies nor masks.
     """
     kinds: list[int] = []
+    offsets: set[int] = set()
     for number in range(MOST_PAGES + 1):
         try:
             page = file.pages[number]
         except IndexError:
             break
+        if page.offset in offsets:  # a damaged chain of pages, which returns to an earlier page
+            break
         _check_number_of_parts(page)
         kinds.append(page.subfiletype)
+        offsets.add(page.offset)
     if not kinds:
         raise HeaderError("a damaged TIFF image: it has no page")
     full = [number for number, kind in enumerate(kinds) if not kind & (REDUCED | MASK)]
