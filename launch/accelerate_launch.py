@@ -15,6 +15,7 @@ Before the trainers start, the signals end the launcher as they end any program,
 
 import argparse
 import contextlib
+import difflib
 import logging
 import os
 import signal
@@ -24,11 +25,12 @@ from types import FrameType
 
 import torch.distributed.run as elastic
 from accelerate.commands import launch
+from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from tessera.launch.jobs import engine_file
+from tessera.launch.jobs import ENGINES, OneLineParser, engine_file
 
 STOPPED_AND_SAVED = 75
 """Exit code of a trainer that has saved a checkpoint because a signal told it to stop."""
@@ -130,16 +132,40 @@ def exit_code(codes: Iterable[int], received: signal.Signals | None) -> int:
 
 
 def main() -> None:
+    parser = launch.launch_command_parser()
+    parser.prog, parser.__class__ = "tessera", LauncherParser
+    args = parser.parse_args()
+    if args.config_file:
+        args.config_file = checked_engine_file(parser, args.config_file)
     trainers = Trainers()
     launch.simple_launcher = start_without_kind
     elastic.run = trainers.run
     PContext.start = lambda self: trainers.start(self)
     # The trainers print their errors. Without this line, torch's launcher would log the exit codes after these errors.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    args = launch.launch_command_parser().parse_args()
-    if args.config_file:
-        args.config_file = str(engine_file(args.config_file))
     launch.launch_command(args)
+
+
+class LauncherParser(OneLineParser):
+    """Parser of `accelerate launch`, whose usage has more than 100 lines."""
+
+    hint = "Before the command stand the flags of `accelerate launch`. Flags of the command follow it."
+
+
+def checked_engine_file(parser: argparse.ArgumentParser, name: str) -> str:
+    """Return the path of the engine file that `--config_file` names. Exit with code 2 if it cannot be read."""
+    path = engine_file(name)
+    engines = sorted(file.stem for file in ENGINES.glob("*.yaml"))
+    if not path.is_file():
+        close = difflib.get_close_matches(path.stem, engines, n=1, cutoff=0.5)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        parser.error(f"--config_file {name}: there is no such file.{hint} Engines by name: {', '.join(engines)}.")
+    try:
+        load_config_from_file(str(path))
+    except Exception as error:  # accelerate checks little of the file, so its errors are of any kind
+        reason = " ".join(str(error).split())[:300]
+        parser.error(f"--config_file {name} is not a settings file of accelerate: {reason}")
+    return str(path)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,23 @@
 """SLURM jobs of a run: sbatch command lines, the record of the submitted jobs, and their states in SLURM."""
 
+import argparse
+import difflib
 import json
 import os
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NoReturn, TypedDict
 
 import yaml
 
 LAUNCH = Path(__file__).resolve().parent
+ENGINES = LAUNCH.parent / "configs" / "accelerate"
+"""Folder of the engine files of this project, which `--config_file` takes by name."""
 EVALUATIONS = {
     "knn": ("knn", "02:00:00"),
     "probe": ("linear_probe", "12:00:00"),
@@ -40,7 +45,7 @@ FORGOTTEN = "over (SLURM no longer knows how it ended; see its log)"
 
 def engine_file(name: str) -> Path:
     """Return the path of an engine file, given its name, such as `zero2`, or its path."""
-    named = LAUNCH.parent / "configs" / "accelerate" / f"{name}.yaml"
+    named = ENGINES / f"{name}.yaml"
     return named if named.exists() and not Path(name).exists() else Path(name)
 
 
@@ -48,6 +53,33 @@ def preset_file(name: str) -> Path:
     """Return the path of a settings file, given its path or the name of a preset, such as `imagenet_dino_vit_small`."""
     named = LAUNCH.parent / "configs" / f"{name}.yaml"
     return named if named.exists() and not Path(name).exists() else Path(name)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Parser that reports an error in one line, without the usage, and suggests the nearest option."""
+
+    hint = "`--help` lists the options."
+    """Sentence for an option that has no near one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error, and exit with code 2."""
+        kind, _, words = message.partition(": ")
+        if kind == "unrecognized arguments" and words:
+            unknown = words.split()[0].partition("=")[0]
+            options = [option for option in self.every_option() if option.startswith("--")]
+            close = difflib.get_close_matches(unknown, options, n=1) if unknown.startswith("-") else []
+            message = f"unknown argument {unknown}. "
+            message += f"Did you mean {close[0]}?" if close else self.hint
+        print(f"{self.prog}: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+    def every_option(self) -> list[str]:
+        """Return the options of this parser and of its commands."""
+        found = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action.choices, dict):  # commands
+                found += [option for parser in action.choices.values() for option in parser._option_string_actions]
+        return found
 
 
 class LaunchError(RuntimeError):

@@ -25,6 +25,7 @@ from tessera.launch.jobs import (
     FINAL_ONLY,
     Job,
     LaunchError,
+    OneLineParser,
     Record,
     engine_file,
     evaluation_job,
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    top = argparse.ArgumentParser(
+    top = OneLineParser(
         "tessera slurm", description="Run pretraining and its evaluations as SLURM jobs.", allow_abbrev=False
     )
     commands = top.add_subparsers(dest="command", required=True)
@@ -335,6 +336,9 @@ def evaluation_shards(config: Path, settings: dict[str, Any], flags: Sequence[st
             raise LaunchError(f"evaluation.{name} in {config} must be SHARDS or a list of SHARDS")
         for pattern in patterns:
             arguments += [f"--{name}", pattern]
+    labels = flag_values("labels", flags)[-1:] or [settings.get("labels")]
+    if isinstance(labels[0], str) and not flag_values("labels", own):
+        arguments += ["--labels", labels[0]]
     return arguments
 
 

@@ -363,7 +363,7 @@ def finish_run(run: TrainingRun) -> None:
     command = f"tessera linear_probe --checkpoint {run.output} --train '{train}' --val '{val}'"
     data = run.config.data
     stages = [data.stages] if isinstance(data.stages, str) else data.stages or []
-    form = {"image": data.image, "label": data.label}
+    form = {"image": data.image, "label": data.label, "labels": run.config.labels}
     form["stages"] = ",".join("MODULE:FUNCTION" if is_name(one) else one for one in stages)
     command += "".join(f" --{name} {value}" for name, value in form.items() if value)
     # Suggest no augmentation for the digits, because mirroring changes the class of a digit, or on a CPU, because new

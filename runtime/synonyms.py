@@ -106,7 +106,9 @@ SETTINGS = {name: ours for ours, names in _SETTINGS.items() for name in names.sp
 `*.NAME` is the setting NAME of any method, and `NAME=VALUE` is a setting with a value."""
 
 _LAUNCHER = {
-    "--num_processes N": "devices gpus num_gpus ngpus nproc world_size nproc_per_node gpus_per_node num_processes",
+    "--num_processes N": (
+        "processes devices gpus num_gpus ngpus nproc world_size nproc_per_node gpus_per_node num_processes"
+    ),
     "--num_machines N": "num_machines num_nodes nnodes nodes",
     "--machine_rank N": "machine_rank node_rank",
     "--config_file zero2": "engine strategy deepspeed fsdp zero ddp",

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tessera.runtime import stdio
+from tessera.runtime.synonyms import LAUNCHER
+from tessera.runtime.user_error import printable
 
 COMMANDS = {
     "pretrain": ("tessera.pretrain.run", "pretrain an encoder"),
@@ -52,8 +54,6 @@ COMMANDS = {
 EVALUATIONS = "tessera.evaluations"
 """Entry points of evaluations in installed packages. NAME = "MODULE" becomes the command `tessera NAME`, which calls
 `MODULE.main()`."""
-NUM_PROCESSES = ("--gpus", "--num_gpus", "--devices", "--processes", "--nproc_per_node", "--nproc-per-node")
-"""Flags that set the number of processes in other launchers. The error message suggests `--num_processes` instead."""
 
 
 def main() -> None:
@@ -79,8 +79,10 @@ def main() -> None:
         sys.exit(call(module))
     launcher = words[:place]
     for word in launcher:
-        if (flag := word.partition("=")[0]) in NUM_PROCESSES:
-            print(f"tessera: unknown flag {flag}. Did you mean --num_processes?", file=sys.stderr)
+        flag = word.partition("=")[0]
+        ours = LAUNCHER.get(flag.lstrip("-").replace("-", "_"), flag).split()[0]
+        if flag.startswith("--") and ours.replace("_", "-") != flag.replace("_", "-"):
+            print(f"tessera: unknown flag {flag}. Did you mean {ours}?", file=sys.stderr)
             raise SystemExit(2)
     if "--config_file" not in launcher:  # without these flags, accelerate prints a warning about its defaults
         launcher = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", *launcher]
@@ -117,6 +119,8 @@ def unknown(words: list[str], commands: Iterable[str]) -> str:
 
     The message suggests a command if one of the words is similar to its name.
     """
+    if words[0].startswith("--"):
+        return f"no command follows {printable(' '.join(words))}. Example: tessera --num_processes 2 pretrain."
     for word in words:
         if close := difflib.get_close_matches(word, commands, n=1):
             return f"{word!r} is not a command. Did you mean {close[0]!r}?"

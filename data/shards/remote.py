@@ -39,6 +39,18 @@ VERSION_KEYS = ("ETag", "etag", "md5Hash", "Last-Modified", "LastModified", "mti
 BACKOFF = 0.5  # Pause in seconds before the second attempt. The pause doubles after each further attempt.
 LONGEST_PAUSE = 30.0  # maximum pause in seconds, before multiplication by a random factor between 0.5 and 1.5
 POLL = 1.0  # seconds between two checks whether the process was asked to stop
+CREDENTIALS = {
+    "s3": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, on each node, or FSSPEC_S3_ANON=true for a "
+    "public bucket. S3 also denies access to a name that does not exist.",
+    "gs": "Set GOOGLE_APPLICATION_CREDENTIALS to a key file, run `gcloud auth application-default login`, "
+    "or set FSSPEC_GS_TOKEN=anon for a public bucket.",
+    "http": "Give a URL that needs no login, such as a signed one.",
+    "https": "Give a URL that needs no login, such as a signed one.",
+    "hf": "Set HF_TOKEN on each node, and accept the terms of the data set.",
+    "az": "Set AZURE_STORAGE_CONNECTION_STRING on each node.",
+}
+"""Maps the scheme of a URL to the sentence that says how a process gets access."""
+CREDENTIALS["gcs"], CREDENTIALS["abfs"] = CREDENTIALS["gs"], CREDENTIALS["az"]
 TRANSIENT = (408, 429)  # 4xx status codes after which a request is repeated; other 4xx codes are permanent errors
 PERMANENT = (
     FileNotFoundError,
@@ -505,7 +517,8 @@ def retry(url: str, config: SourceConfig, do: Callable[[], T]) -> T:
             if is_exhausted(error) and attempt > config.retries:
                 raise unreadable(url, error) from error
             if _is_permanent(error):
-                raise ShardError(f"{message}. {RESTORE_SHARD}") from error
+                remedy = _credentials(url) if _is_denied(error) else RESTORE_SHARD
+                raise ShardError(f"{message}. {remedy}") from error
             if attempt > config.retries:
                 raise ShardError(f"{message}. Number of failed attempts: {attempt}. {RESTORE_SHARD}") from error
         pause = min(BACKOFF * 2 ** (attempt - 1), LONGEST_PAUSE) * random.SystemRandom().uniform(0.5, 1.5)
@@ -545,6 +558,23 @@ def _is_permanent(error: BaseException) -> bool:
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         return _is_permanent(error.__cause__)
     return isinstance(error, PERMANENT)
+
+
+def _is_denied(error: BaseException) -> bool:
+    """Return True if the server needs credentials, or denies access to those that it got."""
+    names = [type(one).__name__ for one in causes(error)]
+    return (
+        _status(error) in (401, 403)
+        or any("Credentials" in name or "Token" in name for name in names)
+        or any(isinstance(one, PermissionError) for one in causes(error))
+    )
+
+
+def _credentials(url: str) -> str:
+    """Return the sentence that says how a process gets access to a URL."""
+    scheme = url.partition("://")[0]
+    how = CREDENTIALS.get(scheme, "Check the credentials for this server, which each node needs.")
+    return f"Access is denied or credentials are missing. {how}"
 
 
 def _describe(error: BaseException) -> str:

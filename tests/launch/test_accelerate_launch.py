@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tessera.__main__ import main as command
 from tessera.launch import accelerate_launch
+from tessera.runtime import stdio
 
 # After a signal, saves for so many seconds. Or exits with its own code from a list.
 TRAINER = """
@@ -196,3 +198,32 @@ def test_a_signal_before_the_trainers_set_their_handlers(start) -> None:
     launcher = start("unprepared", "0")
     os.kill(launcher.pid, signal.SIGTERM)
     assert exit_code(launcher) == 75
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config_file", "fsdp", "knn"], "there is no such file. Did you mean fsdp2? Engines by name: ddp, fsdp2,"),
+        (["--config_file", "none.yaml", "knn"], "Engines by name: ddp, fsdp2, hsdp, zero1, zero2, zero3."),
+        (["--config_file", "broken.yaml", "knn"], "is not a settings file of accelerate: "),
+        (["--num_process", "8", "knn"], "unknown argument --num_process. Did you mean --num_processes?"),
+        (["--num_processes", "two", "knn"], "invalid int value: 'two'"),
+        (["--checkpoint", "x", "knn"], "unknown argument --checkpoint. Before the command stand the flags of"),
+        (["--nproc_per_node=2", "knn"], "unknown flag --nproc_per_node. Did you mean --num_processes?"),
+        (["--engine", "zero2", "knn"], "unknown flag --engine. Did you mean --config_file?"),
+        (["--num_processes", "2"], "no command follows --num_processes 2."),
+    ],
+)
+def test_a_wrong_flag_is_named_in_one_line(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.yaml").write_text("num_processes: 2\nno_such_setting: 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tessera", *words])
+    monkeypatch.setattr(stdio, "protect", lambda: None)
+    with pytest.raises(SystemExit) as stopped:
+        command()
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error.splitlines()[-1]
+    assert len(error.splitlines()) == 1 or words[-1] != "knn"

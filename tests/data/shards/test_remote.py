@@ -111,6 +111,32 @@ def test_what_is_tried_again(error, calls, monkeypatch):
     assert pauses != [0.5 * 2**attempt for attempt in range(len(pauses))] or not pauses  # not all clients at once
 
 
+class NoCredentialsError(Exception):
+    """Name of botocore's error."""
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "message"),
+    [
+        ("s3://bucket/x.tar", NoCredentialsError("Unable to locate credentials"), "AWS_ACCESS_KEY_ID"),
+        ("s3://bucket/x.tar", PermissionError("Access Denied"), "AWS_PROFILE"),
+        ("gs://bucket/x.tar", StatusError(401), "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("https://host/x.tar", StatusError(403), "a URL that needs no login"),
+        ("hf://datasets/a/b.tar", StatusError(401), "HF_TOKEN"),
+        ("other://host/x.tar", StatusError(403), "credentials for this server"),
+    ],
+)
+def test_missing_credentials_are_named(url, error, message):
+    def fail():
+        raise error
+
+    with pytest.raises(ShardError, match=f"Access is denied or credentials are missing.*{message}") as raised:
+        remote.retry(url, SourceConfig(retries=3), fail)
+    assert "Restore the shard" not in str(raised.value)
+    with pytest.raises(ShardError, match="Restore the shard"):
+        remote.retry(url, SourceConfig(retries=3), lambda: (_ for _ in ()).throw(StatusError(404)))
+
+
 def test_pauses_are_bounded(monkeypatch):
     pauses = []
     monkeypatch.setattr(remote, "sleep", pauses.append)
