@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from pydantic import Field, model_validator
+from rich.filesize import decimal
 
 from tessera.data.batches import Batches
 from tessera.data.collate import Collator, CutView, Transform
@@ -286,11 +287,11 @@ def _warn_of_small_cache(sources: Sequence[Source], spans: Sequence[int]) -> Non
             needed += opened.cached_bytes(span)
     if needed > limit:
         log.warning(
-            "about %.3g GB of downloaded or decompressed shards are in use at a time, but the cache is limited to "
-            "%.3g GB. The same data will be downloaded again and again. "
+            "about %s of downloaded or decompressed shards are in use at a time, but the cache is limited to "
+            "%s. The same data will be downloaded again and again. "
             "Raise source.cache_gb or lower stream.window_gb.",
-            needed / 1e9,
-            limit / 1e9,
+            decimal(round(needed)),
+            decimal(round(limit)),
         )
 
 

@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
 from webdataset.shardlists import expand_urls
 
 from tessera.launch.jobs import LaunchError, read_settings
@@ -29,7 +30,7 @@ SHARD_SETTINGS = ("data", "train", "val", "evaluation.train", "evaluation.val")
 """Names of the settings that hold shards, in pretraining and in evaluations."""
 MEET_SECONDS = 90
 """Longest time for which a node waits for the other nodes of the job."""
-MIN_FREE_BYTES = 1e9
+MIN_FREE_BYTES = 10**9
 """Smallest free disk space in bytes with which a run may start, even if its checkpoints are smaller."""
 
 
@@ -153,7 +154,7 @@ def check_folder(sees: Path | None, writes: Path | None) -> Iterator[str]:
     needed = max(MIN_FREE_BYTES, newest_checkpoint_bytes(writes))
     if free < needed:
         yield (
-            f"the disk of {writes} has {free / 1e9:.2f} GB free, and a checkpoint needs {needed / 1e9:.2f} GB. "
+            f"the disk of {writes} has {decimal(free)} free, and a checkpoint needs {decimal(needed)}. "
             "Free some space, or choose another --output."
         )
 

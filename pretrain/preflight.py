@@ -201,13 +201,13 @@ def print_plan(config: RunConfig, run: Plan) -> bool:
         "processes x loader workers": f"{run.processes} x {run.workers}",
         "shards per worker": f"{shares} (any number works)",
         "images per forward pass of a process": f"{each}",
-        "memory per process: weights, gradients, optimizer": f"{state / 1e9:.2f} GB",
-        "memory per process: activations (estimate)": _gigabytes(activations),
+        "memory per process: weights, gradients, optimizer": decimal(state),
+        "memory per process: activations (estimate)": "unknown" if activations is None else decimal(activations),
         "memory per process: images of an evaluation and their activations": f"{decimal(evaluated)}, or one image",
         "shared memory per process: batches of the workers": decimal(run.buffered_bytes),
         "memory of this machine": decimal(memory()),
         "cache": _cache(config),
-        "checkpoint": f"{(state - 4 * trained) / 1e9:.2f} GB",
+        "checkpoint": decimal(state - 4 * trained),
         "checkpoints": f"{checkpoints}, of which the newest {config.checkpoint.keep} are kept",
     }
     if len(run.shards.lists) > 1:
@@ -219,10 +219,6 @@ def print_plan(config: RunConfig, run: Plan) -> bool:
     if torch.cuda.is_available():
         return run.needs.total <= torch.cuda.get_device_properties().total_memory
     return _fits(run.processes * run.needs.total)
-
-
-def _gigabytes(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 1e9:.2f} GB"
 
 
 def print_table(title: str, rows: Mapping[str, str]) -> None:

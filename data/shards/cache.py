@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from tessera.data.shards.failures import EXHAUSTED, ResourceError
 from tessera.runtime.machine import file_system, process_fields
 from tessera.runtime.preemption import check_wait
@@ -253,8 +255,8 @@ class Cache:
     def too_small(self, size: int) -> CacheError:
         """Return the error for an entry of `size` bytes, which does not fit into the cache."""
         return CacheError(
-            f"the cache {self.folder} is limited to {self.limit / 1e9:.3g} GB, but one shard or block needs at "
-            f"least {size / 1e9:.3g} GB. Raise source.cache_gb."
+            f"the cache {self.folder} is limited to {decimal(self.limit)}, but one shard or block needs at "
+            f"least {decimal(size)}. Raise source.cache_gb."
         )
 
     def make_room(self, size: int) -> None:

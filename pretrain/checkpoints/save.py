@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from rich.filesize import decimal
 from torch import nn
 
 from tessera import encoders
@@ -210,9 +211,9 @@ class Saver:
             if main:
                 shutil.rmtree(part, ignore_errors=True)
             intact = gather_objects([p.name for p in list_checkpoints(self.folder)][-1:], self._group)[0]
-            message = f"could not save {snapshot.folder}: {error}. "
+            message = f"could not save {snapshot.folder}: {str(error).rstrip('.')}. "
             if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
-                message += f"A checkpoint of this run needs {snapshot.bytes / 1e9:.2f} GB. Free this amount of space. "
+                message += f"A checkpoint of this run needs {decimal(snapshot.bytes)}. Free this amount of space. "
             message += f"--resume continues from {intact[0]}." if intact else "There is no earlier checkpoint."
             raise CheckpointError(message) from error
         if main and not snapshot.keep_old:
@@ -291,10 +292,7 @@ def _make_empty(folder: Path, needed: int) -> None:
     folder.mkdir()
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise CheckpointError(
-            f"{os.strerror(errno.ENOSPC)}: the checkpoint needs {needed / 1e9:.2f} GB, and {folder.parent} has "
-            f"{free / 1e9:.2f} GB free."
-        )
+        raise CheckpointError(f"{os.strerror(errno.ENOSPC)}: {folder.parent} has {decimal(free)} free")
 
 
 def _trainer(

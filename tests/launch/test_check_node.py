@@ -118,7 +118,7 @@ def test_space_for_another_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
     with (step / "weights").open("wb") as file:
         file.truncate(3_000_000_000)  # a hole: takes no space
     (problem,) = check_node.check_folder(None, tmp_path)
-    assert "2.00 GB free, and a checkpoint needs 3.00 GB" in problem
+    assert "2.0 GB free, and a checkpoint needs 3.0 GB" in problem
 
 
 def test_missing_gpus_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

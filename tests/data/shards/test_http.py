@@ -313,7 +313,7 @@ def test_names_of_signed_urls(write_shards, server):
 
 def test_an_endless_answer_is_bounded(server, monkeypatch, tmp_path):
     (tmp_path / "large.tar").write_bytes(bytes(3_000_000))
-    with pytest.raises(ShardError, match=r"pieces-v1 is limited to 0.001 GB.*Raise source.cache_gb"):
+    with pytest.raises(ShardError, match=r"pieces-v1 is limited to 1.0 MB.*Raise source.cache_gb"):
         open_shards(f"{server.url}/large.tar", source=SourceConfig(cache_gb=0.001))
     monkeypatch.setattr("tessera.data.shards.index.LARGEST_FOLDER_INDEX", 1000)
     (tmp_path / FOLDER_INDEX).write_bytes(b" " * 2000)

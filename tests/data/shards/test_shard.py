@@ -84,7 +84,7 @@ def test_bad_gzip_is_named_and_leaves_nothing(write_tar, png, cache):
     with pytest.raises(ShardError, match=r"t.tar.gz is not a complete tar"):
         shard_at(str(path)).index()
     path.write_bytes(gzip.compress(bytes(2**22)))
-    with pytest.raises(ShardError, match=r"pieces-v1 is limited to 0.001 GB.*Raise source.cache_gb"):
+    with pytest.raises(ShardError, match=r"pieces-v1 is limited to 1.0 MB.*Raise source.cache_gb"):
         shard_at(str(path), SourceConfig(cache_gb=0.001)).index()
     assert not list(cache.rglob("*.part"))
     assert sum(file.stat().st_size for file in cache.rglob("*") if file.is_file()) < 2**20
