@@ -31,6 +31,7 @@ from tessera.encoders.segments import Segments, copy_to_device
 from tessera.encoders.unused import freeze_unused
 from tessera.encoders.vit import ViT
 from tessera.pretrain.methods.method import Method, RunSize
+from tessera.pretrain.monitoring.collapse import column_variance
 from tessera.pretrain.optim import ema
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.optim.schedules import linear
@@ -185,7 +186,7 @@ class IJEPA(Method):
         predicted = self.predictor(seen.tokens, context, targets).float()  # (M, D)
         chosen = target.index_select(0, torch.cat([mask.hidden_indices for mask in targets]))  # (M, D)
         counts = torch.cat([whole.grids.prod(1) - mask.lengths for mask in targets])  # (K * B,)
-        return ijepa_loss(predicted, chosen, counts), {"target_spread": target.std(0).mean()}
+        return ijepa_loss(predicted, chosen, counts), {"target_spread": column_variance(target).sqrt().mean()}
 
     def after_step(self, step: int, updated: float | Tensor = 1.0) -> None:
         ema.update(self.teacher, self.encoder, linear(step, self.steps, self.config.momentum, 1.0), updated)

@@ -37,6 +37,7 @@ from tessera.pretrain.methods.teacher_student import (
     teacher_defaults,
 )
 from tessera.pretrain.optim.adamw import OptimConfig
+from tessera.runtime.collectives import all_reduce_sum
 from tessera.runtime.settings import Derived, derived
 
 SAME_FEATURES = -math.log(1e-3)
@@ -240,8 +241,10 @@ class DINOv2(TeacherStudent):
                 features = pooled.float().split(logits.shape[1])[: view.crops]  # G times (B, D)
                 terms["koleo_loss"] = c.koleo_weight * torch.stack([koleo_loss(crop) for crop in features]).sum()
             masked = weights.sum()  # share of the crops that have hidden tokens
-            # use the weights of the loss, so that the metric does not depend on the number of processes
-            entropy = (entropies * weights).sum() / masked.clamp(min=1e-6)
+            # Use the weights of the loss, over all processes, because the processes have different numbers of hidden
+            # tokens. The metric then does not depend on the number of processes.
+            weighted, whole = all_reduce_sum(torch.stack([(entropies * weights).sum(), masked]).detach())
+            entropy = weighted / whole.clamp(min=1e-6)
         # Keep the indices instead of the distributions, which would occupy memory until the next step.
         self._last = (seen.pooled.float(), {"": target.flatten(0, 1).argmax(-1), "ibot_": best})
         metrics |= {name: term.detach() for name, term in terms.items()}

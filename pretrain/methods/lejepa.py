@@ -24,7 +24,7 @@ from tessera.encoders.segments import copy_to_device
 from tessera.encoders.unused import freeze_unused
 from tessera.pretrain.methods.heads import BatchNorm
 from tessera.pretrain.methods.method import Method, RunSize, full_precision
-from tessera.pretrain.monitoring.collapse import effective_rank
+from tessera.pretrain.monitoring.collapse import column_variance, effective_rank
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.collectives import all_reduce_sum, world_size
 from tessera.runtime.settings import Derived, derived
@@ -214,10 +214,11 @@ class LeJEPA(Method):
             loss = weight * normality + (1 - weight) * invariance
         rows = embeddings.detach().flatten(0, 1)  # (V * B, D)
         # If views of an image are unrelated, the invariance is (1 - 1 / V) times the variance of the embeddings.
-        variance = rows.var(0, correction=0).mean()
+        variance = column_variance(rows, correction=0).mean()
         unrelated = (1 - 1 / crops) * variance
+        difference = all_reduce_sum(invariance.detach()) / world_size() / unrelated.clamp(min=1e-12)
         metrics = {"sigreg": normality.detach(), "invariance": invariance.detach(), "embedding_std": variance.sqrt()}
-        return loss, metrics | {"view_difference": invariance.detach() / unrelated.clamp(min=1e-12)}
+        return loss, metrics | {"view_difference": difference}
 
     def trained_encoder(self) -> Encoder:
         return self.encoder

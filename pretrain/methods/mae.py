@@ -26,14 +26,11 @@ from tessera.encoders.segments import copy_to_device
 from tessera.encoders.unused import freeze_unused
 from tessera.encoders.vit import ViT
 from tessera.pretrain.methods.method import Method, RunSize, full_precision
-from tessera.pretrain.monitoring.collapse import effective_rank
+from tessera.pretrain.monitoring.collapse import column_sums, column_variance, effective_rank, variance_of
 from tessera.pretrain.optim.adamw import OptimConfig
-from tessera.runtime.collectives import all_reduce_max
 
 NO_CONTRAST = 0.01
 """All patches count as equal if `target_contrast` is at most this value, which allows for rounding errors."""
-LOOKED_AT = 256
-"""Number of patches per process from which `target_contrast` is computed."""
 
 ENCODERS: dict[type[Encoder], dict[str, Any]] = {
     ViT: {"positions": "sincos", "init": "xavier", "interpolation": "mae"},
@@ -168,9 +165,9 @@ class MAE(Method):
         # `pooled=False` freezes a norm or a pooling layer that only computes the pooled features, even if the decoder
         # takes these features as input
         freeze_unused(encoder, [config.size], pooled=False, tokens=True, masked=True, drop=self.drop)
-        # for health(): pooled features (B, D) and targets of some patches (N, P) of the last forward pass
+        # for health(): pooled features (B, D) and sums of the targets of the last forward pass
         self._pooled: Tensor | None = None
-        self._some_targets: Tensor | None = None
+        self._target_sums: Tensor | None = None
 
     @staticmethod
     def encoder_defaults(config: MAEConfig, variant: str, size: RunSize) -> dict[str, Any]:
@@ -196,10 +193,10 @@ class MAE(Method):
         targets = self._targets(images)
         with full_precision(predicted):
             loss = mae_loss(predicted, targets, mask, features.grids)
-        self._some_targets = targets[:: max(len(targets) // LOOKED_AT, 1)].detach().clone()
+        self._target_sums = column_sums(targets)
         self._pooled = features.pooled.detach().float()
         # A spread near 0 shows that the decoder learns nothing from the encoder.
-        return loss, {"prediction_spread": predicted.detach().std(0).mean()}
+        return loss, {"prediction_spread": column_variance(predicted).sqrt().mean()}
 
     def _predict(self, images: Images, mask: Mask) -> tuple[Features, Tensor]:
         """Return the features of the encoder, and the predicted pixels of all tokens: (T, P) float32."""
@@ -244,9 +241,9 @@ class MAE(Method):
 
     @torch.no_grad()
     def health(self) -> dict[str, float]:
-        if self._pooled is None or self._some_targets is None:
+        if self._pooled is None or self._target_sums is None:
             return {}
-        contrast = all_reduce_max(self._some_targets.std(0).max())
+        contrast = variance_of(self._target_sums).sqrt().max()
         return {"feature_rank": effective_rank(self._pooled), "target_contrast": contrast.item()}
 
     @torch.no_grad()

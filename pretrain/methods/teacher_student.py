@@ -19,7 +19,7 @@ from tessera.encoders.base import Encoder
 from tessera.encoders.formats.checkpoint import load_weights
 from tessera.pretrain.methods.losses import Centering, teacher_distribution
 from tessera.pretrain.methods.method import Method, RunSize, full_precision
-from tessera.pretrain.monitoring.collapse import effective_rank
+from tessera.pretrain.monitoring.collapse import column_variance, effective_rank
 from tessera.pretrain.optim import ema
 from tessera.pretrain.optim.schedules import cosine, linear
 from tessera.runtime.collectives import all_reduce_sum
@@ -161,8 +161,8 @@ class TeacherStudent(Method):
     def crop_targets(self, pooled: Tensor, view: View, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the teacher's distributions of the global crops (G, B, K), and metrics.
 
-        The metric `teacher_spread` is the standard deviation of the logits over the rows, averaged over the prototypes
-        and divided by the temperature.
+        The metric `teacher_spread` is the standard deviation of the logits over the rows of all processes, averaged
+        over the prototypes and divided by the temperature.
 
         Args:
             pooled: the teacher's pooled features of the global crops, (G * B, D).
@@ -176,7 +176,7 @@ class TeacherStudent(Method):
         self._add_to_center("", step, logits)
         metrics = {
             "teacher_entropy": -torch.special.xlogy(target, target).sum(-1).mean(),
-            "teacher_spread": (logits - self.center).std(0).mean() / temperature,
+            "teacher_spread": column_variance(logits - self.center).sqrt().mean() / temperature,
         }
         return target.unflatten(0, (view.crops, -1)), metrics
 

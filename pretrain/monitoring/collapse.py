@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from tessera.runtime.collectives import all_reduce_sum
+from tessera.runtime.collectives import all_reduce_sum, world_size
 from tessera.runtime.settings import Section
 from tessera.runtime.user_error import UserError
 
@@ -59,6 +59,34 @@ def effective_rank(features: Tensor) -> float:
     values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
     share = values / values.sum()
     return math.exp(-torch.special.xlogy(share, share).sum().item())
+
+
+@torch.no_grad()
+def column_sums(x: Tensor) -> Tensor:
+    """Return the sums that `variance_of` needs of the rows x (N, D) of this process: (2 * D + 1,) float64.
+
+    They are the sum and the sum of squares of each column, and N. They are computed from float32 means and variances,
+    which need no copy of x in float64.
+    """
+    variance, mean = torch.var_mean(x.detach(), 0, correction=0) if len(x) else x.new_zeros(2, x.shape[1])
+    variance, mean = variance.double(), mean.double()
+    return torch.cat([mean * len(x), (variance + mean.square()) * len(x), mean.new_full((1,), len(x))])
+
+
+def variance_of(sums: Tensor, correction: int = 1) -> Tensor:
+    """Return the variance of each column over the rows of all processes: (2 * D + 1,) -> (D,) float32. Collective."""
+    sums = all_reduce_sum(sums)
+    rows = sums[-1]
+    mean, square = (sums[:-1] / rows).chunk(2)
+    return ((square - mean.square()).clamp(min=0) * rows / (rows - correction).clamp(min=1)).float()
+
+
+@torch.no_grad()
+def column_variance(x: Tensor, correction: int = 1) -> Tensor:
+    """Return the variance of each column over the rows of all processes: (N, D) -> (D,). N may differ. Collective."""
+    if world_size() == 1 or x.is_meta:
+        return x.detach().var(0, correction=correction)
+    return variance_of(column_sums(x), correction)
 
 
 class CollapseAlarm:

@@ -85,19 +85,15 @@ TWO: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-OF_ITS_OWN = ("spread", "std", "difference", "contrast")
-"""Ends of the names of numbers that say how the images of a process differ, so that their mean is not that of all."""
-
-
 def found(method: Method, loss: Tensor, metrics: dict[str, Tensor], batch: Batch) -> dict[str, dict[str, Tensor]]:
     """What a step leaves behind: gradients and means of a process, values of all processes, hidden tokens."""
     loss.backward()
     method.after_step(3)
     means = metrics | {"loss": loss}
-    health = {key: torch.tensor(value) for key, value in method.health().items() if not key.endswith(OF_ITS_OWN)}
+    health = {key: torch.tensor(value) for key, value in method.health().items()}
     return {
         "gradients": {key: p.grad for key, p in method.named_parameters() if p.grad is not None},
-        "means": {key: value.detach().float() for key, value in means.items() if not key.endswith(OF_ITS_OWN)},
+        "means": {key: value.detach().float() for key, value in means.items()},
         "all": {key: buffer.clone() for key, buffer in method.named_buffers()} | health,
         "hidden": {str(i): mask.hidden.sum() for i, view in enumerate(batch.views) for mask in view.masks},
     }

@@ -8,7 +8,7 @@ from PIL import Image
 
 from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.methods.teacher_student import output_signs
-from tessera.pretrain.monitoring.collapse import CollapseAlarm, HealthConfig, effective_rank
+from tessera.pretrain.monitoring.collapse import CollapseAlarm, HealthConfig, column_sums, effective_rank, variance_of
 from tessera.pretrain.run import main
 
 
@@ -105,3 +105,11 @@ def test_black_images_ring(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     ]
     assert main([*words, "--optim.warmup_steps", "1"]) == 2
     assert "all images may be black" in capsys.readouterr().err
+
+
+def test_the_variance_of_the_rows_of_several_processes_is_that_of_all_rows() -> None:
+    rows = 1 + 0.1 * torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+    sums = column_sums(rows[:20]) + column_sums(rows[20:]) + column_sums(rows[:0])
+    for correction in (0, 1):
+        torch.testing.assert_close(variance_of(sums, correction).double(), rows.double().var(0, correction=correction),
+                                   rtol=1e-5, atol=0)  # fmt: skip
