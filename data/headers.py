@@ -37,7 +37,7 @@ class HeaderError(ValueError):
     """Raised if the header of an image is damaged or exceeds a limit. The message states the reason."""
 
 
-NO_MEMORY = ("allocate memory", "Insufficient memory", "out of memory")
+NO_MEMORY = ("allocate memory", "Insufficient memory", "out of memory", "decoder error -9")
 """Substrings of out-of-memory errors of libjpeg, Pillow and torch that are not a `MemoryError`."""
 
 

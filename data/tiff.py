@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from PIL import Image
 
-from tessera.data.headers import HeaderError, check_sides, raise_lack_of_memory
+from tessera.data.headers import JPEG_RATIO, HeaderError, check_sides, raise_lack_of_memory
 
 if TYPE_CHECKING:
     from tifffile import TiffFile, TiffPage
@@ -21,8 +21,10 @@ SIGNATURES = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 """First bytes of TIFF and BigTIFF files, in little-endian and big-endian byte order."""
 COMPRESSIONS = (1, 5, 8, 32946, 32773)
 """TIFF codes of the compressions that tifffile decodes here: none, LZW, deflate (two codes), PackBits."""
-PILLOW_COMPRESSIONS = (*COMPRESSIONS, 2, 3, 4, 7)
-"""TIFF codes of the compressions that Pillow decodes here: those above, three kinds of fax compression, and JPEG."""
+FAX, JPEG = (2, 3, 4), 7
+"""TIFF codes of three kinds of fax compression, which store a row in one bit at best, and of JPEG compression."""
+PILLOW_COMPRESSIONS = (*COMPRESSIONS, *FAX, JPEG)
+"""TIFF codes of the compressions that Pillow decodes here."""
 GRAY, RGB = 1, 2
 """TIFF codes of two photometric interpretations. In TIFF files, the code for gray also marks bands that are not
 colours, such as infrared."""
@@ -32,8 +34,8 @@ YCbCr."""
 REDUCED, MASK = 1, 4
 """Bits of the TIFF tag NewSubfileType that mark a page as a smaller copy or as a mask of another page."""
 MOST_PAGES = 64  # maximum number of pages of a TIFF, because tifffile reads their headers one by one in Python
-ORIENTATION = 274
-"""Number of the TIFF tag that holds the orientation."""
+ORIENTATION, ROWS_PER_STRIP = 274, 278
+"""Numbers of two TIFF tags."""
 PREMULTIPLIED, ALPHA = 1, 2
 """Values of the TIFF tag ExtraSamples for alpha bands: premultiplied into the colours, and not premultiplied."""
 MOST_PARTS = 2**16  # maximum number of strips or tiles, because tifffile decodes strips and tiles one by one in Python
@@ -235,6 +237,11 @@ def _check(page: "TiffPage", most_bands: int, max_pixels: int) -> None:
     tile = prod(page.tile or ())  # a tile may be larger than its image
     if tile > max_pixels:
         raise HeaderError(f"a TIFF image whose tiles have {tile} pixels, more than the limit of {max_pixels}")
+    rows = page.tags.valueof(ROWS_PER_STRIP, 0)
+    if (
+        height < rows < 2**32 - 1 and rows * width * bands * page.bitspersample >= 2**34
+    ):  # the largest number: one strip
+        raise HeaderError(f"a damaged TIFF image: its strips have {rows} rows, but the image has {height}")
     if not 1 <= bands <= most_bands:
         raise HeaderError(f"a TIFF image with {bands} bands, but only 1 to {most_bands} bands are supported")
     if prod(page.shaped) != height * width * bands:
@@ -275,6 +282,10 @@ def _check_parts(page: "TiffPage", size: int) -> None:
         raise HeaderError("a damaged TIFF image: strips or tiles are missing")
     if not (counts[:wanted] > 0).all() or (offsets[:wanted] + counts[:wanted] > size).any():
         raise HeaderError("a damaged TIFF image: the file is truncated")
+    pixels, stored = page.imagewidth * page.imagelength, sum(counts[:wanted])
+    fewest = {JPEG: -(-pixels // JPEG_RATIO)} | dict.fromkeys(FAX, -(-page.imagelength // 8))
+    if stored < fewest.get(page.compression, 0):
+        raise HeaderError(f"a damaged TIFF image: {stored} bytes cannot hold {pixels} pixels")
 
 
 def _mode(page: "TiffPage") -> str | None:

@@ -285,6 +285,12 @@ def patched(encoded: bytes, tag: int, value: int) -> bytes:
     raise KeyError(tag)
 
 
+TALL_FAX = saved(Image.new("1", (64, 64)), "TIFF", compression="group4")
+TALL_FAX = patched(patched(TALL_FAX, 257, 1000), 278, 1000)
+TALL_JPEG = saved(Image.new("L", (64, 64)), "TIFF", compression="jpeg")
+TALL_JPEG = patched(patched(patched(TALL_JPEG, 257, 1561), 278, 1561), 279, 150)
+
+
 @pytest.mark.parametrize(
     ("encoded", "reason"),
     [
@@ -303,6 +309,9 @@ def patched(encoded: bytes, tag: int, value: int) -> bytes:
         (patched(tiff(COLORS[..., 0], tile=(16, 16)), 323, 2**24), "pixels, more than the limit"),
         (patched(tiff(COLORS[..., 0]), 277, 60_000), "60000 bands"),
         (patched(tiff(COLORS[..., 0]), 257, 0), "35 x 0 pixels"),
+        (TALL_FAX, "cannot hold 64000 pixels"),
+        (TALL_JPEG, "cannot hold 99904 pixels"),
+        (patched(saved(Image.new("CMYK", (64, 64)), "TIFF", compression="jpeg"), 278, 2**31), "2147483648 rows"),
     ],
 )
 def test_tiffs_that_are_not_read_say_why(encoded, reason):
