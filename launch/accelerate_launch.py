@@ -3,7 +3,8 @@
 There are four differences from `accelerate launch`:
 
 - The exit code is the trainer's own (75: stopped and saved, 2: the user has to change something, ...). Nothing is
-  printed after the trainer's last message.
+  printed after the trainer's last message, except that a trainer was killed. If a trainer fails, the others that are
+  stopped (SIGSTOP) are killed at once.
 - SIGTERM, SIGUSR1, SIGHUP (a closed terminal) and SIGINT (Ctrl-C) are forwarded to the trainers, which may take as
   long as they need to save. In contrast, SIGUSR1 kills `accelerate launch`. After SIGTERM, `accelerate launch` leaves
   a single trainer running, and kills several trainers after 30 seconds.
@@ -21,6 +22,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from types import FrameType
 
 import torch.distributed.run as elastic
@@ -28,7 +30,7 @@ from accelerate.commands import launch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tessera.launch.jobs import ENGINES, OneLineParser, engine_file
 
@@ -36,6 +38,11 @@ STOPPED_AND_SAVED = 75
 """Exit code of a trainer that has saved a checkpoint because a signal told it to stop."""
 LOST_PEER = 69
 """Exit code of a trainer that ended because another trainer had ended."""
+KILLED = (
+    "The memory of this machine probably ran out. Lower --batch_size or --workers, or raise --accumulate. A run "
+    "continues with --resume."
+)
+"""Advice if a trainer was killed by SIGKILL, which the system sends if the memory runs out."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
@@ -63,7 +70,9 @@ class Trainers:
     def __init__(self) -> None:
         self.context: PContext | None = None
         self.received: signal.Signals | None = None
-        self._start, self._run = PContext.start, elastic.run
+        self.closed = set[int]()
+        """Process ids of the trainers that still ran when the launcher began to end all trainers."""
+        self._start, self._run, self._close = PContext.start, elastic.run, PContext.close
 
     def start(self, context: PContext) -> None:
         """Start the trainers and forward signals to them. This method replaces `PContext.start`."""
@@ -94,6 +103,20 @@ class Trainers:
             with contextlib.suppress(ProcessLookupError):  # a trainer that has ended needs no signal
                 os.kill(process, number)
 
+    def close(self, context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        """End the trainers that still run. This method replaces `PContext.close`.
+
+        A stopped trainer is killed at once, because it does not handle a SIGTERM.
+        """
+        for process in context.pids().values():
+            state = process_state(process)
+            if state not in ("", "Z", "X"):
+                self.closed.add(process)
+            if state in ("T", "t"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        self._close(context, signal.SIGTERM if death_sig is None else death_sig, timeout)
+
     def run(self, args: argparse.Namespace) -> None:
         """Run the elastic agent. Exit with the trainers' exit code if they fail.
 
@@ -102,9 +125,24 @@ class Trainers:
         try:
             self._run(args)
         except ChildFailedError as error:
-            sys.exit(exit_code([failure.exitcode for failure in error.failures.values()], self.received))
+            ended = {rank: one.exitcode for rank, one in error.failures.items() if not self.has_killed(one)}
+            for rank in (rank for rank, code in ended.items() if code == -signal.SIGKILL):
+                print(f"tessera: process {rank} was killed by SIGKILL. {KILLED}", file=sys.stderr, flush=True)
+            sys.exit(exit_code(ended.values(), self.received))
         except SignalException as error:  # raised after SIGQUIT
             sys.exit(128 + error.sigval)
+
+    def has_killed(self, failure: ProcessFailure) -> bool:
+        """Return True if a trainer was killed because another one had failed, so that its end is not the cause."""
+        return failure.pid in self.closed and failure.exitcode == -signal.SIGKILL
+
+
+def process_state(process: int) -> str:
+    """Return the letter of the state of a process in /proc, such as `T` for stopped; empty if it is unknown."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def exit_code(codes: Iterable[int], received: signal.Signals | None) -> int:
@@ -141,6 +179,7 @@ def main() -> None:
     launch.simple_launcher = start_without_kind
     elastic.run = trainers.run
     PContext.start = lambda self: trainers.start(self)
+    PContext.close = lambda self, *given, **options: trainers.close(self, *given, **options)
     # The trainers print their errors. Without this line, torch's launcher would log the exit codes after these errors.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     launch.launch_command(args)

@@ -249,7 +249,10 @@ class Watch:
                 f"{_clock(self._answered_at)} {now}. Its launcher was killed, or the machine failed"
             )
         named = [f"process {n} on {peer.host} was last heard at {_clock(peer.heard_at)}" for n, peer in silent.items()]
-        return f"{_listed(named)} {now}. Possible causes: a process was killed, is frozen, or its machine failed"
+        return (
+            f"{_listed(named)} {now}. Possible causes: a process was killed, for example because the memory ran out, "
+            "is frozen, or its machine failed"
+        )
 
 
 def _connect(address: tuple[str, int], prefix: str) -> Store:

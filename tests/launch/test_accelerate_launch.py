@@ -35,6 +35,9 @@ if what == "codes":
         time.sleep(600)  # until the launcher ends it
     if code == 137:
         os.kill(os.getpid(), signal.SIGKILL)
+    if code == 19:  # stopped: it handles no SIGTERM
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.5 if "19" in values else 0)
     sys.exit(code)
 while not asked:
     time.sleep(0.02)
@@ -132,10 +135,12 @@ def test_exit_codes_of_trainers_become_one(codes: list[int], asked: signal.Signa
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ("codes", "expected"), [([0], 0), ([2], 2), ([75], 75), ([0, 0], 0), ([0, 3], 3), ([-1, 2], 2), ([137, -1], 137)]
+    ("codes", "expected"),
+    [([0], 0), ([2], 2), ([75], 75), ([0, 0], 0), ([0, 3], 3), ([-1, 2], 2), ([137, -1], 137), ([69, 19], 69)],
 )
 def test_the_exit_code_is_that_of_the_trainers(start, tmp_path: Path, codes: list[int], expected: int) -> None:
     options = ("--debug",) if codes == [0, 3] else ()  # accelerate then prints nothing about a failure
+    began = time.monotonic()
     launcher = start("codes", *map(str, codes), processes=len(codes), options=options)
     for rank, code in enumerate(codes):
         if code == -1:  # its handler only records SIGTERM, so the launcher would kill it after 30 s
@@ -145,6 +150,8 @@ def test_the_exit_code_is_that_of_the_trainers(start, tmp_path: Path, codes: lis
     log = (tmp_path / "log.txt").read_text()
     assert "Traceback" not in log
     assert "ChildFailedError" not in log
+    assert ("process 0 was killed by SIGKILL. The memory of this machine probably ran out" in log) == (codes[0] == 137)
+    assert 19 not in codes or time.monotonic() - began < 25
 
 
 @pytest.mark.medium
