@@ -453,14 +453,26 @@ def _matches(pattern: str, indices: "_FolderIndices") -> list[str]:
     paths = []
     for path in braced:
         if remote.is_remote(path):
-            found = remote.matches(path, indices.config) if "*" in path or "[" in path else [path]
+            found = _remote_matches(path, indices.config)
+        elif glob.has_magic(path) and not os.path.exists(path):
+            found = [_local(one) for one in sorted(glob.glob(path))]
         else:
-            found = [_local(one) for one in sorted(glob.glob(path))] if glob.has_magic(path) else [path]
+            found = [path]
         if not found:
             raise ShardError(f"no file matches {pattern}. Correct the pattern.")
         for one in found:
             paths += _shards_at(one, indices)
     return paths
+
+
+def _remote_matches(url: str, config: SourceConfig) -> list[str]:
+    """Return the URLs that a URL matches, which may be a glob. The query of a URL is no part of a glob."""
+    path = remote.without_query(url)
+    if "*" in path:
+        return remote.matches(url, config)
+    if "[" not in path or path.startswith(("http://", "https://")):
+        return [url]
+    return remote.matches(url, config) or [url]  # `a[1].tar` may be the name of a file
 
 
 def _braces(pattern: str) -> list[str]:
@@ -512,11 +524,16 @@ def _shards_in(folder: str) -> list[str]:
         names = sorted(name for name in listed if not name.startswith("."))
     except OSError as error:
         raise unreadable(folder, error, "Correct the path or its permissions.") from error
-    patterns = sorted({re.sub(r"[0-9]+", "*", name) for name in names})
+    patterns = sorted({re.sub(r"[0-9]+", "*", name) for name in names}, key=lambda name: (name.endswith(PARQUET), name))
     if len(patterns) > 1:
         listed = ", ".join(patterns[:MOST_LISTED]) + (", ..." if len(patterns) > MOST_LISTED else "")
+        of_tars = {name.partition(".")[0] for name in names if not name.endswith(PARQUET)}
+        of_parquet = {name.removesuffix(PARQUET) for name in names if name.endswith(PARQUET)}
+        metadata = ""
+        if of_parquet and of_parquet <= of_tars:
+            metadata = " The Parquet files describe the tars, as those of img2dataset do."
         raise ShardError(
-            f"{folder} holds shards of several sets: {listed}. Give one set, for example "
+            f"{folder} holds shards of several sets: {listed}.{metadata} Give one set, for example "
             f"'{os.path.join(folder, patterns[0])}', or all shards with '{os.path.join(folder, '*.tar')}'."
         )
     if not names:

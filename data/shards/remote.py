@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import fsspec.config
 from fsspec.core import url_to_fs
@@ -62,6 +62,9 @@ PERMANENT = (
     ValueError,
 )
 """Exceptions that count as permanent errors. A request is not repeated after a permanent error."""
+
+_SERVER = re.compile(r"(https?://)([^/?#]*)(.*)", re.DOTALL | re.IGNORECASE)
+_NOT_IN_URLS = re.compile(r'[^!-~]|["<>\\^`{|}]|%(?![0-9A-Fa-f]{2})')
 
 Check = Callable[[list[str]], None]
 """Function that takes the version identifiers of a response, such as its ETag, and raises `ShardError` if the
@@ -426,7 +429,17 @@ def _system(url: str, config: SourceConfig) -> tuple[Any, str]:
         raise ShardError(f"{url}: a package for {scheme}:// is missing. Install it: {install}") from error
     except ValueError as error:
         raise ShardError(f"{url}: {error}. Use a URL that fsspec can open.") from error
-    return system, system._strip_protocol(url)
+    return system, encoded_url(url) if scheme in ("http", "https") else system._strip_protocol(url)
+
+
+def encoded_url(url: str) -> str:
+    """Return an HTTP URL as it is sent. Only characters that no URL may contain are percent-encoded.
+
+    The signature of a presigned URL is valid for the bytes of the URL, so `%2F` and `%7E` must not be decoded.
+    """
+    scheme, server, path = _SERVER.fullmatch(url).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    server = server if server.isascii() else server.encode("idna").decode()
+    return f"{scheme}{server}{_NOT_IN_URLS.sub(lambda found: quote(found[0], safe=''), path)}"
 
 
 @functools.cache
@@ -449,8 +462,10 @@ def _options(scheme: str, timeout: float) -> dict[str, Any]:
         import aiohttp
 
         limit = aiohttp.ClientTimeout(total=None, sock_connect=timeout, sock_read=timeout)
-        # `trust_env` makes aiohttp use HTTP_PROXY, HTTPS_PROXY and NO_PROXY, as other programs do
-        return given | {"client_kwargs": {"timeout": limit, "trust_env": True} | given.get("client_kwargs", {})}
+        # `trust_env` makes aiohttp use HTTP_PROXY, HTTPS_PROXY and NO_PROXY, as other programs do. `encoded` and
+        # `requote_redirect_url` leave URLs unchanged, also after a redirect (`encoded_url`).
+        client = {"timeout": limit, "trust_env": True, "requote_redirect_url": False}
+        return {"encoded": True} | given | {"client_kwargs": client | given.get("client_kwargs", {})}
     if scheme in ("s3", "s3a"):
         limits = {"connect_timeout": timeout, "read_timeout": timeout, "retries": {"max_attempts": 0}}
         return given | {"config_kwargs": limits | given.get("config_kwargs", {})}

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -389,3 +390,53 @@ def test_one_process_asks_for_the_sizes_of_shards(write_shards, server, tmp_path
     on_processes(_open_on_each_process, free_port, server.url, str(tmp_path / "cache"), count=3, group=True)
     asked = Counter(path for method, path, _ in server.requests if method == "HEAD" and path.endswith(".tar"))
     assert asked == {f"/data-00000{number}.tar": 1 + (number == 0) for number in (0, 1, 2, 3)} | {"/data-000009.tar": 1}
+
+
+SIGNED = "%2Fb%40c%7Ed%27e%3Af%20g/a[1].tar?X-Sig=a%2Fb%3D%7E*+c&d=%27"
+
+
+def test_urls_are_sent_unchanged(tmp_path, write_tar, png, cache):
+    """A server that signs the bytes of a URL gets these bytes, also after a redirect."""
+    content = Path(write_tar("a.tar", [("a.png", png(0))])).read_bytes()
+    seen = []
+
+    class Signed(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_):
+            pass
+
+        def do_GET(self):
+            seen.append(self.path)
+            moved = self.path.startswith("/old/")
+            good = self.path == f"/new/{SIGNED}"
+            self.send_response(302 if moved else 200 if good else 403)
+            if moved:
+                self.send_header("Location", f"/new/{self.path.removeprefix('/old/')}")
+            self.send_header("Content-Length", str(len(content) if good else 0))
+            self.end_headers()
+            if good and self.command == "GET":
+                self.wfile.write(content)
+
+        def do_HEAD(self):
+            self.do_GET()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Signed) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        for folder in ("new", "old"):
+            opened = open_shards(f"http://127.0.0.1:{server.server_port}/{folder}/{SIGNED}")
+            assert opened.image(0) == png(0)
+        server.shutdown()
+    assert {path.split("/", 2)[2] for path in seen} - {"index.json"} <= {SIGNED, "%2Fb%40c%7Ed%27e%3Af%20g/index.json"}
+
+
+@pytest.mark.parametrize(
+    ("url", "sent"),
+    [
+        ("http://h/a b/%C3%A9é.tar?x=%2f", "http://h/a%20b/%C3%A9%C3%A9.tar?x=%2f"),
+        ("https://h:8/100%/a.tar", "https://h:8/100%25/a.tar"),
+        ("https://exämple.org?a=|", "https://xn--exmple-cua.org?a=%7C"),
+    ],
+)
+def test_what_no_url_may_contain_is_encoded(url, sent):
+    assert remote.encoded_url(url) == sent
