@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -40,9 +39,10 @@ from tessera.data.shards.index import (
     write_folder,
     write_table,
 )
-from tessera.data.shards.open import PARQUET, expand, load_folder_index, shard_at
-from tessera.data.shards.remote import PIPE, is_remote
-from tessera.data.shards.source import DEFAULT, SourceConfig
+from tessera.data.shards.notes import Note, describe, parse_notes
+from tessera.data.shards.open import ENDINGS, expand, load_folder_index, missing_parts, shard_at
+from tessera.data.shards.remote import PIPE, is_remote, without_query
+from tessera.data.shards.source import DEFAULT, Shard, SourceConfig, shared_class_names
 from tessera.data.shards.tar import LARGEST_LABEL, Index, scan_tar
 from tessera.data.shards.tars import Tar, folder_of, name_of, read_classes
 from tessera.data.statistics import histogram, moments
@@ -105,6 +105,8 @@ class Facts:
     bad_labels: list[str] = field(default_factory=list)
     bad_maps: list[str] = field(default_factory=list)
     """Bad maps, as `SHARD.tar/KEY: reason`."""
+    notes: list[Note] = field(default_factory=list)
+    """Notes on what a run leaves out."""
     formats: Counter[str] = field(default_factory=Counter)
     longer_side: Counter[int] = field(default_factory=Counter)
     """Histogram of image sizes. Maps an upper bound of the longer side, a power of two, to the number of images."""
@@ -145,6 +147,7 @@ class Facts:
         found = moments(self.pixels)
         return {
             **facts,
+            "notes": describe(self.notes),
             "formats": dict(self.formats.most_common()),
             "pixels": {"mean": found[0], "std": found[1]} if found else None,
             "good": not any(facts[kind] for kind in PROBLEMS),
@@ -155,18 +158,12 @@ def check(settings: CheckShards) -> dict[str, Any]:
     """Check shards and return the report.
 
     Raises:
-        ShardError: a pattern matches no shards, a folder of images or a Parquet file; or `write_index` is set and a
-            shard is remote.
+        ShardError: a pattern matches no shards; or `write_index` is set and a shard is remote or no tar.
         WorkerError: a worker process was killed.
     """
     paths = expand(settings.shards, settings.source)
-    if of_images := [path for path in paths if os.path.isdir(path)]:
-        raise ShardError(
-            f"{of_images[0]} holds images, not shards. Run `tessera make_shards {shlex.quote(of_images[0])} SHARDS`, "
-            "then check SHARDS instead."
-        )
-    if of_parquet := [path for path in paths if path.endswith(PARQUET)]:
-        raise ShardError(f"{of_parquet[0]} is a Parquet file, but only tars can be checked.")
+    if settings.write_index and (others := [path for path in paths if not _is_tar(path)]):
+        raise ShardError(f"{others[0]} is no tar, and only tars have an index. Leave --write_index out.")
     if settings.write_index and (urls := [path for path in paths if is_remote(path)]):
         raise ShardError(
             f"{urls[0]} is remote, so no index can be written beside the shard. "
@@ -179,8 +176,11 @@ def check(settings: CheckShards) -> dict[str, Any]:
     found = {facts.path: facts for facts in spread(work, paths, workers=settings.workers, title="checking shards")}
     total = Facts()
     folders: dict[str, list[Facts]] = {}
+    total.notes += missing_parts(paths)
     for path in paths:
         total.add(found[path])
+        if not _is_tar(path):
+            continue
         folders.setdefault(folder_of(path) or ".", []).append(found[path])
     folders.pop(PIPE, None)
     for folder, shards in folders.items():
@@ -191,17 +191,37 @@ def check(settings: CheckShards) -> dict[str, Any]:
                 total.refused += compare(folder, shards, settings.source)
             except ShardError as error:
                 total.refused.append(str(error))
+    if not any(map(_is_tar, paths)) and not total.refused:
+        try:
+            shared_class_names([shard_at(path, settings.source) for path in paths])
+        except ShardError as error:
+            total.refused.append(str(error))
     return {"shards": len(paths), **total.report()}
 
 
+def _is_tar(path: str) -> bool:
+    return is_remote(path) or without_query(path).endswith(ENDINGS)
+
+
 def check_shard(path: str, settings: CheckShards) -> Facts:
-    """Check the tar at a path or URL. Problems do not raise an error, but are listed in the returned `Facts`."""
+    """Check the tar, Parquet file or folder of images at a path or URL.
+
+    Problems do not raise an error, but are listed in the returned `Facts`.
+    """
     facts = Facts(path)
     try:
         shard = shard_at(path, settings.source)
-        assert isinstance(shard, Tar)
+        if not isinstance(shard, Tar):
+            facts.notes += shard.notes
+            _check_samples(facts, shard, shard.index(), settings)
+            facts.bytes = shard.size
+            return facts
         with os.fdopen(shard.open(), "rb") as tar:
             index = scan_tar(os.dup(tar.fileno()), path)
+            facts.notes += [
+                note._replace(first=note.first and f"{shard.name}/{note.first}")
+                for note in parse_notes(index.notes.tobytes())
+            ]
             _check_samples(facts, shard, index, settings)
             facts.bytes = shard.size
             if settings.decode or settings.write_index:
@@ -227,7 +247,7 @@ def _checksum(shard: Tar, index: Index, tar: BufferedReader) -> str | None:
     return hashlib.file_digest(tar, "sha256").hexdigest()
 
 
-def _check_samples(facts: Facts, shard: Tar, index: Index, settings: CheckShards) -> None:
+def _check_samples(facts: Facts, shard: Shard, index: Index, settings: CheckShards) -> None:
     """Check the label of each sample, and decode the images with their maps."""
     facts.images, facts.labelled = int(index.summary[0]), int(index.summary[1])
     facts.mapped = int((index.maps[:, 0] >= 0).sum())
@@ -263,7 +283,7 @@ def _check_samples(facts: Facts, shard: Tar, index: Index, settings: CheckShards
             facts.bad_maps.append(f"{name}: {error}")
 
 
-def _check_image(facts: Facts, encoded: bytes, settings: CheckShards) -> tuple[int, int]:
+def _check_image(facts: Facts, encoded: Any, settings: CheckShards) -> tuple[int, int]:
     """Decode and count one image. Return its height and width.
 
     Raises:
@@ -290,7 +310,7 @@ def _check_table(facts: Facts, index: Index, write: bool) -> None:
         if beside.stat().st_size > LARGEST_TABLE:
             raise ShardError(f"{beside} has more than {LARGEST_TABLE} bytes, the maximum for a table. Remove the file.")
         stored = parse_table(beside.read_bytes(), str(beside))
-        if not all(np.array_equal(a, b) for a, b in zip(stored, index, strict=True)):
+        if not all(np.array_equal(a, b) for a, b in zip(stored[:-1], index[:-1], strict=True)):  # without notes
             raise ShardError(f"{beside} belongs to another shard. {REPLACE_INDEX}")
 
 
@@ -364,6 +384,8 @@ def _show(report: dict[str, Any]) -> None:
         ignored, pixels = values.pop(IGNORED, 0), sum(report["map_values"].values())
         say("maps", f"{report['mapped']:,} images, {_describe_classes(values)}")
         say("", f"{100 * ignored / max(pixels, 1):.1f} % of the pixels are ignored ({IGNORED})")
+    for line in report["notes"]:
+        say("left out", line)
     print()
     if report["good"]:
         print("a run accepts all shards" if report["decoded"] else "a run accepts the headers and labels")

@@ -74,7 +74,7 @@ def count_classes(sources: Sources) -> int:
         ShardError: the sources have different class names; there are no class names, and a shard is remote, in which
             case all labels would have to be downloaded; or a label is missing, negative or not an integer.
     """
-    names = shared_class_names(sources.lists)
+    names = shared_class_names([shard for source in sources.lists for shard in source.shards])
     if names is not None:
         return len(names)
     largest = 0

@@ -83,6 +83,11 @@ def _sentence(kind: str, count: int, groups: Counter[str], first: str) -> str:
     return f"{sentence}. The first is {printable(first)}." if first else f"{sentence}."
 
 
+def named_notes(shard: str, notes: Iterable[Note]) -> tuple[Note, ...]:
+    """Return notes with the name of the shard before the names of its members."""
+    return tuple(note._replace(first=note.first and f"{shard}/{note.first}") for note in notes)
+
+
 def packed_notes(notes: Iterable[Note]) -> np.ndarray:
     """Return notes as they are stored in an index: JSON, as uint8."""
     found = [*notes]

@@ -31,7 +31,7 @@ from tessera.data.shards.failures import (
 from tessera.data.shards.folder import ImageFolder, holds_images
 from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, ShardEntry, parse_folder
 from tessera.data.shards.manifest import MANIFESTS
-from tessera.data.shards.notes import PARTS, Note, describe
+from tessera.data.shards.notes import PARTS, Note, describe, named_notes
 from tessera.data.shards.source import DEFAULT, Shard, Source, SourceConfig
 from tessera.data.shards.tars import GZIPPED, LocalTar, PackedTar, RemoteTar, Tar, folder_of
 from tessera.runtime.progress import track
@@ -362,8 +362,8 @@ def _open(path: str, indices: "_FolderIndices", verifies: bool) -> _Opened:
         return _counted(replace(shard, sha256=listed.entry.sha256), listed)
     header = shard.header()
     samples, labelled, size = map(int, header.summary)
-    found = [note._replace(first=note.first and f"{shard.name}/{note.first}") for note in header.notes]
-    return _Opened(shard, samples, labelled, shard.size or size, notes=(*shard.notes, *found))
+    notes = (*shard.notes, *named_notes(shard.name, header.notes))
+    return _Opened(shard, samples, labelled, shard.size or size, notes=notes)
 
 
 def _from_index(path: str, listed: _Listed, config: SourceConfig) -> _Opened:

@@ -655,7 +655,7 @@ class Source:
             ShardError: two folders or files number their classes differently, only some of them name their classes, or
                 a `classes.json` cannot be used.
         """
-        return shared_class_names([self])
+        return shared_class_names(self.shards)
 
     def _guard(self, shard: int, do: Callable[[], T]) -> T:
         """Call `do`, which reads `shard`, and return its result. If `shard` failed before, raise the earlier error."""
@@ -688,13 +688,13 @@ class Source:
         return index
 
 
-def shared_class_names(sources: Sequence[Source]) -> tuple[str, ...] | None:
-    """Return the class names of several sources, or None if the classes have no names.
+def shared_class_names(shards: Sequence[Shard]) -> tuple[str, ...] | None:
+    """Return the class names of several shards, or None if the classes have no names.
 
     Raises:
-        ShardError: as `Source.class_names`, for the folders and files of all sources.
+        ShardError: as `Source.class_names`.
     """
-    (first, shard), *others = {shard.names_classes: shard for one in sources for shard in one.shards}.items()
+    (first, shard), *others = {shard.names_classes: shard for shard in shards}.items()
     names = shard.class_names()
     for other, shard in others:
         found = shard.class_names()
@@ -722,8 +722,9 @@ def refuse_mixed_classes(sources: Sequence[Source]) -> None:
 
     The class names are read only if several folders or files name classes.
     """
-    if len({shard.names_classes for one in sources for shard in one.shards}) > 1:
-        shared_class_names(sources)
+    shards = [shard for one in sources for shard in one.shards]
+    if len({shard.names_classes for shard in shards}) > 1:
+        shared_class_names(shards)
 
 
 def _class(name: str | None) -> str:

@@ -148,5 +148,8 @@ def test_folders_that_are_refused(photos, tmp_path, capsys):
     (tmp_path / "void" / "a.jpg").touch()
     with pytest.raises(ShardError, match=r"no images below .*void.*the file is empty"):
         open_shards(tmp_path / "void")
-    assert check_shards([str(photos)]) == 2
-    assert "holds images, not shards. Run `tessera make_shards" in capsys.readouterr().err
+    (photos / "ant" / "0.bmp").touch()
+    assert check_shards([str(photos), "--workers=1"]) == 0
+    said = capsys.readouterr().out
+    assert "23 images, 3 classes from 0 to 2" in said
+    assert "left out      1 .bmp files are left out (1 of class ant)" in said

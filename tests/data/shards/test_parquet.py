@@ -152,9 +152,14 @@ def test_refusals(files, tmp_path):
     assert np.array_equal(open_shards(files[1]).counts, [12])
 
 
-def test_check_shards_names_the_file(files, capsys):
-    assert check_shards(files[:1]) == 2
-    assert "is a Parquet file, but only tars can be checked" in capsys.readouterr().err
+def test_check_shards(files, capsys):
+    assert check_shards([*files, "--workers=1"]) == 0
+    assert f"{sum(COUNTS)} images" in capsys.readouterr().out
+    assert check_shards([files[0], "--workers=1", "--write_index=true"]) == 2
+    assert "is no tar, and only tars have an index" in capsys.readouterr().err
+    write(Path(files[1]), *rows(1), metadata=named(["y", "x", "z"]))
+    assert check_shards([*files, "--workers=1"]) == 1
+    assert "number their classes differently" in capsys.readouterr().out
 
 
 def named(names):
