@@ -21,7 +21,7 @@ from tessera.evaluation.command import run_command
 from tessera.evaluation.reporting.neighbours import examine
 from tessera.evaluation.reporting.page import render, run_pictures
 from tessera.evaluation.reporting.runs import ReportError, read_runs
-from tessera.evaluation.reporting.table import make_table, print_table, to_csv, to_markdown
+from tessera.evaluation.reporting.table import make_table, print_table, to_csv, to_markdown, verdict
 from tessera.runtime.files import atomic_write
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.settings import Positional, Settings
@@ -47,7 +47,7 @@ class ReportSettings(Settings):
     markdown: Path | None = None
     """Markdown file for the table"""
     sort: str | None = None
-    """heading of the column by which the table is sorted; default: the result that most runs have"""
+    """heading of the column by which the table is sorted; default: a score that all runs have"""
     title: str = "Comparison of runs"
     """heading of the page"""
     features: bool = True
@@ -88,6 +88,7 @@ def write_report(settings: ReportSettings, console: Console) -> Path:
     """Read the runs, write all files, print the table and the problems, and return the path of the page."""
     runs, problems = read_runs(settings.runs)
     table = make_table(runs, settings.sort)
+    console.print(verdict(table), markup=False, highlight=False, soft_wrap=True)
     print_table(table, console)
     problems += [f"{one.name}: {problem}" for one in table.runs for problem in one.problems]
     if settings.csv:

@@ -15,8 +15,9 @@ from PIL import Image
 from tessera.evaluation.reporting.curves import OTHERS, charts, looks, to_svg
 from tessera.evaluation.reporting.neighbours import Group
 from tessera.evaluation.reporting.runs import RunFolder
-from tessera.evaluation.reporting.table import MISSING, Table, make_table, setting_text
+from tessera.evaluation.reporting.table import MISSING, Table, make_table, setting_text, verdict
 from tessera.runtime.files import read_bounded
+from tessera.runtime.user_error import printable
 
 MOST_SETTINGS = 8
 """If more settings than this number differ between the runs, the page initially hides the settings that differ only
@@ -70,7 +71,9 @@ def render(
         table=table,
         columns=[column for column in table.columns if column.kind != "setting"] if lines else table.columns,
         lines=settings if lines else [],
-        problems=problems,
+        problems=[printable(problem) for problem in problems],
+        verdict=verdict(table),
+        folders={run.name: printable(str(run.folder)) for run in table.runs},
         looks=look,
         follows=follows,
         hide_follows=hide_follows,

@@ -8,7 +8,9 @@ import datetime
 import html
 import io
 import math
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +34,11 @@ IRRELEVANT = (
     "evaluation.batch_size",
 )
 """Settings, and sections of settings, that do not change what a run learns. The table leaves them out."""
+DIGITS = 4
+"""Significant digits of a setting in the table."""
+CHANCE = 3
+"""Points of accuracy that two runs of equal quality may differ by on 2,000 images: two standard errors of a difference
+at 50 %."""
 FORMULA = ("=", "+", "-", "@")
 """First characters of a formula in a spreadsheet."""
 MISSING = "–"
@@ -58,7 +65,12 @@ class Column:
     ascending: bool = False
     """True if small numbers are better."""
     short: str | None = None
-    """Heading on the page, if the column belongs to the one before it. None: the title."""
+    """Short heading for the page and the terminal. None: the title."""
+
+    @property
+    def heading(self) -> str:
+        """Heading on the page and in the terminal."""
+        return self.short or self.title
 
     @property
     def count(self) -> int:
@@ -79,7 +91,7 @@ class Table:
     runs: list[RunFolder]
     columns: list[Column]
     sorted_by: str | None
-    """Title of the column by which the rows are sorted. None if no run has a result."""
+    """Title of the column by which the rows are sorted. None if the runs have no score in common."""
 
     @property
     def titles(self) -> list[str]:
@@ -95,20 +107,24 @@ class Table:
 def make_table(runs: Sequence[RunFolder], sort: str | None = None) -> Table:
     """Return the table of some runs, best run first.
 
-    By default, the rows are sorted by the result that most runs have. Runs without this result come last, in the given
-    order.
+    By default, the rows are sorted by a score that all runs with a score have. If there is none, the rows keep the
+    given order, and `verdict` says so. Runs without the score come last, in the given order.
 
     Args:
         runs: runs in any order.
-        sort: title of the column to sort by. None selects the result that most runs have.
+        sort: title or heading of the column to sort by. None selects a score that all runs have.
 
     Raises:
         ReportError: no column with numbers has the title `sort`.
     """
-    columns = {column.title: column for column in make_columns(runs) if column.count}
-    if sort is not None and sort not in columns:
-        raise ReportError(f"No column with numbers has the heading {sort!r}. Choose one of: {'; '.join(columns)}.")
-    chosen = columns[sort] if sort else next((one for one in columns.values() if one.kind == "result"), None)
+    columns = [column for column in make_columns(runs) if column.count]
+    chosen = next((one for one in columns if sort in (one.title, one.short)), None)
+    if sort is not None and chosen is None:
+        titles = "; ".join(column.title for column in columns)
+        raise ReportError(f"No column with numbers has the heading {sort!r}. Choose one of: {titles}.")
+    if sort is None:
+        scored = sum(bool(run.scores) for run in runs)
+        chosen = next((one for one in columns if one.kind == "result" and one.count == scored), None)
     if chosen is None:
         return Table(list(runs), make_columns(runs), None)
     values = [cell.value for cell in chosen.cells]
@@ -116,6 +132,45 @@ def make_table(runs: Sequence[RunFolder], sort: str | None = None) -> Table:
     order = sorted(range(len(runs)), key=lambda row: (values[row] is None, sign * (values[row] or 0.0)))
     ordered = [runs[row] for row in order]
     return Table(ordered, make_columns(ordered), chosen.title)
+
+
+def verdict(table: Table) -> str:
+    """Return sentences that say which run is best and by how much, or why the runs cannot be compared."""
+    chosen = next((one for one in table.columns if one.title == table.sorted_by), None)
+    results = [one for one in table.columns if one.kind == "result"]
+    if not results:
+        return "No run has a score yet."
+    if chosen is None:
+        having = {
+            one.heading: [run.name for run, cell in zip(table.runs, one.cells, strict=True) if cell.value is not None]
+            for one in results
+        }
+        parts = "; ".join(f"{heading.removesuffix(', %')}: {', '.join(names)}" for heading, names in having.items())
+        return (
+            f"These runs cannot be compared, because no score is common to all of them ({parts}). Evaluate all of them "
+            "with the same command and data, such as `tessera knn --checkpoint RUN --train SHARDS --val SHARDS`."
+        )
+    if chosen.kind != "result":
+        return ""
+    best, *others = [
+        (run.name, cell) for run, cell in zip(table.runs, chosen.cells, strict=True) if cell.value is not None
+    ]
+    name = chosen.heading.removesuffix(", %")
+    if not others:
+        before = next(
+            (
+                one.cells[0].text
+                for one in table.columns
+                if one.title == f"{chosen.title.removesuffix(', %')}, at step 0, %"
+            ),
+            MISSING,
+        )
+        return f"{best[0]}: {best[1].text} % ({name}){f', {before} % before training' if before != MISSING else ''}."
+    lead = 100 * ((best[1].value or 0) - (others[0][1].value or 0))
+    if lead < 0.05:
+        return f"{best[0]} and {others[0][0]} are equally good: {best[1].text} % ({name})."
+    chance = f" A lead below {CHANCE} points may be chance, unless there are many images." if lead < CHANCE else ""
+    return f"{best[0]} is best: {best[1].text} % ({name}), {lead:.1f} points above {others[0][0]}.{chance}"
 
 
 def make_columns(runs: Sequence[RunFolder]) -> list[Column]:
@@ -127,20 +182,40 @@ def make_columns(runs: Sequence[RunFolder]) -> list[Column]:
 def score_columns(runs: Sequence[RunFolder]) -> list[Column]:
     """Return one column per evaluation, with the score of the newest step. The most common evaluations come first.
 
-    If the untrained encoder was evaluated, another column has its score. For unfinished runs, a further column has the
-    score that is expected at the last step.
+    The first evaluation of the untrained encoder has a further column for this score. The first one that allows a
+    forecast has a column for the score that is expected at the last step of unfinished runs.
     """
-    columns = []
-    evaluations = dict.fromkeys(name for run in runs for name in run.scores)
-    for name in sorted(evaluations, key=lambda name: -sum(name in run.scores for run in runs)):
-        columns.append(Column(f"{name}, %", "result", [_newest(run, name) for run in runs]))
-        if any(0 in run.scores.get(name, {}) for run in runs):
-            first = [_percent(run.scores.get(name, {}).get(0)) for run in runs]
-            columns.append(Column(f"{name}, at step 0, %", "fact", first, short="at step 0, %"))
-        cells = [_expected(run, name) for run in runs]
-        expected = Column(f"{name}, forecast at the end, %", "fact", cells, short="forecast at the end, %")
-        columns += [expected] if expected.count else []
+    columns: list[Column] = []
+    headings = score_headings(runs)
+    once: dict[str, Callable[[RunFolder, str], Cell]] = {"at step 0": _at_start, "forecast at the end": _expected}
+    for name in sorted(headings, key=lambda name: -sum(name in run.scores for run in runs)):
+        cells = [_newest(run, name) for run in runs]
+        columns.append(Column(f"{name}, %", "result", cells, short=f"{headings[name]}, %"))
+        for kind, cell in list(once.items()):
+            extra = Column(f"{name}, {kind}, %", "fact", [cell(run, name) for run in runs], short=f"{kind}, %")
+            if extra.count:
+                columns.append(extra)
+                del once[kind]
     return columns
+
+
+def score_headings(runs: Sequence[RunFolder]) -> dict[str, str]:
+    """Return short headings of all evaluations, by name.
+
+    A heading leaves out numbers of iterations or images, the words "in training", and the data set if all evaluations
+    have the same one. Parts are kept where two headings would be equal otherwise.
+    """
+    protocols = {name: test.protocol for run in runs for test, name in run.names.items() if test in run.found}
+    data = {name: name.removeprefix(protocol) for name, protocol in protocols.items()}
+    if len(set(data.values())) == 1:
+        data = dict.fromkeys(data, "")
+    plain = {name: re.sub(r" of [\d,]+ (iterations|images)", "", protocol) for name, protocol in protocols.items()}
+    headings: dict[str, str] = {}
+    for texts in ({name: text.replace(" in training", "") for name, text in plain.items()}, plain, protocols):
+        texts = {name: text + data[name] for name, text in texts.items() if name not in headings}
+        counts = Counter([*texts.values(), *headings.values()])
+        headings |= {name: text for name, text in texts.items() if counts[text] == 1}
+    return {name: headings.get(name, name) for name in protocols}
 
 
 def _newest(run: RunFolder, name: str) -> Cell:
@@ -152,6 +227,11 @@ def _newest(run: RunFolder, name: str) -> Cell:
     return cell._replace(text=f"{cell.text} (step {step})") if step < run.last_step else cell
 
 
+def _at_start(run: RunFolder, name: str) -> Cell:
+    """Return the score of the untrained encoder."""
+    return _percent(run.scores.get(name, {}).get(0))
+
+
 def _expected(run: RunFolder, name: str) -> Cell:
     """Return the score that is expected at the last step, and its interval of two standard errors."""
     steps = run.settings.get("steps")
@@ -160,7 +240,7 @@ def _expected(run: RunFolder, name: str) -> Cell:
 
 
 def _percent(score: float | None) -> Cell:
-    return Cell() if score is None else Cell(f"{100 * score:.2f}", score)
+    return Cell() if score is None else Cell(f"{100 * score:.1f}", score)
 
 
 def fact_columns(runs: Sequence[RunFolder]) -> list[Column]:
@@ -171,7 +251,7 @@ def fact_columns(runs: Sequence[RunFolder]) -> list[Column]:
     devices = [str(run.machines[-1].get("device", MISSING)) if run.machines else MISSING for run in runs]
     times = [run.training_seconds for run in runs]
     columns = [
-        Column("loss", "fact", [Cell(f"{one[0]:.4f}", one[0]) if one else Cell() for one in losses], ascending=True),
+        Column("loss", "fact", [Cell(f"{one[0]:.4g}", one[0]) if one else Cell() for one in losses], ascending=True),
         Column(
             "steps done",
             "fact",
@@ -212,15 +292,20 @@ def setting_columns(runs: Sequence[RunFolder]) -> list[Column]:
             if text is not None:
                 of_method.setdefault(run.method, set()).add(text)
         follows = name != "method" and all(len(values) == 1 for values in of_method.values())
-        cells = [Cell(MISSING if text is None else text, _number(text)) for text in texts]
+        cells = [
+            Cell() if text is None else Cell(setting_text(run.settings[name], digits=DIGITS), _number(text))
+            for run, text in zip(runs, texts, strict=True)
+        ]
         columns.append(Column(name, "setting", cells, follows_method=follows))
     return columns
 
 
-def setting_text(value: Any) -> str:
-    """Return a setting as a user would type it."""
+def setting_text(value: Any, digits: int | None = None) -> str:
+    """Return a setting as a user would type it. Longer numbers are rounded to `digits` significant digits."""
     if isinstance(value, (list, tuple)):
-        return ",".join(setting_text(one) for one in value)
+        return ",".join(setting_text(one, digits) for one in value)
+    if isinstance(value, float) and digits and len(str(value)) > digits + 2:
+        return f"{value:.{digits}g}"
     return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
 
 
@@ -237,11 +322,11 @@ def print_table(table: Table, console: Console) -> None:
     from the method, or all settings. As a last resort, numbers stand for the headings, and the last columns are left
     out."""
     unlimited = console.options.update(width=10**6)
-    everything = range(len(table.columns))
+    everything, headings = range(len(table.columns)), [column.heading for column in table.columns]
     without_method = [i for i in everything if not table.columns[i].follows_method]
     results = [i for i in everything if table.columns[i].kind != "setting"]
     for chosen in (everything, without_method, results):
-        titles, *rows = ([line[i] for i in chosen] for line in (table.titles, *table.rows))
+        titles, *rows = ([line[i] for i in chosen] for line in (headings, *table.rows))
         turned, *others = zip(titles, *rows, strict=True)
         sides = ["right" if table.columns[i].count else "left" for i in chosen]
         for wide in (_rich_table(titles, rows, sides), _rich_table(turned, others, ["left"] * len(turned))):

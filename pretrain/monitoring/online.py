@@ -257,6 +257,7 @@ def write_accuracy(config: RunConfig, output: Path, scores: Scores, content: str
         "best_top1": best.accuracy,
         "best_step": best.step,
         "steps": config.steps,
+        "classes": getattr(config.method_config, "classes", None),
         "val_images": round(last["val_images"]),
         "checkpoint": config.init_from,
         "run": str(output),

@@ -33,8 +33,8 @@ def test_the_files_hold_the_runs(tmp_path: Path, shards: Path, capsys: pytest.Ca
     )  # fmt: skip
     rows = list(csv.DictReader((tmp_path / "t.csv").open()))
     assert [row["run"] for row in rows] == ["high", "low"]
-    assert [row[f"20-NN in training, {shards.name}-val, %"] for row in rows] == ["80.00", "20.00"]
-    assert (tmp_path / "t.md").read_text().splitlines()[2].startswith("| high | 80.00 |")
+    assert [row[f"20-NN in training, {shards.name}-val, %"] for row in rows] == ["80.0", "20.0"]
+    assert (tmp_path / "t.md").read_text().splitlines()[2].startswith("| high | 80.0 |")
     printed = " ".join(capsys.readouterr().out.split())
     assert "low: Line 2 of" in printed
     assert str(out) in printed
@@ -70,8 +70,8 @@ def test_a_watched_page_follows_the_run_until_ctrl_c(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(report.time, "sleep", sleep)
     command(str(folder), "--output", str(out), "--watch", "7")
-    assert ["25.00" in page for page in pages] == [True, False]
-    assert ["75.00" in page for page in pages] == [False, True]
+    assert ["25.0" in page for page in pages] == [True, False]
+    assert ["75.0" in page for page in pages] == [False, True]
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]
 
 

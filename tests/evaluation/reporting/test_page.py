@@ -78,7 +78,7 @@ def test_the_page_shows_the_table_best_first(tmp_path: Path) -> None:
     runs = three_runs(tmp_path)
     table = make_table(runs)
     rows = Cells(page_of(runs)).rows
-    assert rows == [[column.short or column.title for column in table.columns], *table.rows]
+    assert rows == [[column.heading for column in table.columns], *table.rows]
     assert [row[0] for row in rows[1:]] == ["b", "c & d", "a"]
 
 
@@ -147,6 +147,15 @@ def test_hostile_run_folders_hide_no_other_run(tmp_path: Path, capsys: pytest.Ca
     cells = list(csv.reader(files["t.csv"].read_text().splitlines()))
     assert not [cell for row in cells for cell in row if cell.startswith(("=", "@"))]
     assert "<b>" not in files["t.md"].read_text()
+
+
+def test_control_characters_of_paths_are_escaped(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a\x1b[31mb" / "run", [record(20, 2.0)])
+    (run / "machine.jsonl").write_text("7\n{}\n")
+    runs, problems = read_runs([run])
+    text = page_of(runs, [*problems, *runs[0].problems, f"{run} is odd."])
+    assert "\x1b" not in text
+    assert text.count("a\\x1b[31mb") >= 2
 
 
 def test_commands_in_settings_of_runs_are_not_run(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tessera.evaluation.reporting.runs import ReportError, RunFolder, read_runs
-from tessera.evaluation.reporting.table import MISSING, Table, make_table, print_table, to_csv, to_markdown
+from tessera.evaluation.reporting.table import MISSING, Table, make_table, print_table, to_csv, to_markdown, verdict
 from tests.evaluation.reporting.made import MACHINE, add_result, make_run, record
 
 
@@ -33,18 +33,18 @@ def test_best_first_and_runs_without_result_last(tmp_path: Path) -> None:
     table = make_table(runs_of(tmp_path))
     assert [run.name for run in table.runs] == column(table, "run") == ["best", "mae", "worst", "none"]
     assert table.sorted_by == "20-NN in training, val, %"
-    assert column(table, "20-NN in training, val, %") == ["90.00", "50.00", "30.00", "–"]
-    assert column(table, "20-NN in training, val, at step 0, %") == ["10.00", "10.00", "10.00", "–"]
+    assert column(table, "20-NN in training, val, %") == ["90.0", "50.0", "30.0", "–"]
+    assert column(table, "20-NN in training, val, at step 0, %") == ["10.0", "10.0", "10.0", "–"]
     assert column(table, "steps done") == ["20", "20", "20", "5 of 20"]
     assert column(table, "training, h:mm:ss") == ["0:00:40", "0:00:40", "0:00:40", "0:00:10"]
     assert "linear" not in " ".join(table.titles)
     losses = make_table(table.runs, "loss")
-    assert column(losses, "loss") == ["2.0000", "2.0000", "2.0000", "2.5000"]
+    assert column(losses, "loss") == ["2", "2", "2", "2.5"]
     with pytest.raises(ReportError, match="20-NN in training"):
         make_table(table.runs, "accuracy")
 
 
-def test_the_result_that_most_runs_have_sorts(tmp_path: Path) -> None:
+def test_the_result_that_all_runs_have_sorts(tmp_path: Path) -> None:
     runs = runs_of(tmp_path)
     for name, score in {"none": 0.8, "worst": 0.7, "best": 0.4, "mae": 0.6}.items():
         add_result(tmp_path / name, "probe.json", protocol="linear probe", top1=score, step=20)
@@ -56,7 +56,46 @@ def test_the_result_that_most_runs_have_sorts(tmp_path: Path) -> None:
         "20-NN in training, val, %",
         "fine-tuning, %",
     ]
-    assert column(table, "fine-tuning, %") == ["–", "100.00", "–", "–"]
+    assert column(table, "fine-tuning, %") == ["–", "100.0", "–", "–"]
+
+
+def test_the_first_sentence_says_who_is_best(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path)
+    assert verdict(make_table(runs)) == "best is best: 90.0 % (20-NN), 40.0 points above mae."
+    assert verdict(make_table(runs[1:2])) == "worst: 30.0 % (20-NN), 10.0 % before training."
+    assert verdict(make_table(runs[:1])) == "No run has a score yet."
+    assert verdict(make_table(runs, "loss")) == ""
+    near = make_run(tmp_path / "near", [record(20, 2.0, knn_top1=0.89)])
+    close = verdict(make_table(read_runs([tmp_path / "best", near])[0]))
+    assert close.startswith("best is best: 90.0 % (20-NN), 1.0 points above near. A lead below 3 points may be chance")
+
+
+def test_runs_without_a_common_score_are_not_ranked(tmp_path: Path) -> None:
+    """The weaker run must not come first because its score is in the first column."""
+    weak = make_run(tmp_path / "weak", [record(20, 2.0, knn_top1=0.2)])
+    strong = make_run(tmp_path / "strong", [record(20, 2.0)])
+    add_result(strong, "probe.json", protocol="linear probe", data="val", top1=0.9, step=20)
+    table = make_table(read_runs([strong, weak])[0])
+    assert table.sorted_by is None
+    assert column(table, "run") == ["strong", "weak"]
+    assert verdict(table).startswith("These runs cannot be compared, because no score is common to all of them (")
+    assert "20-NN: weak" in verdict(table)
+    assert "linear probe: strong" in verdict(table)
+    add_result(weak, "probe.json", protocol="linear probe", data="val", top1=0.95, step=20)
+    table = make_table(read_runs([strong, weak])[0])
+    assert (table.sorted_by, column(table, "run")) == ("linear probe, val, %", ["weak", "strong"])
+    # one more column for the first score only, and headings without the one data set
+    assert [one.heading for one in table.columns[:4]] == ["run", "linear probe, %", "20-NN, %", "loss"]
+    assert make_table(table.runs, "20-NN, %").sorted_by == "20-NN in training, val, %"
+
+
+def test_settings_have_few_digits(tmp_path: Path) -> None:
+    for name, lr in (("a", 0.0007071067811865476), ("b", 0.001)):
+        make_run(tmp_path / name, [record(20, 2.0)], optim={"lr": lr, "betas": [0.9, lr]}, seed=1234567)
+    table = make_table(read_runs([tmp_path])[0])
+    assert column(table, "optim.lr") == ["0.0007071", "0.001"]
+    assert column(table, "optim.betas") == ["0.9,0.0007071", "0.9,0.001"]
+    assert next(one for one in table.columns if one.title == "optim.lr").cells[0].value == 0.0007071067811865476
 
 
 def test_settings_that_differ_are_columns(tmp_path: Path) -> None:
@@ -78,8 +117,8 @@ def test_knn_columns_follow_the_validation_set(tmp_path: Path) -> None:
     for name, val in shards.items():
         make_run(tmp_path / name, [record(20, 2.0, knn_top1=0.5)], evaluation={"val": val, "k": 20})
     table = make_table(read_runs([tmp_path])[0])
-    assert column(table, "20-NN in training, digits-val, %") == ["50.00", "50.00", "–"]
-    assert column(table, "20-NN in training, a+b, %") == ["–", "–", "50.00"]
+    assert column(table, "20-NN in training, digits-val, %") == ["50.0", "50.0", "–"]
+    assert column(table, "20-NN in training, a+b, %") == ["–", "–", "50.0"]
 
 
 def printed(table: Table, width: int) -> list[list[str]]:
@@ -101,7 +140,7 @@ def test_a_narrow_terminal_breaks_no_cell(tmp_path: Path) -> None:
     shown = console.file.getvalue()
     assert max(map(len, shown.splitlines())) <= 60
     assert all(f"│ run-{number} " in shown for number in range(12))
-    assert shown.count(" 20.00 ") == 12
+    assert shown.count(" 20.0 ") == 12
     assert "1: 20-NN" in shown
     assert "more columns do not fit here" in shown
 
@@ -125,8 +164,9 @@ def test_terminal_csv_and_markdown_show_the_same_cells(tmp_path: Path) -> None:
     expected = [table.titles, *table.rows]
     without_dashes = [["" if cell == MISSING else cell for cell in row] for row in expected]
     assert list(csv.reader(io.StringIO(to_csv(table)))) == without_dashes != expected
+    expected[0] = [one.heading for one in table.columns]
     assert printed(table, 400) == expected
-    assert printed(table, 110) == [list(line) for line in zip(*expected, strict=True)]  # too narrow: runs are columns
+    assert printed(table, 100) == [list(line) for line in zip(*expected, strict=True)]  # too narrow: runs are columns
     lines = to_markdown(table).splitlines()
     assert len(lines) == 2 + len(table.rows)
     assert r"| strange, \|\[b\]name |" in to_markdown(table)
