@@ -1,19 +1,34 @@
-"""The built wheel, used beside a user's own code whose folders have the names of this project's folders."""
+"""The built wheel: its files, a user's own packages of the same names beside it, and every command as users type it."""
 
+import itertools
 import json
+import os
+import re
+import shlex
 import shutil
-import site
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from tessera.__main__ import COMMANDS
+from tessera.data.demo import demo_shards
+from tessera.data.shards.open import expand
 from tests.launched import ROOT
 
 FOLDERS = ["data", "configs", "launch", "runtime", "encoders", "evaluation", "pretrain"]
+PHOTOGRAPHS = Path("shared", "data", "imagenette5", "imagenette5-val-000000.tar")
+"""Tar of photographs, in a folder beside the project."""
+Typed = Callable[[str], subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +52,8 @@ def python(wheel: Path) -> Path:
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
     )
     # The path file of the editable installation is not read there, so that only the wheel provides `tessera`.
-    (Path(purelib.strip()) / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
+    packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (Path(purelib.strip()) / "dependencies.pth").write_text("\n".join(packages))
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel]
     subprocess.run(install, check=True, cwd=folder)
     return python
@@ -66,16 +82,167 @@ def test_a_users_packages_of_the_same_names_are_imported_beside_the_wheels(pytho
         + "assert len(tessera.load('run').grid(16, 16)) == 2\n"
         + "print(tessera.__file__)\n"
     )
-    done = subprocess.run([python, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.split()[-1]).is_relative_to(python.parents[1])
-    for words in (
-        ["-m", "tessera", "pretrain", "--method", "dino", "--steps", "1", "--output", "command"],
-        ["-m", "tessera", "--num_processes", "1", "pretrain", "--resume", "command"],
-        ["-m", "tessera.data.make_shards", "--help"],
-        ["-m", "tessera", "slurm", "--help"],
-        ["-m", "tessera", "preview", "--method", "mae", "--output", "sheet.png"],
-    ):
+    for words in (["train.py"], ["-m", "tessera", "--num_processes", "1", "pretrain", "--resume", "run"]):
         done = subprocess.run([python, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, (words, done.stderr)
-    assert json.loads((tmp_path / "command" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
+        if words == ["train.py"]:
+            assert Path(done.stdout.split()[-1]).is_relative_to(python.parents[1])
+
+
+class Row(NamedTuple):
+    """A command line, and what comes of it."""
+
+    words: str
+    says: str = ""
+    """pattern that the output of the command contains"""
+    files: tuple[str, ...] = ()
+    """patterns of files that the command writes"""
+    figures: Mapping[str, tuple[float, float]] = MappingProxyType({})
+    """entries of the first file, a JSON result, and their smallest and largest accepted values"""
+    code: int = 0
+
+
+AT = "runs/mae/evaluation"
+SCORED = "--checkpoint runs/mae --train digits/train --val digits/val"
+SCENES = "--checkpoint runs/mae --train scenes/train --val scenes/val"
+DEPTHS = SCENES.replace("scenes", "depths")
+IMAGES = {"val_images": (360, 360)}
+TOP1 = IMAGES | {"top1": (0.5, 1.0)}
+MAIN = [
+    Row(f"knn {SCORED} --k 5", "top-1", (f"{AT}/knn-*.json",), TOP1),
+    Row("check_shards digits/train --output all.json", "a run accepts all", ("all.json",), {"images": (1437, 1437)}),
+    Row("check_shards broken", "reasons for a run to stop", code=1),
+    Row("export runs/mae vit.safetensors --to timm", "create_model", ("vit.safetensors",)),
+    Row("report runs --output report.html --csv runs.csv", files=("report.html", "runs.csv")),
+]
+OTHERS = [
+    Row("", "(?s)commands:.*Runs here: 1"),
+    Row("--help", "(?s)commands:.*completion"),
+    Row("pretrian", "Did you mean 'pretrain'", code=2),
+    Row("check_shards nowhere", "nowhere does not exist", code=1),
+    Row("pretrain --resume runs/none", "runs/none", code=2),
+    Row("pretrain --resume runs/mae --steps 3", "next: ", ("runs/mae/checkpoints/step-00000003/trainer.json",)),
+    Row(f"--num_processes 2 knn {SCORED} --k 5 --output two.json", "top-1", ("two.json",), TOP1),
+    Row(f"linear_probe {SCORED} --no-augment --batch_norm --epochs 2", "", (f"{AT}/linear*.json",), TOP1),
+    Row(f"attentive_probe {SCORED} --epochs 1", "", (f"{AT}/attentive*.json",), IMAGES),
+    Row(f"few_shot {SCORED}", "", (f"{AT}/few*.json",), IMAGES),
+    Row(f"retrieval {SCORED}", "", (f"{AT}/retrieval-*.json",), {"mean_average_precision": (0.1, 1.0)}),
+    Row(f"corruptions {SCORED}", "", (f"{AT}/corruptions-*.json",), {"top1": (0.1, 1.0)}),
+    Row(f"ood {SCORED} --ood scenes/val", "", (f"{AT}/ood-*.json",), {"auroc": (0.0, 1.0)}),
+    Row("view_retrieval --checkpoint runs/mae --data digits/val", "", (f"{AT}/view*.json",)),
+    Row("correspondence --checkpoint runs/mae --data digits/val", "", (f"{AT}/corr*.json",)),
+    Row(f"segmentation {SCENES} --epochs 1 --batch_size 8", "", (f"{AT}/seg*.json",), {"mean_iou": (0.2, 1.0)}),
+    Row(f"patch_knn {SCENES}", "", (f"{AT}/patch*.json",), {"mean_iou": (0.2, 1.0)}),
+    Row(f"depth {DEPTHS} --epochs 1 --batch_size 8 --depth_scale 1", "", (f"{AT}/depth-*.json",)),
+    Row(f"finetune {SCORED} --steps 2", "", ("runs/mae/finetune/encoder.safetensors",)),
+    Row(
+        "adapt --init_from runs/mae --lejepa.global_size 32 --data digits/train --evaluation.val digits/val --steps 2 "
+        "--batch_size 16 --evaluation.pictures 0 --output runs/adapted",
+        "after", ("runs/adapted/evaluation/adapt-*.json",), IMAGES,
+    ),
+    Row("embed --checkpoint runs/mae --data digits/val --output features.npz", "", ("features.npz",)),
+    Row("export runs/mae --to onnx", "", ("runs/mae/export/onnx/*.onnx",)),
+    Row("summary vit_micro vit_small --set depth=4", r"vit_small \| +224 x 224 \| +7,"),
+    Row("runs runs", "mae"),
+    Row("conformance", "(?s)dino_loss.*mae_loss"),
+    Row(
+        "check_resume --kill_at 3 --train 'tessera pretrain --method mae --encoder vit_micro --batch_size 8 --workers 1"
+        " --evaluation.pictures 0 --evaluation.linear_iterations 0 --output {folder} --steps 5 --record_every 1"
+        " --checkpoint_every 2' --resume 'tessera pretrain --resume {folder}'",
+        "loss",
+    ),
+    Row("preview digits/val --output images.png", "32 ", ("images.png",)),
+    Row("preview --method mae --encoder vit_micro --batch_size 8 --output crops.png", "8 images", ("crops.png",)),
+    Row("preview --config runs/mae/config.yaml --output again.png", "images", ("again.png",)),
+    Row("slurm submit --config runs/mae/config.yaml --output runs/two --nodes 2 --gpus 8 --dry_run", "sbatch"),
+    Row("completion", "complete -o default -F _tessera tessera"),
+    Row("make_shards photos made --name photos", "24 ", ("made/photos-000000.tar", "made/classes.json")),
+    Row("check_shards photos", "holds images, not shards", code=2),
+    Row("preview photos --output photos.png", "24 images", ("photos.png",)),
+]  # fmt: skip
+
+
+def write_photographs(folder: Path) -> None:
+    """Write 24 photographs of a data set beside the project, in a folder for each class. Skip the test without them."""
+    found = next((parent / PHOTOGRAPHS for parent in ROOT.parents if (parent / PHOTOGRAPHS).exists()), None)
+    if found is None:
+        pytest.skip(f"needs {PHOTOGRAPHS} beside the project")
+    with tarfile.open(found) as tar:
+        photographs = (member for member in tar if member.name.endswith(".jpg"))
+        for number, member in enumerate(itertools.islice(photographs, 24)):
+            path = folder / f"class{number % 2}" / f"{number:02}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(tar.extractfile(member).read())
+
+
+def write_maps(folder: Path, depth: bool) -> None:
+    """Write 20 images of random squares, with a map of two classes, or of depths from 1 to 2, for each."""
+    folder.mkdir(parents=True)
+    for number in range(20):
+        seed = [int.from_bytes(folder.name.encode()[:1]), number]
+        pixels = np.random.default_rng(seed).integers(0, 255, (4, 4, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
+        bright = pixels.mean(2) / 255  # (H, W)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+        if depth:
+            np.save(folder / f"{number}.depth.npy", 1 + bright.astype(np.float32))
+        else:
+            Image.fromarray((bright > 0.5).astype(np.uint8)).save(folder / f"{number}.seg.png")
+
+
+@pytest.fixture(scope="module")
+def typed(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Typed]:
+    """Return a folder with shards of digits, shards with maps and a run, and a function that types a command there."""
+    folder = tmp_path_factory.mktemp("typed")
+    for pattern, name in zip(demo_shards(), ("train", "val"), strict=True):
+        (folder / "digits" / name).mkdir(parents=True)
+        for path in expand(pattern):
+            shutil.copy(path, folder / "digits" / name)
+    (folder / "broken").mkdir()
+    (folder / "broken" / "a-000000.tar").write_bytes((folder / "digits/val/held-out-000000.tar").read_bytes()[:9999])
+    maps = [f"{kind}/{part}" for kind in ("scenes", "depths") for part in ("train", "val")]
+    for name in maps:
+        write_maps(folder / "images" / name, depth=name.startswith("depths"))
+    environment = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "200"}
+
+    def run(words: str) -> subprocess.CompletedProcess[str]:
+        if "photos" in words and not (folder / "photos").exists():
+            write_photographs(folder / "photos")
+        options: dict[str, Any] = {"cwd": folder, "env": environment, "timeout": 240}
+        return subprocess.run(["tessera", *shlex.split(words)], **options, capture_output=True, text=True, check=False)
+
+    first = [
+        "pretrain --method mae --encoder vit_micro --steps 2 --batch_size 16 --workers 1 --checkpoint_every 2 "
+        "--evaluation.pictures 0 --output runs/mae",
+        *(f"make_shards images/{name} {name} --name {name.replace('/', '-')}" for name in maps),
+    ]
+    for words in first:
+        assert (done := run(words)).returncode == 0, done.stderr
+    return folder, run
+
+
+def rows() -> list[Any]:
+    """Return the rows as parameters. The suite of each commit has the main commands."""
+    return [
+        pytest.param(row, id=row.words[:40], marks=pytest.mark.medium if row in MAIN else pytest.mark.slow)
+        for row in (*MAIN, *OTHERS)
+    ]
+
+
+@pytest.mark.parametrize("row", rows())
+def test_a_command_works_as_it_is_typed(row: Row, typed: tuple[Path, Typed]) -> None:
+    folder, run = typed
+    done = run(row.words)
+    assert (done.returncode, "Traceback" in done.stderr) == (row.code, False), done.stderr
+    assert re.search(row.says, done.stdout + done.stderr), done.stdout + done.stderr
+    written = [(pattern, sorted(folder.glob(pattern))) for pattern in row.files]
+    assert [pattern for pattern, found in written if not found or not found[0].stat().st_size] == []
+    result = json.loads(written[0][1][0].read_text()) if row.figures else {}
+    for name, (least, most) in row.figures.items():
+        assert least <= result[name] <= most, (name, result[name])
+
+
+def test_the_table_has_every_command() -> None:
+    table = re.findall(r"^\| (`.*?) \|", (ROOT / "README.md").read_text().partition("## Commands")[2], re.MULTILINE)
+    assert {name for cell in table for name in re.findall(r"`(\w+)`", cell)} == COMMANDS.keys()
+    tried = {word for row in (*MAIN, *OTHERS) for word in row.words.split()[:3] if word in COMMANDS}
+    assert tried == COMMANDS.keys()

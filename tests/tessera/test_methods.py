@@ -1,11 +1,10 @@
-"""A method in one's own loop trains as a run of the same settings, and the tutorial and its programs run."""
+"""A method in one's own loop trains as a run of the same settings, and the evaluation of the tutorial is a command."""
 
 import json
 import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import tessera
-from tessera import encoders
 from tessera.data.demo import demo_shards
-from tessera.encoders.registry import VARIANTS
-from tessera.pretrain.command_line import load
-from tessera.pretrain.methods import METHODS
-from tessera.pretrain.monitoring.sinks import SINKS
-from tests.installed import IJEPA, install_ijepa, write_metadata
+from tests.installed import write_metadata
 from tests.launched import ROOT
 from tests.ranks import on_processes
 
@@ -93,37 +87,12 @@ def test_a_loop_of_ones_own_on_two_processes(free_port: int, tmp_path: Path, mon
         torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-4)
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TUTORIAL, re.DOTALL)
-
-
-@pytest.mark.medium
-def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    source = (IJEPA / "tessera_ijepa.py").read_text()
-    space: dict[str, Any] = {}
-    programs = [block for block in blocks("python") if block not in source and "def main" not in block]
-    assert len(programs) == 3
-    try:
-        for program in programs:
-            exec(program, space)
-        assert type(space["run"].encoder) is space["ConvNet"]
-    finally:
-        VARIANTS.pop("conv_small", None)
-        SINKS.pop("losses", None)
-    assert (tmp_path / "runs/conv/losses.txt").read_text().startswith("1 ")
-    assert isinstance(encoders.load("encoder.safetensors"), encoders.Encoder)
-    (declared,) = blocks("toml")
-    points = tomllib.loads((IJEPA / "pyproject.toml").read_text())["project"]["entry-points"]
-    assert tomllib.loads(declared)["project"]["entry-points"] == points
-
-
 def install_evaluation(folder: Path) -> dict[str, str]:
     """Install the evaluation of the tutorial in `folder`. Return the environment in which it is found.
 
     A second module, `former_means`, runs as a script, as tutorials of earlier versions had it.
     """
-    (module,) = (block for block in blocks("python") if "def main" in block)
+    (module,) = (block for block in re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL) if "def main" in block)
     own = "\n\ndef main() -> None:\n    run_command(ClassMeansSettings, run)\n"
     assert own in module
     former = module.replace("run_command", "main").replace(own.replace("run_command", "main"), "")
@@ -170,19 +139,6 @@ def test_the_evaluation_of_the_tutorial_is_a_command(tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     assert command("report", str(run), "--output", str(report)).returncode == 0
     assert "class means" in report.read_text()
-
-
-def test_the_commands_of_the_tutorial_have_existing_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder in install_ijepa(tmp_path):
-        monkeypatch.syspath_prepend(folder)
-    commands = [line.split() for block in blocks("bash") for line in block.splitlines() if line.startswith("tessera")]
-    assert len(commands) == 2
-    try:
-        assert load(commands[0][2:]).method == "ijepa"
-        with pytest.raises(SystemExit):
-            load(commands[1][2:])
-    finally:
-        METHODS.pop("ijepa", None)
 
 
 @pytest.mark.medium
