@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -234,8 +235,9 @@ def take_weights(method: Method, other: Method, folder: Path) -> None:
     except ValueError as error:
         raise SettingsError(f"init_from: {error}") from error
     except RuntimeError as error:
+        weights = shlex.quote(str(folder / "encoder.safetensors"))
         raise SettingsError(
             f"The heads of the run {folder} do not fit the settings ({error}). Copy the settings of the heads from "
-            f"{folder / 'config.yaml'}, or load only the encoder: --init_from {folder / 'encoder.safetensors'}."
+            f"{folder / 'config.yaml'}, or load only the encoder: --init_from {weights}."
         ) from error
     log.info("Student, teacher and heads are initialised from %s", folder)

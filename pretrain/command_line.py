@@ -1,9 +1,15 @@
 """Merge the settings of a run from defaults, a settings file, and a command line or Python values."""
 
+import glob
+import itertools
+import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from braceexpand import braceexpand
 
 from tessera import encoders
 from tessera.encoders import published
@@ -27,6 +33,8 @@ PRETRAINED = ",pretrained"
 """End of `--encoder timm:NAME,pretrained`, which is short for `--encoder timm:NAME --init_from timm:NAME`."""
 CODE = ("augment", "stages")
 """Settings of section `data` that name code of the user."""
+SHARDS = {"data": ("shards",), "evaluation": ("train", "val", "maps_train", "maps_val")}
+"""Settings that hold SHARDS, by section."""
 PRESETS = Path(__file__).parent.parent / "configs"
 
 
@@ -110,6 +118,8 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig], str], 
     if pretrained := str(encoder).endswith(PRETRAINED):
         encoder = _pretrained(str(encoder), early.get("init_from"))
     file = merge(RunConfig, file)  # `merge` expands short forms such as `data: SHARDS`
+    if own and not config:
+        file = from_folder(file, own.with_name("machine.jsonl"))
     if is_saved(file) and isinstance(file["optim"], Mapping):
         file["optim"] = {"encoder_lr_factor": 1.0} | dict(file["optim"])  # runs of older versions did not store it
     method = early.get("method") or file.get("method", "dino")
@@ -149,6 +159,47 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig], str], 
     layers = one_length([preset, data, file, chosen, own_values])
     refuse_code(file, own_values)
     return without_commands(validate(model, merge(model, *layers)), file, own_values)
+
+
+def from_folder(file: Mapping[str, Any], machine: Path) -> dict[str, Any]:
+    """Return the settings of a run, whose relative SHARDS are found from other folders, too.
+
+    Relative SHARDS that do not exist here become absolute, if they exist in the folder in which the run was started.
+
+    Args:
+        file: settings of the run's config.yaml.
+        machine: machine.jsonl of the run, whose last line holds this folder.
+    """
+    try:
+        folder = json.loads(machine.read_text().splitlines()[-1])["folder"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return dict(file)  # a run of an older version, or one that did not start
+
+    def absolute(shards: Any) -> Any:
+        if isinstance(shards, list):
+            return [absolute(one) for one in shards]
+        if isinstance(shards, Mapping):
+            return {absolute(one): weight for one, weight in shards.items()}
+        if not isinstance(shards, str) or os.path.isabs(shards) or _exists(shards):
+            return shards
+        there = os.path.join(folder, shards)
+        return there if _exists(there) else shards
+
+    found = dict(file)
+    if "labels" in file:
+        found["labels"] = absolute(file["labels"])
+    for section, names in SHARDS.items():
+        if isinstance(given := file.get(section), Mapping):
+            found[section] = {name: absolute(value) if name in names else value for name, value in given.items()}
+    return found
+
+
+def _exists(shards: str) -> bool:
+    """Return True if a file or folder matches a path, which may be a glob or a brace range."""
+    try:
+        return any(glob.glob(path) for path in [shards, *itertools.islice(braceexpand(shards), 1)])
+    except ValueError:  # unbalanced braces
+        return False
 
 
 def _pretrained(encoder: str, init_from: Any) -> str:

@@ -12,6 +12,7 @@ not exported.
 
 import argparse
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,8 @@ def _default_output(source: Path, to: str) -> Path:
         ValueError: `source` is not a run folder.
     """
     if not (source / "config.yaml").is_file():
-        raise ValueError(f"{source} is not a run folder. Give the file to write: tessera export {source} OUTPUT.")
+        command = f"tessera export {shlex.quote(str(source))} OUTPUT"
+        raise ValueError(f"{source} is not a run folder. Give the file to write: {command}.")
     folder = source / "export" / to
     folder.mkdir(parents=True, exist_ok=True)
     return folder / (ENDINGS[to] if to == "transformers" else f"encoder{ENDINGS[to]}")

@@ -1,6 +1,7 @@
 """Prepare a pretraining run from its settings, train, evaluate, and export the encoder."""
 
 import logging
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -360,12 +361,13 @@ def finish_run(run: TrainingRun) -> None:
         after = f"{100 * scores.history[-1].accuracy:.1f} % after {run.steps} steps"
         name = f"{evaluation.k}-NN accuracy on held-out images" if evaluation.val else OnlineViews.name
         print(f"\n{name}: {after} ({baselines(scores)}){linear(scores)}")
-    command = f"tessera linear_probe --checkpoint {run.output} --train '{train}' --val '{val}'"
+    form: dict[str, Any] = {"checkpoint": run.output, "train": train, "val": val}
     data = run.config.data
     stages = [data.stages] if isinstance(data.stages, str) else data.stages or []
-    form = {"image": data.image, "label": data.label, "labels": run.config.labels}
+    form |= {"image": data.image, "label": data.label, "labels": run.config.labels}
     form["stages"] = ",".join("MODULE:FUNCTION" if is_name(one) else one for one in stages)
-    command += "".join(f" --{name} {value}" for name, value in form.items() if value)
+    command = "tessera linear_probe"
+    command += "".join(f" --{name} {shlex.quote(str(value))}" for name, value in form.items() if value)
     # Suggest no augmentation for the digits, because mirroring changes the class of a digit, or on a CPU, because new
     # crops for each of 100 epochs would take longer than the run.
     if data.shards is None or run.accelerator.device.type == "cpu":

@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None, command: Callable[[list[str]], None] = t
         leave(main(sys.argv[1:], command))
     from tessera.data.shards import ShardError
     from tessera.runtime import watchdog
+    from tessera.runtime.isolation import own_warnings
 
     handler = _log_handler()
     handler.addFilter(escape_controls)
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None, command: Callable[[list[str]], None] = t
     rank = os.environ.get("RANK", "0")
     rank = int(rank) if rank.isdecimal() else 0  # the watchdog refuses other values
     try:
-        with preemption.listening():
+        with preemption.listening(), own_warnings():
             command(argv)
     except watchdog.LostError as error:
         _complain(f"process {rank}: {error}")

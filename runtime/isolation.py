@@ -91,7 +91,7 @@ def isolated(*, run: bool = False) -> Iterator[None]:
         with own_modes(), ExitStack() as stack:
             for restore in _saved():
                 stack.callback(restore)
-            stack.enter_context(_own_warnings())
+            stack.enter_context(own_warnings())
             _set_defaults()
             yield
     finally:
@@ -165,7 +165,7 @@ def _set_defaults() -> None:
 
 
 @contextmanager
-def _own_warnings() -> Iterator[None]:
+def own_warnings() -> Iterator[None]:
     """Restore the warning filters afterwards, and raise no warning as an error meanwhile.
 
     With `PYTHONWARNINGS=error`, a notice of another package would end a run.

@@ -13,6 +13,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 
 from tessera.runtime import preemption, watchdog
+from tessera.runtime.isolation import own_warnings
 from tessera.runtime.machine import command_line, cores, is_launcher
 from tessera.runtime.user_error import UserError, without_controls
 
@@ -101,7 +102,7 @@ def exit_on_user_error() -> Iterator[None]:
     """
     preemption.end_with_launcher()
     try:
-        with watchdog.watched(AGAIN):
+        with watchdog.watched(AGAIN), own_warnings():
             yield
     except watchdog.LostError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)

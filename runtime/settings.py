@@ -107,7 +107,7 @@ class Section(BaseModel):
         given = {name: value for name in self.model_fields_set if (value := getattr(self, name)) is not None}
         filled = type(self)(**{**defaults, **given})
         for name, field in type(self).model_fields.items():
-            if getattr(filled, name) is None and any(isinstance(mark, _DerivedMarker) for mark in field.metadata):
+            if getattr(filled, name) is None and _is_derived(field):
                 raise TypeError(f"{type(self).__name__}.{name} has no value. Derive it in `resolve`.")
         return filled
 
@@ -190,18 +190,25 @@ def suggestion(unknown: str, known: Iterable[str], section: str = "") -> str:
 def merge(model: type[Section], *layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merge nested dictionaries of settings. Later dictionaries override earlier ones.
 
-    Only sections are merged key by key. A setting whose value is a mapping is replaced as a unit.
+    Only sections are merged key by key. A setting whose value is a mapping is replaced as a unit. None in a setting of
+    type `Derived` means that the setting is not given, so it overrides nothing.
     """
     merged: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
             section = section_type(model.model_fields.get(name))
             value = section.expand(value) if section else value
+            if value is None and name in merged and _is_derived(model.model_fields.get(name)):
+                continue
             old = merged.get(name, {})
             if section and isinstance(value, Mapping) and isinstance(old, Mapping):
                 value = merge(section, old, value)
             merged[name] = value
     return merged
+
+
+def _is_derived(field: FieldInfo | None) -> bool:
+    return field is not None and any(isinstance(mark, _DerivedMarker) for mark in field.metadata)
 
 
 def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

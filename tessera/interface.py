@@ -25,6 +25,7 @@ from tessera.data.batch import Batch
 from tessera.data.given import PREFIX, naming
 from tessera.data.shards import open_shards
 from tessera.data.shards.open import with_names
+from tessera.data.shards.tars import close_files
 from tessera.encoders import published
 from tessera.encoders.base import Encoder
 from tessera.encoders.weights import fitting
@@ -72,7 +73,17 @@ class Run:
         return load(self.path)
 
 
-@isolated(run=True)
+@contextmanager
+def _process(*, run: bool = False) -> Iterator[None]:
+    """Isolate the body from the calling program, and close the files that it keeps open for later reads."""
+    with isolated(run=run):
+        try:
+            yield
+        finally:
+            close_files()
+
+
+@_process(run=True)
 def pretrain(method: str | None = None, data: Any = None, **settings: Any) -> Run:
     """Pretrain an encoder in this process, on one device. To use several, start the program with `accelerate launch`.
 
@@ -152,7 +163,7 @@ def load(path: str | Path) -> Encoder:
     return encoders.load(path if published.is_name(path) else resolve_checkpoint(path))
 
 
-@isolated()
+@_process()
 def embed(encoder: Encoder, data: Any, **options: Any) -> LabelledFeatures:
     """Encode all images in SHARDS, and return features (N, D), labels (N,) and names. Missing labels are -1.
 
@@ -171,7 +182,7 @@ def embed(encoder: Encoder, data: Any, **options: Any) -> LabelledFeatures:
     return extract(encoder.to(accelerator.device), shards, accelerator, **options)
 
 
-@isolated()
+@_process()
 def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
     """Return the result of the command `knn`: `result["top1"]` is the 20-NN accuracy, from 0 to 1.
 
@@ -191,7 +202,7 @@ def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[s
         return knn_command.run(validate(knn_command.KNNSettings, given))
 
 
-@isolated()
+@_process()
 def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
     """Return the result of the command `linear_probe`: `result["top1"]` is the accuracy, from 0 to 1.
 

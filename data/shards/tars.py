@@ -301,6 +301,11 @@ def _opened(shard: LocalTar) -> _File:
     return _File(shard.path)
 
 
+def close_files() -> None:
+    """Close the local tars that this process keeps open and does not read now."""
+    _opened.cache_clear()
+
+
 def _read_member(descriptor: int, offset: int, wanted: int) -> tuple[bytes, bytes]:
     """Return the tar header and the first `wanted` bytes of the member whose content begins at `offset`."""
     data = os.pread(descriptor, HEADER + wanted, offset - HEADER)  # a network disk answers each read separately

@@ -20,6 +20,7 @@ import logging
 import os
 import random
 import re
+import shlex
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -253,7 +254,7 @@ def _read_trainer(path: Path) -> dict[str, Any]:
     if not fits or not {"step"} <= trainer["position"].keys() <= TrainState.__dataclass_fields__.keys():
         raise CheckpointError(
             f"{path} was written by another version of this program, and only that version can continue it. "
-            f"To start a new run from its encoder, use --init_from {path}."
+            f"To start a new run from its encoder, use --init_from {shlex.quote(str(path))}."
         )
     if fault := _wrong_value(trainer):
         raise _damaged(path, [f"{file.name} has an invalid value of {fault}"])

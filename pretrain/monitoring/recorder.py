@@ -130,6 +130,7 @@ def record_start(output: Path, step: int, engine: Engine, precision: str, conten
         "engine": engine.name,
         "precision": precision,
         "versions": versions(),
+        "folder": os.getcwd(),  # relative paths of the settings begin here
         **contents,
     }
     append_line(output / "machine.jsonl", line)

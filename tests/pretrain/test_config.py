@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -464,3 +465,28 @@ def test_names_that_no_file_can_have_are_refused(tmp_path: Path, name: str, caps
 def test_numbers_out_of_range_are_named(flag: str) -> None:
     with pytest.raises(SettingsError, match=r"finite number|less than 1|greater than or equal to 0"):
         load(["--method", "dino", *flag.split()])
+
+
+def test_a_resumed_run_finds_its_relative_shards_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, run = tmp_path / "start", tmp_path / "a run"
+    for folder in (start / "photos", start / "shards", run):
+        folder.mkdir(parents=True)
+    for name in ("shards/a-0.tar", "shards/a-1.tar"):
+        (start / name).touch()
+    shards = {"photos": 1.0, "shards/a-{0..1}.tar": 2.0, "https://x/y.tar": 1.0, "lost": 1.0}
+    settings = {"method": "mae", "steps": 7, "data": {"shards": shards}, "evaluation": {"val": ["shards/*.tar"]}}
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    (run / "machine.jsonl").write_text(json.dumps({"folder": str(start)}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    found = from_values({"resume": True, "output": "a run", "steps": None, "batch_size": None})
+    there = f"{start}/"
+    assert found.data.shards == {
+        f"{there}photos": 1.0, f"{there}shards/a-{{0..1}}.tar": 2.0, "https://x/y.tar": 1.0, "lost": 1.0,
+    }  # fmt: skip
+    assert found.evaluation.val == [f"{there}shards/*.tar"]
+    assert found.steps == 7  # None is not a choice
+    monkeypatch.chdir(start)  # there, the paths stay as they were given
+    assert from_values({"resume": True, "output": str(run)}).data.shards == shards
+    assert found.method == "mae"

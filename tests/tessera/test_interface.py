@@ -71,9 +71,12 @@ def resources() -> tuple[int, int, int]:
 
 
 @pytest.mark.medium
-def test_a_run_of_another_method_continues_without_its_settings(tmp_path: Path) -> None:
+def test_a_run_of_another_method_continues_without_its_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = SMALL | {"dino": None, "encoder": "vit_micro", "seed": 3, "evaluation": {"linear_iterations": 0}}
-    run = tessera.pretrain("lejepa", output=str(tmp_path / "run"), **settings)
+    run = tessera.pretrain("lejepa", output=str(tmp_path / "a run"), **settings)
+    assert f"next:    tessera linear_probe --checkpoint '{run.path}' --train " in capsys.readouterr().out
     losses = [line["loss"] for line in run.metrics if "loss" in line]
     shutil.rmtree(run.path / "checkpoints")
     held = resources()
