@@ -90,9 +90,10 @@ def _array_values(encoded: bytes, size: tuple[int, int] | None) -> np.ndarray:
         raise ImageError(str(error)) from error
     if dtype.kind not in "fiu" or len(shape) != 2:
         raise ImageError(f"the array has the type {dtype} and {len(shape)} axes, but a depth map has 2 axes of numbers")
-    _check_size(shape[::-1], size)
+    height, width = shape
+    _check_size((width, height), size)
     try:
-        check_sides(*shape[::-1], MAX_PIXELS)
+        check_sides(width, height, MAX_PIXELS)
     except HeaderError as error:
         raise ImageError(str(error)) from error
     if len(encoded) - file.tell() != prod(shape) * dtype.itemsize:

@@ -7,7 +7,7 @@ have H x W pixels.
 
 from io import BytesIO
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 from PIL import Image
@@ -160,7 +160,7 @@ def _full_page(file: "TiffFile") -> tuple[int, "TiffPage"]:
     offsets: set[int] = set()
     for number in range(MOST_PAGES + 1):
         try:
-            page = file.pages[number]
+            page = cast("TiffPage", file.pages[number])
         except IndexError:
             break
         if page.offset in offsets:  # a damaged chain of pages, which returns to an earlier page
@@ -174,15 +174,15 @@ def _full_page(file: "TiffFile") -> tuple[int, "TiffPage"]:
     full = full if len(kinds) > 1 else [0]  # the mark of a page without others has no meaning
     if not full:
         raise HeaderError(f"a TIFF file whose {len(kinds)} pages are all marked as smaller copies or masks")
-    count, page = len(full), file.pages[full[0]]
+    count, page = len(full), cast("TiffPage", file.pages[full[0]])
     if count == 1 and page.size and (page.is_imagej or page.is_shaped or page.is_stk):  # planes may share one header
         count = max(count, file.series[0].size // page.size)
     if count > 1:
         several = f"more than {MOST_PAGES}" if len(kinds) > MOST_PAGES else count
         raise HeaderError(
-            f"a TIFF file with {several} pages, but one image is expected. If the pages are channels, write them as "
-            "the bands of one page (tifffile.imwrite with photometric='minisblack' and planarconfig='separate'), and "
-            "set data.channels to their number. Otherwise write each page to its own file"
+            f"a TIFF file with {several} pages, but one image is expected. Write pages that are channels as the bands "
+            "of one page (tifffile: photometric='minisblack', planarconfig='separate'), and set data.channels to their "
+            "number. Write other pages to their own files"
         )
     return full[0], page
 

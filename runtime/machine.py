@@ -31,7 +31,7 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """File in a container that holds the CPU time, and the time in which the container may use it, in microseconds."""
 CACHED_KERNELS = 256
 """Largest number of kernels in each of oneDNN's caches; a step of Swin with DINOv2 uses about 200."""
-PACKAGES = ("tessera-ssl", "torch", "torchvision", "accelerate", "numpy", "pillow")
+PACKAGES = ("tessera-ssl", "torch", "torchvision", "accelerate", "numpy", "pillow", "simplejpeg")
 
 
 def processor() -> str:
