@@ -31,7 +31,7 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(launch, tmp_path: P
     assert (broken / "checkpoints" / "latest").resolve().name >= "step-00000004"
     # the run's own settings are taken up again, also with another number of loader workers
     log = launch(["--output", str(broken), "--resume", "--workers", "2"]).wait()
-    assert "resumed from" in log
+    assert "resumed at step" in log
     assert losses(broken) == losses(whole)
     assert sorted(losses(whole)) == list(range(1, 13))
     ours, theirs = (encoders.load(folder / "encoder.safetensors").state_dict() for folder in (whole, broken))

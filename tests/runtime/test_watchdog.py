@@ -286,7 +286,7 @@ def _resumes(launch, output: Path) -> None:
     newest = newest_step(output)
     shorter = ["--steps", str(newest + 2), "--optim.warmup_steps", "1", "--dino.freeze_steps", "0"]
     run = launch(["--output", str(output), "--resume", *shorter, "--dino.teacher_temperature_steps", "0"])
-    assert f"resumed from {output}" in run.wait().replace("\n", "")
+    assert re.search(rf"resumed at step {newest} of {newest + 2}: *{output}", run.wait().replace("\n", ""))
     assert run.process.returncode == 0
     assert [r["step"] for r in records(output)][-2:] == [newest + 1, newest + 2]
 
