@@ -35,6 +35,7 @@ from tessera.pretrain.resolve import (
     make_accelerator,
     measure_classes,
     measure_pixels,
+    notice_other_samples,
     resolve,
     training_shards,
 )
@@ -173,6 +174,7 @@ def continue_run(prepared: Prepared, output: Path) -> tuple[RunConfig, Path | No
         config, same = continued(config, sources, newest)
     counts = [len(source.shards) for source in sources.lists]
     order = {"shards": prepared.fingerprint, "shard_counts": counts, "mixture": phases(sources.weights)}
+    order["samples"] = notice_other_samples(sources, newest)
     settings = config.model_dump(mode="json") | order
     if newest:
         resume.check_fits(newest, settings | same)

@@ -19,6 +19,7 @@ from tessera.data.demo import demo_shards
 from tessera.data.loader import mixture_sampler
 from tessera.data.sampler import BatchSampler, batch_ranges, phases
 from tessera.data.shards import MOST_LISTED, ShardError, Source, Sources, WeightedShards
+from tessera.data.shards.open import shown_paths
 from tessera.data.statistics import count_classes, pixel_statistics
 from tessera.encoders.base import Preprocessing
 from tessera.pretrain import engines
@@ -29,7 +30,7 @@ from tessera.pretrain.export import find_on_main
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method, RunSize
 from tessera.runtime import processes
-from tessera.runtime.collectives import broadcast_object, gather_objects, patient_group
+from tessera.runtime.collectives import broadcast_object, gather_objects, patient_group, rank
 from tessera.runtime.machine import keep_freed_memory, limit_kernel_caches
 from tessera.runtime.settings import SettingsError, validate
 
@@ -229,10 +230,10 @@ def agree(opened: list[Source], buffers: list[int]) -> str:
     own = fingerprint(opened, buffers)
     missing = [name for source in opened for name in source.unreadable]
     seen = gather_objects((own, sum(source.images for source in opened), missing))
-    for rank, (other, images, lacking) in enumerate(seen):
+    for process, (other, images, lacking) in enumerate(seen):
         if other != seen[0][0]:
             message = (
-                f"Process {rank} sees {images} images, and process 0 sees {seen[0][1]} images, "
+                f"Process {process} sees {images} images, and process 0 sees {seen[0][1]} images, "
                 "but all processes must see the same shards"
             )
             if differ := sorted(set(lacking) ^ set(seen[0][2]))[:MOST_LISTED]:
@@ -309,6 +310,32 @@ def continued(config: RunConfig, sources: Sources, checkpoint: Path) -> tuple[Ru
     updated = config.model_copy(update={"stream": stream.model_copy(update={"growth": tuple(growth) or None})})
     same = {"shards": saved["shards"], "stream": stream.model_dump(mode="json")}
     return updated, same
+
+
+def notice_other_samples(sources: Sources, checkpoint: Path | None) -> list[str]:
+    """Return a hash of the samples of each source. Warn if they are not those of the checkpoint. Collective.
+
+    The order of samples depends on the names and counts of shards only (`fingerprint`), so a run continues although a
+    shard was replaced by other samples. Checkpoints of older versions have no such hashes.
+    """
+    found = broadcast_object([one.samples_hash() for one in sources.lists] if rank() == 0 else [])
+    if checkpoint is None or rank():
+        return found
+    saved = read_trainer(checkpoint)["settings"]
+    hashes, counts = saved.get("samples"), saved.get("shard_counts") or []
+    if not isinstance(hashes, list) or len(hashes) != len(found) or len(counts) != len(found):
+        return found
+    for number, (source, before, count) in enumerate(zip(sources.lists, hashes, counts, strict=True)):
+        if not 0 < count <= len(source.shards):
+            continue
+        now = source.first(count).samples_hash()
+        if now.partition(":")[0] == str(before).partition(":")[0] and now != before:
+            log.warning(
+                "the samples of source %d differ from those of %s: names, labels, sizes or contents of images in %s "
+                "were changed. The run continues with the present samples. Restore the data if this is not intended.",
+                *(number, checkpoint, shown_paths([shard.path for shard in source.shards])),
+            )
+    return found
 
 
 def measure_pixels(config: RunConfig, opened: Sources, accelerator: Accelerator) -> Preprocessing | None:

@@ -14,7 +14,7 @@ import numpy as np
 from tessera.data.shards.failures import SampleError, ShardError, unreadable
 from tessera.data.shards.listing import Listing, list_folder
 from tessera.data.shards.manifest import add_labels, list_file
-from tessera.data.shards.source import DEFAULT, SampleForm, Shard, SourceConfig
+from tessera.data.shards.source import DEFAULT, PROBES, SampleForm, Shard, SourceConfig, some_bytes
 from tessera.data.shards.tar import IMAGES, Index
 from tessera.runtime.user_error import printable
 
@@ -60,6 +60,15 @@ class ImageFolder(Shard):
     def class_names(self) -> tuple[str, ...] | None:
         return self.classes
 
+    def probe(self) -> bytes:
+        index = self.index()
+        numbers = np.unique(np.linspace(0, len(index.ends) - 1, PROBES).astype(np.int64)).tolist()
+        return b"".join(some_bytes(os.fsdecode(self._file(index, number))) for number in numbers)
+
+    def _file(self, index: Index, sample: int) -> bytes:
+        """Return the path of the image of a sample."""
+        return os.path.join(os.path.dirname(os.fsencode(self.path)), index.raw_key(sample))
+
     def make_index(self) -> Index:
         """List the folder again, and return the names, sizes, modification times and labels of the images."""
         listing = _list(self.path, self.config.form)
@@ -68,7 +77,7 @@ class ImageFolder(Shard):
         return _index(listing)
 
     def image(self, index: Index, sample: int) -> bytes:
-        path = os.path.join(os.path.dirname(os.fsencode(self.path)), index.raw_key(sample))
+        path = self._file(index, sample)
         modified, size = map(int, index.images[sample])
         try:
             with open(path, "rb") as file:

@@ -94,6 +94,8 @@ class _Opened(NamedTuple):
     """Size of the shard in bytes."""
     moments: tuple[tuple[float, ...] | None, tuple[float, ...] | None] = (None, None)
     """Mean and standard deviation of each channel over all pixels of the folder, in [0, 1]; None if unknown."""
+    digest: int | None = None
+    """Hash of the samples (`Header.digest`); None for a shard that `index.json` lists."""
     notes: tuple[Note, ...] = ()
 
 
@@ -185,6 +187,7 @@ def _open_patterns(shards: Shards, progress: bool, source: SourceConfig) -> Sour
         sizes,
         unreadable=[paths[place] for place in sorted(errors)],
         config=source,
+        digests=tuple(one.digest for one in found),
         notes=notes,
         mean=mean,
         std=std,
@@ -363,7 +366,7 @@ def _open(path: str, indices: "_FolderIndices", verifies: bool) -> _Opened:
     header = shard.header()
     samples, labelled, size = map(int, header.summary)
     notes = (*shard.notes, *named_notes(shard.name, header.notes))
-    return _Opened(shard, samples, labelled, shard.size or size, notes=notes)
+    return _Opened(shard, samples, labelled, shard.size or size, digest=header.digest, notes=notes)
 
 
 def _from_index(path: str, listed: _Listed, config: SourceConfig) -> _Opened:

@@ -18,7 +18,7 @@ import numpy as np
 from tessera.data.shards.failures import SampleError, ShardError, is_exhausted, unreadable
 from tessera.data.shards.index import LARGEST_CLASSES, unique_names
 from tessera.data.shards.map_style import IMAGE_KEYS, LABEL_KEYS, NumberedIndex
-from tessera.data.shards.source import DEFAULT, Shard, SourceConfig
+from tessera.data.shards.source import DEFAULT, Shard, SourceConfig, some_bytes
 from tessera.data.shards.tar import LARGEST_MEMBER, Index
 from tessera.runtime.user_error import printable
 
@@ -94,6 +94,9 @@ class ParquetFile(Shard):
     @property
     def names_classes(self) -> str:
         return self.path
+
+    def probe(self) -> bytes:
+        return some_bytes(self.path)
 
     def class_names(self) -> tuple[str, ...] | None:
         return self.classes

@@ -47,6 +47,10 @@ FETCHERS = 4
 """Number of simultaneous requests of one source."""
 FORMAT = 2
 """Version of the indices in the cache. A new version makes all of them again."""
+MOST_SHARDS_PROBED = 1000
+"""Maximum number of shards of which some bytes are read to notice replaced data."""
+PROBES, PROBE_BYTES = 8, 512
+"""Number of places of a file that are read to notice replaced data, and number of bytes at each place."""
 MOST_PROBED = 100
 """Maximum number of samples that are read to find out whether the stages of the user yield labels."""
 MOST_LOST = 10
@@ -256,6 +260,10 @@ class Shard(ABC):
             return found
         return [*found, (status.st_dev, status.st_ino)]
 
+    def probe(self) -> bytes:
+        """Return some bytes of the stored data, from which `Source.samples_hash` is computed; empty for remote data."""
+        return b""
+
     def fetches(self, index: Index, samples: Sequence[int]) -> list[Callable[[], None]]:
         """Return functions that download the data of samples. The functions may run in several threads."""
         return []
@@ -366,6 +374,8 @@ class Source:
     unreadable: list[str] = field(default_factory=list)
     """Paths and URLs of shards that cannot be opened and are therefore left out."""
     config: SourceConfig = DEFAULT
+    digests: tuple[int | None, ...] = ()
+    """Hash of the samples of each shard (`Header.digest`); None for a shard that `index.json` lists."""
     notes: tuple[Note, ...] = ()
     """Notes on what is left out of the shards; `notes.describe` makes sentences of them."""
     mean: tuple[float, ...] | None = None
@@ -400,7 +410,7 @@ class Source:
     def first(self, shards: int) -> "Source":
         """Return the source of the first `shards` shards."""
         arrays = {name: getattr(self, name)[:shards] for name in ("shards", "counts", "labelled", "sizes")}
-        return self if shards == len(self.shards) else replace(self, **arrays)
+        return self if shards == len(self.shards) else replace(self, **arrays, digests=self.digests[:shards])
 
     @property
     def mean_bytes(self) -> float:
@@ -411,6 +421,22 @@ class Source:
     def identity(self) -> list[tuple[str, int]]:
         """Name and number of samples of each shard. Sources of equal identity have their samples in the same order."""
         return [(shard.name, int(count)) for shard, count in zip(self.shards, self.counts, strict=True)]
+
+    def samples_hash(self) -> str:
+        """Return a hash of the names of the samples, the sizes of their images, their labels, and some stored bytes.
+
+        A copy of the data has the same hash. For shards that an `index.json` lists, the hash is computed from their
+        SHA-256 and from stored bytes. Hashes are comparable if they have the same beginning up to the colon.
+        """
+        digests = self.digests or (None,) * len(self.shards)
+        listed, found = None in digests, hashlib.blake2b(digest_size=8)
+        for shard, size, digest in zip(self.shards, self.sizes, digests, strict=True):
+            found.update(f"{size} {shard.sha256 if digest is None else digest}\n".encode())
+        probed = np.unique(np.linspace(0, len(self.shards) - 1, MOST_SHARDS_PROBED).astype(np.int64)).tolist()
+        with ThreadPoolExecutor(FETCHERS) as pool:
+            for content in pool.map(lambda shard: self.shards[shard].probe(), probed):
+                found.update(content)
+        return f"{'index' if listed else 'names'}:{found.hexdigest()}"
 
     def content(self) -> str | None:
         """Return a hash of the sizes in bytes of all images, or None if the sizes are unknown or equal.
@@ -729,3 +755,14 @@ def refuse_mixed_classes(sources: Sequence[Source]) -> None:
 
 def _class(name: str | None) -> str:
     return "missing" if name is None else repr(name)
+
+
+def some_bytes(path: str) -> bytes:
+    """Return the bytes at some evenly spaced places of a file; empty if the file cannot be read."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            places = (place * max(size - PROBE_BYTES, 0) // (PROBES - 1) for place in range(PROBES))
+            return b"".join(os.pread(file.fileno(), PROBE_BYTES, place) for place in places)
+    except OSError:
+        return b""

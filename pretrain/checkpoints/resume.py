@@ -51,7 +51,7 @@ LARGEST_COUNT = 2**53
 """Largest number of steps or images in trainer.json. JSON readers represent larger numbers inexactly."""
 NOT_COMPARED = (
     "resume", "config", "output", "dry_run", "overwrite", "workers", "source.commands", "loader.crops", "shard_counts",
-    "mixture", "gpu", "gpus",
+    "mixture", "samples", "gpu", "gpus",
 )  # fmt: skip
 """Settings that may change between a run and its continuation without a warning."""
 

@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import tarfile
 import time
 from datetime import timedelta
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tessera.data.demo import demo_shards
-from tessera.data.shards import ShardError, Source, expand
+from tessera.data.shards import ShardError, Source, expand, open_sources
 from tessera.data.shards.tars import LocalTar, RemoteTar
 from tessera.pretrain import resolve as resolving
 from tessera.pretrain.command_line import load
@@ -171,3 +173,42 @@ def test_deterministic_algorithms_are_used_where_asked(fresh_engine: None, monke
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_other_samples_of_equal_names_and_counts_are_noticed(tmp_path, monkeypatch, caplog):
+    """A shard that is replaced by one of equal size and count is said at a resume. A copy of the data is not."""
+
+    def shard(names, pixels, folder="data"):
+        path = tmp_path / folder / "a.tar"
+        path.parent.mkdir(exist_ok=True)
+        with tarfile.open(path, "w") as file:
+            for number, name in enumerate(names):
+                member = tarfile.TarInfo(f"{name}.tif")
+                content = bytes([pixels, number]) * 1000
+                member.size = len(content)
+                file.addfile(member, BytesIO(content))
+        return open_sources(str(path))
+
+    def saved(hashes):
+        settings = {"samples": hashes, "shard_counts": [1]}
+        monkeypatch.setattr(resolving, "read_trainer", lambda _: {"settings": settings})
+
+    names = [f"{number:02d}" for number in range(40)]
+    before = resolving.notice_other_samples(shard(names, 0), None)
+    assert caplog.messages == []
+    for written, noticed in (
+        ((names, 0), False),
+        ((names, 0, "copy"), False),
+        (([*names[:20], "xx", *names[21:]], 0), True),
+        ((names, 7), True),
+    ):
+        sources = shard(*written)
+        caplog.clear()
+        saved(before)
+        resolving.notice_other_samples(sources, tmp_path)
+        assert ("the samples of source 0 differ" in caplog.text) == noticed
+        caplog.clear()
+        for older in (None, [], ["index:0"]):  # runs of older versions, and data that now have another index
+            saved(older)
+            resolving.notice_other_samples(sources, tmp_path)
+        assert caplog.messages == []
