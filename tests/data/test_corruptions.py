@@ -129,6 +129,12 @@ def test_zoom_blur_is_the_mean_of_enlarged_images(photo):
     np.testing.assert_allclose(corruptions.zoom_blur(x, 1.26, 1, SEEDED(0)), expected, atol=1e-4)
 
 
+def test_zoom_blur_ends_where_the_ranges_of_imagenet_c_end():
+    ranges = ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))
+    expected = [np.arange(1, end, step)[-1] for end, step in ranges]
+    np.testing.assert_allclose(corruptions.CORRUPTIONS["zoom_blur"][1], expected)
+
+
 def test_glass_and_elastic_move_pixels_by_their_length():
     x, inner = ramps(SIDE), slice(20, -20)
     moved = (corruptions.displaced(x, torch.full((2, SIDE, SIDE), 3.0)) - x)[:, inner, inner]

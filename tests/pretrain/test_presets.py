@@ -1,0 +1,53 @@
+"""Presets for ImageNet: each difference from the official recipe is a row of a table in docs/methods.md."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tessera.pretrain.command_line import PRESETS, load
+from tessera.pretrain.resolve import resolve
+
+OFFICIAL = yaml.safe_load((Path(__file__).parent / "official_settings.yaml").read_text())
+IMAGES = 1_281_167
+"""Number of training images of ImageNet-1k."""
+PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
+
+
+def settings_of(preset: str, tmp_path: Path) -> dict[str, Any]:
+    config = resolve(load(["--config", preset, "--data", "x.tar"]), IMAGES)
+    found: dict[str, Any] = {}
+    for name in OFFICIAL[preset]["settings"]:
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        found[name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {share}" for name, share in value.items())
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@pytest.mark.parametrize("preset", OFFICIAL)
+def test_every_difference_from_the_official_recipe_is_documented(preset: str, tmp_path: Path) -> None:
+    found = settings_of(preset, tmp_path)
+    expected = [
+        [f"`{name}`", shown(official), shown(found[name])]
+        for name, official in OFFICIAL[preset]["settings"].items()
+        if found[name] != official
+    ]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text().splitlines()]
+    assert [row[1:] for row in rows if row[:1] == [f"`{preset}`"]] == expected
+
+
+def test_every_preset_for_pretraining_on_imagenet_is_compared() -> None:
+    presets = {file.stem for file in PRESETS.glob("imagenet_*.yaml")}
+    assert presets - OFFICIAL.keys() == {"imagenet_finetune_vit_base"}
+    assert all(re.search(r" at [0-9a-f]{7}, ", one["source"]) for one in OFFICIAL.values())
