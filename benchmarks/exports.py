@@ -1,24 +1,42 @@
-"""Export every family of encoders to every format at three sizes, and write the differences of the features as a table.
+"""Export every family of encoders, and run folders of every method, to every format, and write tables of differences.
 
     python benchmarks/exports.py --output benchmarks/results/exports.md
 
 The encoders are small variants with random weights. Each export is loaded by the library of its format, and its pooled
 features and tokens are compared with those of the encoder (`encoders.certificate`). A cell holds the largest difference
 at all sizes as a fraction of the largest feature, or the number of the message with which `tessera export` refuses.
+
+The second table compares run folders. Each library opens the export as its users do, and prepares and encodes a
+photograph, whose pooled features are compared with those of `tessera.embed`.
 """
 
+import json
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator, PartialState
 from tables import machine, publish, table
+from torch import Tensor
 
+import tessera
 from tessera import encoders
 from tessera.encoders.errors import EncoderError, WeightsError
-from tessera.encoders.export import ENDINGS, export
+from tessera.encoders.export import ENDINGS, METADATA, export
+from tessera.encoders.preprocessing import prepare
+from tessera.evaluation.photograph import made_photograph
+from tessera.pretrain.checkpoints.resume import TrainState
+from tessera.pretrain.checkpoints.save import Saver
+from tessera.pretrain.config import CheckpointConfig
+from tessera.pretrain.engines.ddp import DDP
+from tessera.pretrain.export import export as export_run
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.method import RunSize
+from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import Settings, parse
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, int, int]]] = {
@@ -36,6 +54,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, int, int]]] = {
     "model of timm": ("timm:test_resnet", {}, (64, 96, 128)),
 }
 """Variant, settings and image sizes of each family."""
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ViT": ("vit_micro", {"patch_size": 16, "depth": 2}),
+    "ViT of DINOv2": ("vit_micro", {"patch_size": 16, "depth": 2, "layer_scale": 1.0, "registers": 4}),
+    "RoPE-ViT": ("rope_vit_micro", {"patch_size": 16, "depth": 2, "layer_scale": 1.0}),
+    "Swin": ("swin_micro", {"patch_size": 8}),
+    "Twins-SVT": ("twins_svt_micro", {"patch_size": 8}),
+    "NaViT": ("navit_micro", {"patch_size": 16, "depth": 2}),
+    "SAM-ViT": ("sam_vit_micro", {"patch_size": 16, "depth": 2, "global_blocks": (1,)}),
+    "model of timm": ("timm:test_resnet", {}),
+}
+"""Variant and settings of the encoder of a run, for each family."""
+SIZES = (64, 96, 128, 160, 192, 224, 256, 320)
+"""Image sizes at which runs are exported. Exports of each family and format have all of them."""
+STEPS, SIDE = 10, 64
+"""Length of the runs in steps, and image size of their encoders."""
 
 
 class ExportsBenchmark(Settings):
@@ -63,6 +96,169 @@ def difference(family: str, form: str, size: int, *, dynamic: bool, folder: Path
     outputs = export(encoder, file, form, dynamic_size=dynamic)["outputs"]
     largest = {"pooled": float(pooled.abs().max()), "tokens": float(tokens.abs().max())}
     return max(output[name] / largest[name] for output in outputs for name in largest)
+
+
+def cases(method: int, family: int) -> list[tuple[str, int]]:
+    """Return the formats and image sizes of the exports of a run, by the indices of its method and family.
+
+    Two methods of each family export a graph, one to ONNX and one to `torch.export`, because graphs are slow.
+    """
+    forms = ["timm", "transformers"]
+    if (method + family) % 4 == 0:
+        forms.append("onnx" if method < 4 else "torch")
+    return [(form, SIZES[(method + 3 * family + 2 * index) % len(SIZES)]) for index, form in enumerate(forms)]
+
+
+def small_run(method: str, family: str, folder: Path, **more: Any) -> None:
+    """Write the folder of a run of a method with its small settings and crops of `SIDE` pixels.
+
+    `more` are further settings of the method.
+    """
+    fields = METHODS[method].Config.model_fields
+    sides = {"global_size": SIDE, "local_size": SIDE // 2} if "global_size" in fields else {"size": SIDE}
+    run_folder(method, family, folder, METHODS[method].small_settings | sides | more)
+
+
+def run_folder(method: str, family: str, folder: Path, given: dict[str, Any]) -> None:
+    """Write the folder of a run with random weights, as a run of a few steps leaves it.
+
+    `given` are the settings of the method.
+    """
+    variant, settings = RUNS[family]
+    size = RunSize(1000, 4, STEPS)
+    config, optim = METHODS[method].resolve(METHODS[method].Config(**given), OptimConfig(), size)
+    settings = METHODS[method].encoder_defaults(config, variant, size) | settings | {"image_size": SIDE}
+    PartialState(cpu=True)
+    torch.manual_seed(0)
+    encoder = encoders.build(variant, **settings)
+    engine = DDP(Accelerator(), METHODS[method](encoder, config, STEPS), optim)
+    with torch.no_grad():
+        for parameter in engine.method.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    described = {"method": method, "encoder": encoder.settings, method: config.model_dump(mode="json"), "steps": STEPS}
+    described |= {"seed": 0, "batch_size": 4, "stream": {}, "shards": "photographs"}
+    folder.mkdir(parents=True)
+    saver = Saver(folder / "checkpoints", engine.accelerator, engine, described, CheckpointConfig())
+    saver.save(TrainState(STEPS, 4), engine.method.trained_encoder())
+    (folder / "config.yaml").write_text(f"method: {method}\n")
+
+
+def run_cells(methods: list[str], messages: list[str], **given: dict[str, Any]) -> list[list[str]]:
+    """Return the rows of the table of run folders: family, format, and a cell for each method.
+
+    New messages of refusals are added to `messages`. `given` maps methods to settings that they need.
+    """
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for j, family in enumerate(RUNS):
+            cells = {form: ["-"] * len(methods) for form in PEERS}
+            for i, method in enumerate(methods):
+                run = Path(temporary) / f"{method}-{j}"
+                small_run(method, family, run, **given.get(method, {}))
+                for form, size in cases(i, j):
+                    try:
+                        found = f"{photograph_difference(run, form, size, run.with_name(f'{run.name}-{form}')):.1e}"
+                    except (EncoderError, WeightsError) as error:
+                        message = f"`{family}`: {error}"
+                        messages += [] if message in messages else [message]
+                        found = f"({messages.index(message) + 1})"
+                    cells[form][i] = found
+            rows += [[family, form, *row] for form, row in cells.items()]
+            print(*rows[-len(PEERS) :], sep="\n", flush=True)
+    return rows
+
+
+def with_timm(file: Path, use: str) -> Tensor:
+    """Return the pooled features (1, D) of the photograph that timm computes."""
+    import timm
+
+    model = eval(use, {"timm": timm}).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    return model(transform(made_photograph())[None])
+
+
+def with_transformers(file: Path, use: str) -> Tensor:
+    """Return the pooled features (1, D) of the photograph that transformers computes."""
+    import transformers
+
+    processor = transformers.AutoImageProcessor.from_pretrained(file.parent)
+    model = eval(use, {"transformers": transformers}).eval()
+    return model(**processor(made_photograph(), return_tensors="pt")).pooler_output
+
+
+def with_onnx(file: Path, use: str) -> Tensor:
+    """Return the pooled features (1, D) of the photograph that ONNX Runtime computes."""
+    import onnxruntime
+
+    session = eval(use, {"onnxruntime": onnxruntime})
+    stated = json.loads(session.get_modelmeta().custom_metadata_map[METADATA])
+    images = prepare(made_photograph(), stated)[None]
+    return torch.from_numpy(session.run(["pooled"], {"images": images.numpy()})[0])
+
+
+def with_torch(file: Path, use: str) -> Tensor:
+    """Return the pooled features (1, D) of the photograph that the program of `torch.export` computes."""
+    read = {f"{METADATA}.json": ""}
+    torch.export.load(file, extra_files=read)
+    pooled, _ = eval(use, {"torch": torch})(prepare(made_photograph(), json.loads(read[f"{METADATA}.json"]))[None])
+    assert not pooled.requires_grad
+    return pooled
+
+
+PEERS: dict[str, Callable[[Path, str], Tensor]] = {
+    "timm": with_timm,
+    "transformers": with_transformers,
+    "onnx": with_onnx,
+    "torch": with_torch,
+}
+"""Functions that open an export as users of its library do. Each takes the file and the expression that loads it."""
+
+
+@torch.no_grad()
+def photograph_difference(run: Path, form: str, size: int, folder: Path) -> float:
+    """Return the largest difference between pooled features of a photograph, as a fraction of the largest feature.
+
+    One side is `tessera.embed`, the other is the library of the format.
+
+    Raises:
+        EncoderError: the encoder cannot be exported.
+        WeightsError: the format has no equivalent of the encoder.
+    """
+    folder.mkdir()
+    file = folder / (ENDINGS[form] if form == "transformers" else f"encoder{ENDINGS[form]}")
+    export_run(run, file, to=form, settings={"image_size": size})
+    certificate = json.loads(file.with_suffix(".certificate.json").read_text())
+    export_run(run, folder / "ours.safetensors", settings={"image_size": size})
+    images = folder / "photographs" / "made"
+    images.mkdir(parents=True)
+    made_photograph().save(images / "made.png")
+    ours = tessera.embed(tessera.load(folder / "ours.safetensors"), str(images.parent), workers=0).features.cpu()
+    theirs = PEERS[form](file, certificate["use"])
+    return float((ours - theirs).abs().max() / ours.abs().max())
+
+
+def run_parts() -> list[str]:
+    """Return the parts of the page about run folders. The plug-in of examples/ijepa is one of the methods."""
+    from tessera_ijepa import IJEPA
+
+    METHODS["ijepa"] = IJEPA
+    messages, methods, started = list[str](), [*METHODS], time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        teacher = Path(folder) / "teacher.safetensors"
+        encoders.save(encoders.build("vit_micro", dim=32, depth=1, heads=2, patch_size=16), teacher)
+        rows = run_cells(methods, messages, distill={"teacher": str(teacher)})
+    return [
+        "## Run folders",
+        f"{machine()}, float32, {(time.process_time() - started) / 60:.0f} minutes of CPU time, with examples/ijepa on "
+        "PYTHONPATH.",
+        f"The run folder of each method and family is exported at one of the sizes {', '.join(map(str, SIZES))}, which "
+        "alternate. The library of the format loads the export, and prepares and encodes a photograph of 640 x 427 "
+        "pixels by its own means (ONNX and `torch.export`: Pillow, as the file states). The largest difference from "
+        "the pooled features of `tessera.embed`, as a fraction of the largest feature. Pillow and torch round some "
+        "pixels differently by one of 255 levels, which is most of the difference. A dash is not measured.",
+        table(["family", "format", *methods], rows, text=2),
+        "\n".join(f"{number}. {message}" for number, message in enumerate(messages, 1)),
+    ]
 
 
 def main() -> None:
@@ -98,6 +294,7 @@ def main() -> None:
         table(["family", "sizes", *headings], rows, text=2),
         "\n".join(f"{number}. {message}" for number, message in enumerate(messages, 1)),
     ]
+    parts += run_parts()
     publish(parts, settings.output)
 
 

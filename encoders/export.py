@@ -299,14 +299,16 @@ def check_dynamic(encoder: Encoder) -> None:
     if isinstance(encoder, ViT) and encoder.pos_embed is not None and encoder.interpolation == "dino":
         raise EncoderError(
             "This ViT has no dynamic size, because DINO's rule keeps the position table at the size of the table and "
-            "resizes it at all other sizes. Export one size (--set image_size=S)."
+            "resizes it at all other sizes. Export one size, without --dynamic_size (--set image_size=S)."
         )
     if encoder.settings.get("fixed_size"):
-        raise EncoderError("This encoder has no dynamic size, because fixed_size is set.")
+        raise EncoderError(
+            "This encoder has no dynamic size, because fixed_size is set. Export it without --dynamic_size."
+        )
     if not isinstance(encoder, ViT | NaViT | ModuleEncoder):
         raise EncoderError(
             f"{type(encoder).__name__} has no dynamic size, because its windows or relative positions are laid out for "
-            "one size. Export one size (--set image_size=S)."
+            "one size. Export one size, without --dynamic_size (--set image_size=S)."
         )
 
 
@@ -332,7 +334,7 @@ def _one_sentence(encoder: Encoder, target: str) -> Iterator[None]:
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise EncoderError(
             f"{getattr(encoder, 'label', type(encoder).__name__)} cannot be exported to {target} with torch "
-            f"{torch.__version__}: {reason[:300]}"
+            f"{torch.__version__}: {reason[:300]} Export it with --to ours."
         ) from error
 
 

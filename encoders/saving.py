@@ -143,13 +143,17 @@ def describe_published(name: str) -> tuple[dict[str, Any], Preprocessing]:
 def published_settings(name: str | Path, state: dict[str, Tensor]) -> dict[str, Any]:
     """Return the arguments of `build` for the pretrained weights `timm:NAME`.
 
-    If no class of this project has the architecture, the encoder wraps the model of timm.
+    If no class of this project has the architecture, the encoder wraps the model of timm. The rule for positions at
+    other image sizes is timm's, except for the weights of DINO.
     """
     try:
         form = recognise(state)
     except WeightsError:
         return published.architecture(name)
-    return form.describe(state)
+    described = form.describe(state)
+    if described.get("interpolation") == "dino" and "dino" not in str(name):
+        described["interpolation"] = "antialias"
+    return described
 
 
 def read_step(path: str | Path) -> int | None:

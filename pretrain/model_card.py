@@ -82,6 +82,8 @@ def _output(form: str) -> Iterable[str]:
         yield "register and patch tokens. The name is that of a model in timm, whose sizes the call changes."
     else:
         yield "Pooled features (B, D), and tokens (B, N, D) row by row."
+    if form in ("onnx", "torch"):
+        yield "Images and graph are float32. `.half()` and autocast do not change the constants of the graph."
 
 
 def _run(run: RunFolder, step: int) -> Iterable[str]:

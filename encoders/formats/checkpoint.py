@@ -36,6 +36,7 @@ from tessera.encoders.formats.loading import (
     check_values,
     listed,
 )
+from tessera.encoders.formats.names import of_other_architecture
 from tessera.encoders.module import ModuleEncoder
 from tessera.encoders.navit import NaViT
 from tessera.encoders.sam_vit import SAMViT
@@ -158,6 +159,11 @@ def recognise(state: State) -> Format:
     Raises:
         WeightsError: no format recognises the weights, or several formats recognise the weights.
     """
+    if other := of_other_architecture(state):
+        raise WeightsError(
+            f"The weights are those of {other}, and no encoder of this project has this architecture. "
+            "If timm has the model, use timm's own: --encoder timm:NAME."
+        )
     formats: list[Format] = [*FORMATS.values(), rope_vit]
     found = [form for form in formats if form.recognises(state)]
     if not found:

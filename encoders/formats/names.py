@@ -54,6 +54,28 @@ EVA = {
 """Map from regular expressions for name prefixes of timm's DINOv3 models to name prefixes in this project."""
 
 
+def of_other_architecture(state: State) -> str | None:
+    """Return the name of a known architecture that no encoder of this project has, or None."""
+    first = "blocks.0.attn.qkv.weight" in state and "patch_embed.proj.weight" in state
+    positioned = ("pos_embed", "neck.", "rope_embed.", "storage_tokens", "register_tokens")
+    if any(re.match(r"blocks\.\d+\.proj\.weight$", name) for name in state):
+        return "a Hiera"
+    if any(name.startswith("rope.") for name in state):
+        return "a ViT of timm with rotary positions"
+    if first and any(name.endswith("relative_position_bias_table") for name in state):
+        return "a BEiT"
+    if first and not of_eva(state) and not any(name.startswith(positioned) for name in state):
+        missing = "Missing from the checkpoint: pos_embed"
+        return f"a ViT without a position table, such as the ViTs of timm with rotary positions ({missing})"
+    if any(name.endswith(".attn.logit_scale") for name in state):
+        return "a Swin Transformer V2"
+    if any(name.startswith("norm_pre.") for name in state):
+        return "a CLIP"
+    if any(name.removeprefix("vision_model.").startswith("embeddings.patch_embedding") for name in state):
+        return None if of_transformers(state) else "a model of transformers that is neither DINOv2 nor DINOv3"
+    return None
+
+
 def of_vit_pytorch(state: State) -> bool:
     """Return True if `state` has the tensor names of vit-pytorch's ViT."""
     return {"pos_embedding", "to_patch_embedding.3.weight", "transformer.layers.0.0.to_qkv.weight"} <= set(state)

@@ -172,7 +172,10 @@ def describe(state: State) -> dict[str, Any]:
     head_dim = dim // VARIANTS[variant]["heads"] if same else 64
     head_dim = 4 * len(state[PERIODS]) if PERIODS in state else head_dim
     if dim % head_dim:
-        raise WeightsError(f"The number of heads is unknown for a width of {dim}. Build the encoder with heads=N.")
+        raise WeightsError(
+            f"The number of heads is unknown for a width of {dim}. Give the encoder with its width, depth and heads, "
+            "such as --encoder rope_vit_small --set dim=D depth=B heads=N."
+        )
     multiple = VARIANTS[variant].get("swiglu_multiple", 8)
     return {
         "variant": variant,

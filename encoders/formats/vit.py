@@ -100,7 +100,8 @@ def fit(encoder: ViT, state: State, source: Source, report: Report) -> State:
     parts = {name.split(".")[0] for name in state}
     decoder = {part for part in parts if part.startswith("decoder_")}
     renewed = {"head", "head_dist", "pre_logits", "mask_token"}
-    elsewhere = decoder | (renewed - {name.split(".")[0] for name in own})
+    # The pooling head of SigLIP reads the tokens, which are the features here.
+    elsewhere = decoder | {"attn_pool"} | (renewed - {name.split(".")[0] for name in own})
     if decoder:  # in an MAE checkpoint, the mask token belongs to the decoder
         elsewhere.add("mask_token")
     if encoder.pool == "mean" and "fc_norm" not in parts:  # MAE's fine-tuning replaces `norm` by a new `fc_norm`
@@ -211,15 +212,15 @@ def describe(state: State) -> dict[str, Any]:
     variant with the same width and depth. Without such a variant, each head is assumed to be 64 wide. The pooled
     feature is the class token if the weights have a class token and no `fc_norm`. The epsilon of the norms is 1e-5 for
     weights of vit-pytorch, and 1e-6 for other weights. A patch embedding with norms is assumed to have three image
-    channels. `interpolation` is "mae" for weights of MAE, and "antialias", timm's rule, for weights with registers or a
-    class head.
+    channels. `interpolation` is "mae" for weights of MAE, and "antialias", timm's rule, for weights with registers, a
+    class head or the pooling head of SigLIP.
 
     Raises:
         WeightsError: required tensors are missing, or the number of heads or the grid of the position table is unknown.
     """
     eps = 1e-5 if of_vit_pytorch(state) else 1e-6
     state = named(state, Report())
-    antialias = "reg_token" in state or "head.weight" in state
+    antialias = any(name in state for name in ("reg_token", "head.weight", "attn_pool.latent"))
     gated = "blocks.0.mlp.w12.weight" in state
     second = f"blocks.0.mlp.{'w3' if gated else 'fc2'}.weight"
     check_present(state, ("pos_embed", "blocks.0.attn.qkv.weight", second))
@@ -275,7 +276,8 @@ def _head_dim(state: State, inner: int, usual: int) -> int:
     width = usual if norm is None else len(norm)
     if inner % width:
         raise WeightsError(
-            f"The number of heads is unknown for attention with {inner} channels. Build the encoder with heads=N."
+            f"The number of heads is unknown for attention with {inner} channels. Give the encoder with its width, "
+            "depth and heads, such as --encoder vit_small --set dim=D depth=B heads=N."
         )
     return width
 
