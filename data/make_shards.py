@@ -36,10 +36,12 @@ from pydantic import Field, model_validator
 from rich.filesize import decimal
 
 from tessera.data.shards.failures import ShardError
-from tessera.data.shards.index import CLASSES, FolderIndex, ShardEntry, parse_classes, write_folder
+from tessera.data.shards.index import CLASSES, LARGEST_CLASSES, FolderIndex, ShardEntry, parse_classes, write_folder
 from tessera.data.shards.listing import NO_LABEL, REASONS, Listing, list_folder
 from tessera.data.shards.manifest import MANIFESTS, add_labels, list_file
 from tessera.data.shards.open import ENDINGS
+from tessera.data.shards.remote import read_small
+from tessera.data.shards.source import DEFAULT
 from tessera.data.shards.tar import IMAGES, MAPS
 from tessera.data.statistics import moments
 from tessera.data.tools.inputs import find_maps, renumber
@@ -222,8 +224,15 @@ def _list_images(settings: MakeShards) -> Listing:
     if settings.maps is not None or images.is_file() or any(f".{name}" in listing.other_files for name in MAPS):
         find_maps(listing, settings.maps)
     if settings.classes:
-        renumber(listing, list(parse_classes(settings.classes.read_bytes(), str(settings.classes))))
+        renumber(listing, list(parse_classes(_small(settings.classes), str(settings.classes))))
     return listing
+
+
+def _small(path: Path) -> bytes:
+    """Return the content of a classes.json."""
+    if (content := read_small(str(path), DEFAULT, LARGEST_CLASSES)) is None:
+        raise ShardError(f"{path} does not exist. Correct --classes.")
+    return content
 
 
 def _check_plan(settings: MakeShards, folder: Folder, listing: Listing) -> None:

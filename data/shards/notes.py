@@ -21,7 +21,7 @@ MOST_GROUPS = 5
 """Maximum number of classes that are printed for each kind of notes."""
 OTHER = "."
 """First character of the kinds that are file name extensions."""
-NAME, LINK, ORPHAN, TWICE, REST, CHOSEN = "name", "link", "orphan", "twice", "rest", "chosen"
+NAME, LINK, ORPHAN, TWICE, REST, CHOSEN, MAPPED = "name", "link", "orphan", "twice", "rest", "chosen", "maps"
 LOST, PAIR, MASK, PARTS, UNUSABLE = "class", "pair", "mask", "parts", "unusable"
 SENTENCES = {
     NAME: "{count} images are not read. A name must be KEY.EXTENSION, without a dot in KEY and with an extension of "
@@ -34,6 +34,7 @@ SENTENCES = {
     REST: "{count} bytes after the end mark of the tar are not read. They may be another tar, because `cat` does not "
     "join tars: use `tar -A`, or give both files",
     CHOSEN: "{count} samples have images, but not the image that data.image names. They are not read",
+    MAPPED: "{count} samples have several maps. Only the first of KEY.seg.png, KEY.depth.png, KEY.depth.npy is read",
     LOST: "{count} of the class folders hold no image that can be read: {groups}",
     PAIR: "{count} images have the name of another image but another extension. Both are read. If one is a map or a "
     "copy, move it out of the folder",

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tessera.data.shards.failures import MAKE_SHARD_AGAIN, ShardError, unreadable
-from tessera.data.shards.notes import CHOSEN, LINK, NAME, ORPHAN, REST, TWICE, Note, describe, packed_notes
+from tessera.data.shards.notes import CHOSEN, LINK, MAPPED, NAME, ORPHAN, REST, TWICE, Note, describe, packed_notes
 from tessera.runtime.user_error import printable
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "tif", "tiff", "jfif", "jpe", "jif")
@@ -313,6 +313,8 @@ def scan_tar(path: str | int, shard: str, image: str | None = None, label: str |
     if not headers.rest:
         log.warning("%s ends at byte %d without an end mark. The file may be truncated.", shard, size)
     found = unread.notes(samples, images)
+    if mapped := [key for key, members in samples if sum(name in members for name in MAPS) > 1]:
+        found.append(Note(MAPPED, len(mapped), shown(mapped[0])))
     if size - place > LARGEST_HEADER or rest.strip(b"\0"):
         found.append(Note(REST, size - place))
     if image is None:
