@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from rich.filesize import decimal
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from tessera import encoders
 from tessera.encoders.batch_norm import over_all_processes
@@ -23,7 +24,7 @@ from tessera.pretrain.config import RunConfig
 from tessera.pretrain.export import load_run
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method
-from tessera.pretrain.preflight import dry_forward, state_bytes
+from tessera.pretrain.preflight import blank_batch, dry_forward, state_bytes
 from tessera.runtime.collectives import broadcast_object, patient_group, rank
 from tessera.runtime.machine import memory
 from tessera.runtime.settings import SettingsError
@@ -74,7 +75,9 @@ def check_memory(config: RunConfig, accelerator: Accelerator, *, sharded: bool) 
             method = _build(config, fresh=False, check=False)
     except Exception:  # an encoder of the user may need tensors with values; `build_method` raises other errors
         return
-    needed, device = state_bytes(method), accelerator.device
+    needed, device, what = state_bytes(method), accelerator.device, "Weights, gradients and optimizer state take"
+    if config.gpu is not None:  # the plan compares the run with the GPU, and this machine only builds the weights
+        needed, what = sum(t.nbytes for t in [*method.parameters(), *method.buffers()]), "The weights take"
     if sharded:
         needed //= accelerator.num_processes
     if device.type == "cuda":
@@ -87,9 +90,22 @@ def check_memory(config: RunConfig, accelerator: Accelerator, *, sharded: bool) 
             "" if sharded else ", or shard them over several processes (tessera --num_processes N --config_file fsdp2)"
         )
         raise SettingsError(
-            f"Weights, gradients and optimizer state take {decimal(needed)}, but {where} has {decimal(size)} of "
-            f"memory. Choose a smaller encoder{advice}."
+            f"{what} {decimal(needed)}, but {where} has {decimal(size)} of memory. Choose a smaller encoder{advice}."
         )
+
+
+def forward_flop(config: RunConfig) -> int | None:
+    """Return the floating-point operations of a forward pass of two images; None if the meta device cannot run it."""
+    try:
+        with torch.device("meta"):
+            method = _build(config, fresh=False, check=False)
+        batch = blank_batch(method, method.transform(), [(64, 64)] * 2).to("meta")
+        with FlopCounterMode(display=False) as counter:
+            method(batch, 0)
+        return counter.get_total_flops() or None
+    except Exception as error:  # a method of the user may fail in any way
+        log.debug("The operations of a step are not counted: %s", error)
+        return None
 
 
 def _build(config: RunConfig, *, fresh: bool, check: bool = True) -> Method:

@@ -16,6 +16,7 @@ from tessera.encoders import published
 from tessera.encoders.timm_models import is_variant
 from tessera.pretrain.config import RunConfig, settings_model
 from tessera.pretrain.methods import METHODS
+from tessera.pretrain.origins import layered
 from tessera.runtime.settings import (
     SettingsError,
     flags,
@@ -24,6 +25,7 @@ from tessera.runtime.settings import (
     peek,
     read_yaml,
     section_type,
+    settings_of,
     suggestion,
     validate,
 )
@@ -54,7 +56,7 @@ def load(argv: Sequence[str]) -> RunConfig:
     early["resume"] = "--resume" in argv
     if (topic := peek(argv, "help")) in METHODS:
         _ = METHODS[topic]  # import a method of another package, so that `--help METHOD` knows its settings
-    return _complete(early, lambda model, method: flags(model, argv, Path(sys.argv[0]).name, method))
+    return _complete(early, lambda model, method: flags(model, argv, Path(sys.argv[0]).name, method), "flags")
 
 
 def from_values(values: Mapping[str, Any]) -> RunConfig:
@@ -63,7 +65,7 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         SettingsError: a name is unknown, a value is out of range, or the run would ignore a setting.
     """
-    return _complete(merge(RunConfig, values), lambda model, _: merge(model, values))
+    return _complete(merge(RunConfig, values), lambda model, _: merge(model, values), "Python")
 
 
 def settings_file(config: str) -> Path:
@@ -98,7 +100,9 @@ def expand_resume(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig], str], Mapping[str, Any]]) -> RunConfig:
+def _complete(
+    early: Mapping[str, Any], given: Callable[[type[RunConfig], str], Mapping[str, Any]], origin: str
+) -> RunConfig:
     """Return validated settings.
 
     Each layer overrides the earlier ones: the defaults, the preset of the embedded digits if the run has no other data,
@@ -108,6 +112,7 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig], str], 
         early: the given settings that determine the settings class and its defaults: method, config, output, init_from,
             resume, encoder.variant and data.shards. Other settings are ignored.
         given: function that returns all given settings.
+        origin: name of these settings in the plan of a run.
     """
     config, output = early.get("config"), early.get("output")
     shards, encoder = (
@@ -158,7 +163,20 @@ def _complete(early: Mapping[str, Any], given: Callable[[type[RunConfig], str], 
     check_method(own_values, method)
     layers = one_length([preset, data, file, chosen, own_values])
     refuse_code(file, own_values)
-    return without_commands(validate(model, merge(model, *layers)), file, own_values)
+    weights = f"weights {source}"
+    named = [f"preset {digits.stem}", weights, _file_name(config, output), weights, origin]
+    # `chosen` repeats the variant of another layer, except that of the weights
+    order = (3, 0, 1, 2, 4)
+    origins = layered([(named[place], layers[place]) for place in order], [*settings_of(model)])
+    return without_commands(validate(model, merge(model, *layers)).with_origins(origins), file, own_values)
+
+
+def _file_name(config: Any, output: Any) -> str:
+    """Return the name of a settings file in the plan of a run: a preset, another file, or that of the run to resume."""
+    if not config:
+        return f"the run {output}"
+    path = settings_file(config)
+    return f"preset {path.stem}" if path.parent == PRESETS else f"file {config}"
 
 
 def from_folder(file: Mapping[str, Any], machine: Path) -> dict[str, Any]:

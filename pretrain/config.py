@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self, cast
 
 import yaml
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import Field, PrivateAttr, create_model, field_validator, model_validator
 
 from tessera import encoders
 from tessera.data.loader import LoaderConfig, StreamConfig
@@ -25,6 +25,9 @@ from tessera.pretrain.monitoring.collapse import HealthConfig
 from tessera.pretrain.monitoring.sinks import MetricsConfig
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import Derived, Section, Settings, SettingsError, derived
+
+ONLY_FOR_THIS_START = {"config", "epochs", "resume", "overwrite", "dry_run", "gpu", "gpus", "output"}
+"""Settings that config.yaml does not repeat."""
 
 
 class DataConfig(Section, frozen=True):
@@ -190,9 +193,9 @@ class RunConfig(Settings, frozen=True):
     is short for --resume --output RUN"""
     overwrite: bool = False
     """delete the run in --output, if there is one, before the new run starts"""
-    dry_run: bool = False
-    """print the values of all settings for this data and encoder, the run's length, memory and shards per worker, and a
-    forecast of its speed; then exit without training"""
+    dry_run: bool | Literal["full"] = False
+    """stop before the first step, write nothing, and print the settings that differ from the defaults, the memory and
+    a forecast of the speed; full: print all settings"""
     gpu: Literal["a100", "h100", "h200"] | None = None
     """with dry_run: GPU for which to forecast the speed; default: the devices of this machine"""
     gpus: int = Field(default=1, ge=1)
@@ -227,6 +230,19 @@ class RunConfig(Settings, frozen=True):
     evaluation: EvaluationConfig = EvaluationConfig()
     health: HealthConfig = HealthConfig()
     metrics: MetricsConfig = MetricsConfig()
+
+    _origins: Mapping[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def origins(self) -> Mapping[str, str]:
+        """Origin of each given setting, such as `flags` or `preset cifar10_dino`, by its dotted name."""
+        return self._origins
+
+    def with_origins(self, origins: Mapping[str, str]) -> Self:
+        """Return a copy with the origins of the given settings."""
+        copy = self.model_copy()
+        copy._origins = origins
+        return copy
 
     @model_validator(mode="after")
     def _check_gpu(self) -> Self:
@@ -319,8 +335,7 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
 
 def to_yaml(config: RunConfig) -> str:
     """Return the settings as YAML text for config.yaml. `--config` with this file repeats the run."""
-    only_for_this_start = {"config", "epochs", "resume", "overwrite", "dry_run", "gpu", "gpus", "output"}
-    values = config.model_dump(mode="json", exclude=only_for_this_start)
+    values = config.model_dump(mode="json", exclude=ONLY_FOR_THIS_START)
     # A settings file must not allow the commands of pipe: shards. Only the flag --source.commands can.
     del values["source"]["commands"]
     others = [name for name in METHODS if name != config.method]

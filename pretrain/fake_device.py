@@ -46,6 +46,8 @@ class GPU:
     """Rate of copies from pinned host memory, in bytes per second."""
     launch: float = 2.5e-6
     """Shortest time of a kernel, in seconds."""
+    size: int = 80 * 10**9
+    """Size of the memory in bytes."""
 
     def kernel(self, size: int, flop: int = 0, *, low: bool = False) -> "Count":
         """Return the count of a kernel that moves `size` bytes and computes `flop` FLOP. `low` is True for bfloat16."""

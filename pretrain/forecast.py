@@ -19,18 +19,20 @@ from rich.filesize import decimal
 
 from tessera.data.batch import Batch
 from tessera.data.batches import Batches
-from tessera.pretrain.config import RunConfig
+from tessera.pretrain.build import forward_flop
+from tessera.pretrain.config import RunConfig, settings_model
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.ddp import DDP
 from tessera.pretrain.fake_device import DEVICE, GPU, Counter, backward, counting, fake_copy
 from tessera.pretrain.methods.method import Method
+from tessera.pretrain.resolve import resolve
 from tessera.pretrain.step import finish_step, start_step, to_device
 from tessera.pretrain.training_run import TrainingRun
 from tessera.runtime.collectives import all_reduce_max
-from tessera.runtime.settings import SettingsError
+from tessera.runtime.settings import SettingsError, validate
 
 GPUS = {
-    "h200": GPU("H200", memory=0.9 * 4.3e12, low=700e12, full=40e12),
+    "h200": GPU("H200", memory=0.9 * 4.3e12, low=700e12, full=40e12, size=141 * 10**9),
     "h100": GPU("H100", memory=0.9 * 3.0e12, low=650e12, full=40e12),
     "a100": GPU("A100", memory=0.9 * 1.9e12, low=250e12, full=18e12),
 }
@@ -44,6 +46,11 @@ FEW = 4
 """Number of images of the first measured steps."""
 REACHED = (0.4, 0.8)
 """Share of the counted bound that training reaches on a GPU: a guess, because this project did not run on a GPU yet."""
+LONG = 3600.0
+"""Length of a run on a CPU, in seconds, above which the forecast says what would make it shorter."""
+SHORT = 600.0
+"""Length of a run in seconds that this advice aims at."""
+SMALL_CROP, SMALL_ENCODER = 64, "vit_mini"
 LAUNCH = 8e-6
 """Seconds in which a process launches one kernel in PyTorch: a guess, too."""
 
@@ -133,8 +140,10 @@ def forecast(
     workers: int,
     fits: bool,
     steps: int,
-) -> dict[str, str]:
-    """Return the rows of the forecast's table. Collective. `method` cannot be used afterwards.
+) -> tuple[dict[str, str], float]:
+    """Return the rows of the forecast's table, and the time of the run in seconds. Collective.
+
+    `method` cannot be used afterwards.
 
     Args:
         engine: Engine of the run. Not used for the GPUs that `config.gpu` names.
@@ -148,7 +157,7 @@ def forecast(
     reading = loader_speed(loader(min(each, LOADER_IMAGES) * passes))
     if config.gpu is not None:
         batch = next(iter(loader(config.batch_size // config.gpus)))
-        return counted(config, accelerator, method, batch, reading, steps)
+        return counted(config, accelerator, method, batch, reading, steps), 0.0
     assert engine is not None
     run = bare_run(config, accelerator, method, engine)
     few = min(FEW, each)
@@ -164,10 +173,10 @@ def forecast(
     # without workers, a process reads and trains in turns
     whole = min(training, made) if workers else 1 / (1 / training + 1 / made)
     return {
-        "training, images/s": f"{training:,.0f} ({1e3 * seconds:,.0f} ms per step, measured)",
-        "loader, images/s": f"{made:,.0f} ({reading:,.0f} per worker, measured)",
-        "time": f"{_time(steps * config.batch_size / whole)} at {whole:,.0f} images/s, without evaluations",
-    }
+        "training, images/s": f"{_speed(training)} ({1e3 * seconds:,.0f} ms per step, measured)",
+        "loader, images/s": f"{_speed(made)} ({_speed(reading)} per worker, measured)",
+        "time": f"{_time(steps * config.batch_size / whole)} at {_speed(whole)} images/s, without evaluations",
+    }, steps * config.batch_size / whole
 
 
 def counted(
@@ -203,8 +212,53 @@ def counted(
     return rows
 
 
+def shorter(given: RunConfig, config: RunConfig, images: int, seconds: float) -> str:
+    """Return a sentence that says how a run on a CPU would take minutes: smaller crops, a smaller encoder, fewer steps.
+
+    The time of a step is scaled by the floating-point operations of a forward pass.
+
+    Args:
+        given: the settings before values were derived.
+        config: the settings of the run.
+        images: number of training images.
+        seconds: time of the run.
+    """
+    parts, before = [f"{_time(seconds)} are long for a CPU."], forward_flop(config)
+    values = given.model_dump(exclude_unset=True, exclude={"dry_run", "gpu", "gpus"})
+    name = next((one for one in ("global_size", "size") if hasattr(config.method_config, one)), None)
+    section = dict(values.get(config.method) or {})
+    changes: list[tuple[str, dict[str, Any]]] = []
+    if name and (getattr(config.method_config, name) or 224) > SMALL_CROP:
+        section = {key: value for key, value in section.items() if key != "local_size"} | {name: SMALL_CROP}
+        changes.append((f"--{config.method}.{name} {SMALL_CROP}", {config.method: section}))
+    if config.init_from is None and config.encoder.variant not in (SMALL_ENCODER, "vit_micro"):
+        changes.append((f"--encoder {SMALL_ENCODER}", {"encoder": {"variant": SMALL_ENCODER}}))
+    flags, classes = list[str](), getattr(config.method_config, "classes", None)
+    for flag, change in changes if before else ():
+        values |= change
+        try:
+            model = settings_model(values.get("encoder", {}).get("variant", config.encoder.variant))
+            own = resolve(validate(model, values), images, config.data.preprocessing, classes)
+        except ValueError:
+            continue  # the settings of the user do not fit this change
+        if flop := forward_flop(own):
+            flags.append(flag)
+            seconds *= flop / before
+            before = flop
+            parts.append(f"About {_time(seconds)} with {' '.join(flags)}.")
+    if seconds > SHORT:
+        steps = max(int(config.steps * SHORT / seconds), 1)
+        parts.append(f"--steps {steps}{' in addition' if flags else ''} takes about {_time(SHORT)}.")
+    return " ".join(parts)
+
+
+def _speed(images: float) -> str:
+    """Return a number of images per second that keeps a digit."""
+    return f"{images:,.0f}" if images >= 10 else f"{images:.2g}"
+
+
 def _time(seconds: float) -> str:
     """Return a length of time as a text."""
     if seconds < 60:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.1f} s" if seconds >= 0.1 else "less than 0.1 s"
     return f"{seconds / 3600:.1f} hours" if seconds >= 90 * 60 else f"{seconds / 60:.1f} minutes"

@@ -1,6 +1,7 @@
 """Prepare a pretraining run from its settings, train, evaluate, and export the encoder."""
 
 import logging
+import os
 import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.engines import Engine
-from tessera.pretrain.forecast import check_gpus, forecast
+from tessera.pretrain.forecast import GPUS, LONG, check_gpus, forecast, shorter
 from tessera.pretrain.loop import train
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring.dense import OnlineSegmentation
@@ -31,6 +32,7 @@ from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
 from tessera.pretrain.preflight import Plan, needs, print_plan, print_table, warn_of_memory
 from tessera.pretrain.resolve import (
     agree,
+    changed_schedules,
     continued,
     make_accelerator,
     measure_classes,
@@ -43,6 +45,7 @@ from tessera.pretrain.run_folder import claimed, delete_run, newest_checkpoint
 from tessera.pretrain.training_run import TrainingRun
 from tessera.runtime.collectives import first_of_node_first, gather_objects, run_on_all_ranks
 from tessera.runtime.files import atomic_write
+from tessera.runtime.machine import memory
 from tessera.runtime.preemption import saving_on_interrupt
 from tessera.runtime.settings import SettingsError
 from tessera.runtime.user_error import without_controls
@@ -115,7 +118,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     batches = loader(config, method, prepared.sources, position.step, accelerator)
     plan = None
     if config.dry_run:
-        plan = make_plan(prepared, accelerator, config, method, batches.buffered_bytes)
+        plan = make_plan(prepared, accelerator, config, method, batches.buffered_bytes, position.step)
     elif accelerator.device.type == "cpu" and not engine_class.sharded and not config.compile:
         warn_of_memory(config, method, accelerator)
     accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
@@ -126,6 +129,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     # Methods that draw from torch's generator need different random numbers on each process. Drop path does not use
     # this generator (encoders/randomness.py).
     torch.manual_seed(config.seed + 1 + accelerator.process_index)
+    if newest:
+        warn_of_size(newest, config, method)
     if newest and engine:
         resume.restore(newest, accelerator, engine, point=not config.dry_run)
         log.info("%s at step %d of %d: %s", "continues" if plan else "resumed", position.step, config.steps, newest)
@@ -133,7 +138,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         log.warning("The run has done all of its %d steps. To train longer, give more --steps.", config.steps)
     online, accuracy, dense = evaluations(config, method, prepared.shards, accelerator)
     if plan is not None:
-        dry_run(prepared, accelerator, engine, config, method, plan, position.step)
+        dry_run(prepared, accelerator, engine, given, config, method, plan)
         return
     assert engine is not None
     recorder = None
@@ -178,36 +183,63 @@ def continue_run(prepared: Prepared, output: Path) -> tuple[RunConfig, Path | No
     settings = config.model_dump(mode="json") | order
     if newest:
         resume.check_fits(newest, settings | same)
+        trainer = resume.read_trainer(newest)
+        for line in changed_schedules(trainer["settings"], config, prepared.images, trainer["position"]["step"]):
+            log.warning("%s", line)
     return config, newest, settings
 
 
+def warn_of_size(newest: Path, config: RunConfig, method: Method) -> None:
+    """Log a warning if the size of the crops changed since the checkpoint, because the encoder keeps its own size."""
+    past = resume.read_trainer(newest)["settings"].get(config.method) or {}
+    for name in ("size", "global_size"):
+        old, new = past.get(name), getattr(config.method_config, name, None)
+        if old != new and None not in (old, new):
+            log.warning(
+                "Training crops have %s instead of %s pixels (%s.%s). Evaluations during the run use %s pixels. The "
+                "exported encoder keeps encoder.image_size %s.",
+                *(new, old, config.method, name, method.image_size, config.encoder.model_dump().get("image_size")),
+            )
+
+
 def make_plan(
-    prepared: Prepared, accelerator: Accelerator, config: RunConfig, method: Method, buffered_bytes: int
+    prepared: Prepared, accelerator: Accelerator, config: RunConfig, method: Method, buffered_bytes: int, step: int
 ) -> Plan:
-    """Return the plan of a run. It must be made before the engine moves or shards the weights."""
+    """Return the plan of a run that has done `step` steps, before the engine moves or shards the weights."""
     check_gpus(config, accelerator.num_processes)
-    processes = accelerator.num_processes if config.gpu is None else config.gpus
+    processes, sharing = accelerator.num_processes if config.gpu is None else config.gpus, 1
+    if config.gpu is not None:
+        gpu = GPUS[config.gpu]
+        place, capacity = f"an {gpu.name} of {gpu.size / 1e9:.0f} GB", gpu.size
+    elif accelerator.device.type == "cuda":
+        found = torch.cuda.get_device_properties(accelerator.device)
+        place, capacity = f"the {found.name} of {found.total_memory / 1e9:.0f} GB", found.total_memory
+    else:
+        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+        capacity = memory()
+        place = f"this machine of {capacity / 1e9:.1f} GB"
     each = config.batch_size // processes // config.accumulate
     need = needs(method, config.precision, each) if accelerator.is_main_process else None
-    return Plan(prepared.sources, prepared.images, processes, workers(config, accelerator), buffered_bytes, need)
+    size = (processes, workers(config, accelerator), buffered_bytes)
+    return Plan(prepared.sources, prepared.images, *size, need, place, capacity, sharing, step)
 
 
 def dry_run(
     prepared: Prepared,
     accelerator: Accelerator,
     engine: Engine | None,
+    given: RunConfig,
     config: RunConfig,
     method: Method,
     plan: Plan,
-    step: int,
 ) -> None:
-    """Print the plan of a run that has done `step` steps, and the forecast of the others. Collective.
+    """Print the plan of a run, and the forecast of the steps that remain. Collective.
 
     `method` cannot be used afterwards.
     """
-    fits = print_plan(config, plan) if accelerator.is_main_process else True
+    fits = print_plan(given, config, plan) if accelerator.is_main_process else True
     fits = all(gather_objects(fits))
-    if step >= config.steps:
+    if plan.step >= config.steps:
         return
 
     def small_loader(batch_size: int) -> Batches:
@@ -215,9 +247,11 @@ def dry_run(
         return loader(small, method, prepared.sources, 0, accelerator)
 
     own = (config, accelerator, engine, method, small_loader)
-    rows = forecast(*own, workers=plan.workers, fits=fits, steps=config.steps - step)
+    rows, seconds = forecast(*own, workers=plan.workers, fits=fits, steps=config.steps - plan.step)
     if accelerator.is_main_process:
         print_table("forecast", rows)
+        if accelerator.device.type == "cpu" and config.gpu is None and seconds > LONG and not plan.step:
+            print(shorter(given, config, prepared.images, seconds))
 
 
 def first_batches(given: RunConfig) -> tuple[Prepared, Batches, torch.device]:

@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate import Accelerator
-from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 from torch import Tensor
 
 from tessera.data.augment import to_model_input
@@ -30,8 +28,15 @@ from tessera.evaluation.memory import LIMITS
 from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.engines.meta_copy import meta_parameters
 from tessera.pretrain.methods.method import Method
+from tessera.pretrain.origins import described, differing
 from tessera.runtime.collectives import alone
 from tessera.runtime.machine import memory
+from tessera.runtime.user_error import printable
+
+MOST_LINES = 16
+"""Largest number of lines of settings in a plan, which has about 40 lines in all."""
+HEADROOM = 0.9
+"""Share of a memory that a run may fill. The rest is for the libraries and for fragmentation."""
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +55,14 @@ class Plan:
     """Size of the shared memory of the loader workers of a process."""
     needs: "Needs | None"
     """Memory of a process; None except on the main process."""
+    place: str
+    """Name of the memory that holds the run, such as `an H100 of 80 GB`."""
+    capacity: int
+    """Size of this memory in bytes."""
+    sharing: int = 1
+    """Number of processes that share this memory."""
+    step: int = 0
+    """Number of steps that the run has done."""
 
 
 class Needs(NamedTuple):
@@ -61,6 +74,9 @@ class Needs(NamedTuple):
     """Weights, buffers, gradients and AdamW's two moments."""
     activations: int | None
     """Tensors that a forward pass keeps for the backward pass; None if they cannot be estimated."""
+
+    checkpoint: int
+    """Weights, buffers and AdamW's two moments."""
 
     @property
     def total(self) -> int:
@@ -83,7 +99,7 @@ def dry_forward(method: Method) -> None:
     """
     transform = method.transform()
     transforms = transform.transforms if isinstance(transform, MixedCrops) else [transform]
-    batches = [_blank_batch(method, one, [(64, 64), (32, 256), (256, 32)]).to("meta") for one in transforms]
+    batches = [blank_batch(method, one, [(64, 64), (32, 256), (256, 32)]).to("meta") for one in transforms]
     empty: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in method.buffers()}
     empty |= meta_parameters(method)
     phantom = copy.deepcopy(method, empty)
@@ -98,7 +114,7 @@ def dry_forward(method: Method) -> None:
             log.info("%s is not checked before the run, because it does not run on the meta device: %s", name, error)
 
 
-def _blank_batch(method: Method, transform: Transform, sizes: Sequence[tuple[int, int]]) -> Batch:
+def blank_batch(method: Method, transform: Transform, sizes: Sequence[tuple[int, int]]) -> Batch:
     """Return a batch of black images of the given (height, width) sizes, cropped and masked by `transform`.
 
     All images have the label 0.
@@ -136,7 +152,7 @@ def _kept_bytes(method: Method, precision: str, images: int) -> int:
         alive.append(tensor.untyped_storage())
         kept[alive[-1].data_ptr()] = alive[-1].nbytes()
 
-    batch = _blank_batch(method, method.transform(), [(64, 64)] * images)
+    batch = blank_batch(method, method.transform(), [(64, 64)] * images)
     weights = {t.untyped_storage().data_ptr() for t in [*method.parameters(), *method.buffers()]}
     with (
         torch.autograd.graph.saved_tensors_hooks(count, lambda none: none),
@@ -176,56 +192,101 @@ def needs(method: Method, precision: str, images: int) -> Needs:
             activations = activation_bytes(method, precision, images)
         except Exception as error:  # black images without names may not suit a method of the user
             log.info("The memory of the activations is not estimated: %s", error)
-    return Needs(trained, state, activations)
+    return Needs(trained, state, activations, state - 4 * trained)
 
 
-def print_plan(config: RunConfig, run: Plan) -> bool:
-    """Print the resolved settings of the run, and a table of its length, data and memory use.
+def print_plan(given: RunConfig, config: RunConfig, run: Plan) -> bool:
+    """Print the settings of the run, and a table of its length, data and memory use.
+
+    The settings are those that differ from the defaults. With `--dry_run full`, all settings are printed.
 
     Return False if the run takes more memory than this machine, or its GPU, has.
     """
+    full = config.dry_run == "full"
+    if full:
+        print(to_yaml(config))
+    print("settings that differ from the defaults, and where they come from:")
+    print("\n".join(described(differing(given, config, run.images), None if full else MOST_LINES)))
+    print_table("this run", plan_rows(config, run, full=full))
+    fits, sentence = fit(config, run)
+    print(sentence)
+    return fits
+
+
+def plan_rows(config: RunConfig, run: Plan, *, full: bool) -> dict[str, str]:
+    """Return the rows of the table of a plan. `full` adds rows that matter to few runs."""
     assert run.needs is not None
-    trained, state, activations = run.needs
     each = config.batch_size // run.processes // config.accumulate
     count = sum(len(source.shards) for source in run.shards.lists)
     size = sum(int(source.sizes.sum()) for source in run.shards.lists)
-    readers = run.processes * max(run.workers, 1)
-    shares = ", ".join(f"{len(source.shards) / readers:.1f}" for source in run.shards.lists)
     checkpoints = math.ceil(config.steps / config.checkpoint_every)
     evaluated = LIMITS["cuda" if config.gpu is not None or torch.cuda.is_available() else "cpu"]
     rows = {
-        "trained parameters": f"{trained:,}",
+        "trained parameters": f"{run.needs.trained:,}",
         "optimizer steps": f"{config.steps:,} of {config.batch_size} images",
         "images": f"{run.images:,} in {count:,} {'shard' if count == 1 else 'shards'}, {decimal(round(size))}",
         "epochs": f"{config.steps * config.batch_size / run.images:.1f}",
         "processes x loader workers": f"{run.processes} x {run.workers}",
-        "shards per worker": f"{shares} (any number works)",
         "images per forward pass of a process": f"{each}",
-        "memory per process: weights, gradients, optimizer": decimal(state),
-        "memory per process: activations (estimate)": "unknown" if activations is None else decimal(activations),
+        "memory per process: weights, gradients, optimizer": _amount(run.needs.state),
+        "memory per process: activations (estimate)": _amount(run.needs.activations),
         "memory per process: images of an evaluation and their activations": f"{decimal(evaluated)}, or one image",
         "shared memory per process: batches of the workers": decimal(run.buffered_bytes),
-        "memory of this machine": decimal(memory()),
         "cache": _cache(config),
-        "checkpoint": decimal(state - 4 * trained),
-        "checkpoints": f"{checkpoints}, of which the newest {config.checkpoint.keep} are kept",
+        "checkpoints": f"{checkpoints} of {_amount(run.needs.checkpoint)}, of which the newest "
+        f"{config.checkpoint.keep} are kept",
     }
+    if config.gpu is None and not torch.cuda.is_available():
+        rows["memory of this machine"] = decimal(memory())
+    if full:
+        readers = run.processes * max(run.workers, 1)
+        shares = ", ".join(f"{len(source.shards) / readers:.2g}" for source in run.shards.lists)
+        rows["shards per worker"] = f"{shares} (any number works)"
     if len(run.shards.lists) > 1:
         rows["shares of the sources"] = _shares(config, run.shards)
-    print(to_yaml(config))
-    print_table("this run", rows)
-    if config.gpu is not None:
-        return True
-    if torch.cuda.is_available():
-        return run.needs.total <= torch.cuda.get_device_properties().total_memory
-    return _fits(run.processes * run.needs.total)
+    if run.step:
+        rows["optimizer steps"] += f"; continues at step {run.step:,} of {config.steps:,}"
+    return rows
+
+
+def fit(config: RunConfig, run: Plan) -> tuple[bool, str]:
+    """Return True if a step fits the memory of the device, and a sentence that says so, or what to change."""
+    assert run.needs is not None
+    state, activations, times = run.needs.state, run.needs.activations, run.sharing
+    if activations is None:
+        return True, f"The memory of the activations is unknown, so nothing is said about {run.place}."
+    needed = f"{_amount(times * state)} of weights, gradients and optimizer + {_amount(times * activations)} of "
+    needed += "activations"
+    if times * (state + activations) <= HEADROOM * run.capacity:
+        return True, f"{needed} fit {run.place}."
+    shares = [n for n in range(config.accumulate + 1, config.batch_size + 1) if _divides(config, run, n)]
+    less = (n for n in shares if times * (state + activations * config.accumulate / n) <= HEADROOM * run.capacity)
+    advice = "Choose a smaller encoder, or smaller crops."
+    if (accumulate := next(less, None)) is not None:
+        smaller = _amount(round(times * activations * config.accumulate / accumulate))
+        advice = (
+            f"--accumulate {accumulate} needs {_amount(times * state)} + {smaller}. Or lower batch_size, or set "
+            "encoder.checkpoint_activations to true."
+        )
+    hardly = "hardly fit" if times * (state + activations) <= run.capacity else "do not fit"
+    return hardly == "hardly fit", f"{needed} {hardly} {run.place}. {advice}"
+
+
+def _divides(config: RunConfig, run: Plan, accumulate: int) -> bool:
+    return config.batch_size % (run.processes * accumulate) == 0
+
+
+def _amount(size: int | None) -> str:
+    """Return a size in a unit that leaves digits, or `unknown`."""
+    return "unknown" if size is None else decimal(size)
 
 
 def print_table(title: str, rows: Mapping[str, str]) -> None:
-    table = Table("quantity", "value", title=title)
+    """Print quantities and their values in two columns."""
+    width = max(map(len, rows), default=0)
+    print(f"{title}:")
     for quantity, value in rows.items():
-        table.add_row(quantity, value)
-    Console().print(table)
+        print(f"  {quantity:<{width}}  {printable(value)}")
 
 
 def warn_of_memory(config: RunConfig, method: Method, accelerator: Accelerator) -> None:

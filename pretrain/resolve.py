@@ -19,6 +19,7 @@ from tessera.data.demo import demo_shards
 from tessera.data.loader import mixture_sampler
 from tessera.data.sampler import BatchSampler, batch_ranges, phases
 from tessera.data.shards import MOST_LISTED, ShardError, Source, Sources, WeightedShards
+from tessera.data.shards.folder import ImageFolder
 from tessera.data.shards.open import shown_paths
 from tessera.data.statistics import count_classes, pixel_statistics
 from tessera.encoders.base import Preprocessing
@@ -29,6 +30,8 @@ from tessera.pretrain.engines import Engine
 from tessera.pretrain.export import find_on_main
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method, RunSize
+from tessera.pretrain.optim.adamw import OptimConfig
+from tessera.pretrain.optim.schedules import cosine
 from tessera.runtime import processes
 from tessera.runtime.collectives import broadcast_object, gather_objects, patient_group, rank
 from tessera.runtime.machine import keep_freed_memory, limit_kernel_caches
@@ -242,6 +245,26 @@ def agree(opened: list[Source], buffers: list[int]) -> str:
     return own
 
 
+def _only_renamed(saved: dict[str, Any], opened: list[Source], buffers: list[int]) -> bool:
+    """Return True if folders of images have the order of a checkpoint, and only the names of the folders differ.
+
+    The name of a folder is a part of the fingerprint, but does not determine the order.
+
+    Args:
+        saved: settings of the checkpoint.
+        opened: sources of the run.
+        buffers: sizes of the shuffle buffers.
+    """
+    shards = [shard for source in opened for shard in source.shards]
+    named = (saved.get("data") or {}).get("shards")
+    names = [Path(one).name for one in ([named] if isinstance(named, str) else named or [])]
+    if len(names) != len(shards) or not all(isinstance(shard, ImageFolder) for shard in shards):
+        return False
+    counts = [count for source in opened for _, count in source.identity]
+    renamed = [[name, count] for name, count in zip(names, counts, strict=True)]
+    return hashlib.sha256(json.dumps([renamed, buffers]).encode()).hexdigest() == saved.get("shards")
+
+
 def fingerprint(opened: list[Source], buffers: list[int]) -> str:
     """Return a hash of everything that determines the sample order.
 
@@ -286,7 +309,11 @@ def continued(config: RunConfig, sources: Sources, checkpoint: Path) -> tuple[Ru
     past = [tuple(row) for row in saved_stream.get("growth") or ()]
     counts, lists = saved.get("shard_counts") or [], sources.lists
     old = [source.first(count) for source, count in zip(lists, counts, strict=False) if 0 < count <= len(source.shards)]
-    if len(old) != len(lists) or fingerprint(old, config.stream.buffers(old)) != saved.get("shards"):
+    buffers = config.stream.buffers(old)
+    if len(old) != len(lists) or fingerprint(old, buffers) != saved.get("shards"):
+        if not past and len(old) == len(lists) and _only_renamed(saved, old, buffers):
+            log.info("The folders of images have other names, but as many images as before. The order stays.")
+            return config, {"shards": saved["shards"]}
         if past:
             raise CheckpointError(
                 f"Shards or stream settings were changed since {checkpoint}, whose order of samples has added shards. "
@@ -336,6 +363,44 @@ def notice_other_samples(sources: Sources, checkpoint: Path | None) -> list[str]
                 *(number, checkpoint, shown_paths([shard.path for shard in source.shards])),
             )
     return found
+
+
+def changed_schedules(saved: dict[str, Any], config: RunConfig, images: int, step: int) -> list[str]:
+    """Return sentences about a run that continues with another length or batch size: its learning rate, and settings
+    that keep the values that follow from the old length and batch size.
+
+    Args:
+        saved: settings of the checkpoint.
+        config: settings of the run.
+        images: number of training images.
+        step: number of steps done.
+    """
+    before, now = ((one["steps"], one["batch_size"]) for one in (saved, config.model_dump()))
+    try:
+        past = validate(OptimConfig, saved["optim"])
+    except (SettingsError, KeyError):  # an older version, with other settings
+        return []
+    if before == now and past == config.optim:
+        return []
+    peaks = [optim.scaled_lr(size) for optim, (_, size) in ((past, before), (config.optim, now))]
+    rates = [
+        cosine(step, steps, peak, optim.min_lr, optim.warmup_steps, reach_in_warmup=optim.reach_lr_in_warmup)
+        for optim, peak, (steps, _) in zip((past, config.optim), peaks, (before, now), strict=True)
+    ]
+    peak = f"stays {peaks[0]:.3g}" if peaks[0] == peaks[1] else f"is {peaks[1]:.3g} instead of {peaks[0]:.3g}"
+    said = [f"The peak learning rate {peak}{config.optim.scaling_rule(config.batch_size)}."]
+    if step < min(before[0], now[0]):
+        said.append(f"That of step {step + 1} is {rates[1]:.3g} instead of {rates[0]:.3g}.")
+    values: list[dict[str, Any]] = []
+    for steps, size in (before, now):
+        run = RunSize(images, size, steps, getattr(config.method_config, "classes", None), config.accumulate)
+        method, optim = METHODS[config.method].resolve(type(config.method_config)(), OptimConfig(), run)
+        values.append({f"optim.{n}": v for n, v in optim} | {f"{config.method}.{n}": v for n, v in method})
+    own = {f"optim.{n}": v for n, v in config.optim} | {f"{config.method}.{n}": v for n, v in config.method_config}
+    kept = [f"{n} {own[n]} (a new run: {values[1][n]})" for n in own if own[n] == values[0][n] != values[1][n]]
+    if kept:
+        said.append(f"Settings that follow from the old length or batch size keep their values: {', '.join(kept)}.")
+    return [" ".join(said)]
 
 
 def measure_pixels(config: RunConfig, opened: Sources, accelerator: Accelerator) -> Preprocessing | None:

@@ -207,17 +207,12 @@ def check_fits(path: Path, settings: dict[str, Any]) -> None:
     ]
     if changed:
         log.warning("settings changed since %s: %s", path.name, ", ".join(changed))
-    if any(saved.get(name) != settings[name] for name in ("steps", "batch_size")):
-        log.warning(
-            "the learning rate, the warm-ups and other settings that were derived from the old length and batch size "
-            "keep their values. To derive them again, start a new run with --init_from."
-        )
     ordering = ("seed", "batch_size", "shards")
-    if any(old.get(name) != new.get(name) and (name in ordering or name.startswith("stream.")) for name in old | new):
-        log.warning(
-            "the order of the samples changes, because seed, batch size, stream settings or shards changed. The order "
-            "stays if new shards come after the old ones, as in --data OLD NEW."
-        )
+    differing = sorted(name for name in old | new if old.get(name) != new.get(name))
+    if reasons := [name for name in differing if name in ordering or name.startswith("stream.")]:
+        advice = " The order stays if new shards come after the old ones, as in --data OLD NEW."
+        advice = advice if "shards" in reasons else ""
+        log.warning("the order of the samples changes, because %s changed.%s", " and ".join(reasons), advice)
     differ = [
         f"{name} is {old.get(name)} in the checkpoint and {new.get(name)} in this run"
         for name in old | new

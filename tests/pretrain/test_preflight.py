@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,22 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.filesize import decimal
 from torch import Tensor, nn
 
 from tessera import encoders
 from tessera.data.batch import Batch
 from tessera.data.crops import MultiCrop, MultiCropConfig
 from tessera.data.shards import open_sources
-from tessera.pretrain import build, preflight
+from tessera.pretrain import build, job, preflight
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.preflight import (
+    Needs,
     Plan,
     activation_bytes,
     dry_forward,
+    fit,
     needs,
     print_plan,
     state_bytes,
@@ -139,8 +143,10 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         write_shard(tmp_path / f"{name}.tar", np.zeros((count, 16, 16, 3), np.uint8), None)
     config = settings("--accumulate", "2", "--checkpoint_every", "3", "--checkpoint.keep", "1")
     method = dino(config)
-    plan = Plan(open_sources(str(tmp_path / "*.tar")), 50, 2, 3, 9_000_000, needs(method, config.precision, 2))
-    print_plan(config, plan)
+    need = needs(method, config.precision, 2)
+    plan = Plan(open_sources(str(tmp_path / "*.tar")), 50, 2, 3, 9_000_000, need, "an H100 of 80 GB", 80 * 10**9)
+    full = config.model_copy(update={"dry_run": "full"})
+    print_plan(config, full, plan)
     said = re.sub(r"[ │┃]+", " ", capsys.readouterr().out)
     trained = sum(p.numel() for p in method.student.parameters() if p.requires_grad)
     for part in (
@@ -151,13 +157,16 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         "processes x loader workers 2 x 3",
         "images per forward pass of a process 2",
         f"cache {tmp_path / 'cache'}, at most 64 GB on each node",
-        "checkpoints 3, of which the newest 1 are kept",
+        f"checkpoints 3 of {decimal(need.checkpoint)}, of which the newest 1 are kept",
+        f"{decimal(need.state)} of weights, gradients and optimizer + {decimal(need.activations or 0)} of activations "
+        "fit an H100 of 80 GB.",
+        "shards per worker 0.33 ",
         "shared memory per process: batches of the workers 9.0 MB",
         "prototypes: 64",
     ):
         assert part in said, part
     monkeypatch.setattr(preflight, "is_on_network", lambda folder: folder == tmp_path / "cache")
-    print_plan(config, plan)
+    print_plan(config, config, plan)
     said = re.sub(r"[ │┃\n]+", " ", capsys.readouterr().out)
     assert "It is on a network disk: set TESSERA_CACHE to a local folder" in said
     shards = [str(tmp_path / "a.tar"), str(tmp_path / "b.tar")]
@@ -167,7 +176,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         ([{0: 1, 4: 1}, {0: 0, 4: 3}], "100 %, 0 % from step 0; 25 %, 75 % from step 4"),
     ):
         sources = open_sources(dict(zip(shards, weights, strict=True)))
-        print_plan(config, Plan(sources, 50, 2, 3, 9_000_000, plan.needs))
+        print_plan(config, config, replace(plan, shards=sources))
         assert f"shares of the sources {shares} " in re.sub(r"[ │┃\n]+", " ", capsys.readouterr().out)
 
 
@@ -252,11 +261,26 @@ def test_a_run_that_cannot_fit_in_memory_is_refused(
     words = ["--method", "dino", "--encoder", "vit_micro", "--output", str(tmp_path / "run"), "--workers", "0"]
     needed = state_bytes(dino(settings()))
     assert needed < 10**8
-    monkeypatch.setattr(preflight, "memory", lambda: 10**8)
+    monkeypatch.setattr(job, "memory", lambda: 10**8)
     assert main([*words, "--dry_run", "--batch_size", "1024"]) == 0
-    assert "this machine has 100.0 MB of memory. Lower batch_size" in caplog.text
+    said = capsys.readouterr().out
+    assert "do not fit this machine of 0.1 GB. --accumulate" in said
     monkeypatch.setattr(build, "memory", lambda: 10**6)
     for more in ([], ["--dry_run"]):
         assert main([*words, *more]) == 2
         assert "but this machine has 1.0 MB of memory. Choose a smaller encoder" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_verdict_names_the_accumulation_that_fits() -> None:
+    config = settings("--batch_size", "64")
+    need = Needs(trained=1, state=6 * 10**9, activations=47 * 10**9, checkpoint=1)
+    plan = Plan(None, 50, 2, 3, 0, need, "an H100 of 80 GB", 80 * 10**9)  # pyright: ignore[reportArgumentType]
+    assert fit(config, plan) == (
+        True, "6.0 GB of weights, gradients and optimizer + 47.0 GB of activations fit an H100 of 80 GB.",
+    )  # fmt: skip
+    fits, said = fit(config, replace(plan, place="a GPU of 24 GB", capacity=24 * 10**9))
+    assert not fits
+    assert "do not fit a GPU of 24 GB. --accumulate 4 needs 6.0 GB + 11.8 GB." in said
+    assert fit(config, replace(plan, capacity=54 * 10**9))[0]
+    assert "Choose a smaller encoder" in fit(config, replace(plan, capacity=6 * 10**9))[1]

@@ -109,7 +109,7 @@ def test_when_one_process_dies_the_other_stops_within_a_minute(launch, tmp_path:
 @pytest.mark.slow
 def test_dry_run_says_what_would_happen_and_writes_nothing(launch, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    log = launch([*TINY, "--dry_run", "--output", str(output)]).wait()
+    log = launch([*TINY, "--dry_run", "full", "--output", str(output)]).wait()
     for part in ("trained parameters", "12 of 16 images", "shards per worker", "activations", "prototypes: 64"):
         assert part in log
     assert not output.exists()
