@@ -21,6 +21,7 @@ from tessera.encoders.formats.loading import check_names, check_shapes, check_va
 from tessera.encoders.lora import merged_state
 from tessera.encoders.registry import build, family
 from tessera.runtime.files import atomic_write, read_bounded
+from tessera.runtime.isolation import own_modes
 from tessera.runtime.user_error import printable
 
 DESCRIPTION_BYTES = 2**20
@@ -55,6 +56,7 @@ def save(encoder: Encoder, path: str | Path, *, step: int | None = None):
         file.write_text(json.dumps(described, indent=2) + "\n")
 
 
+@own_modes()
 def load(path: str | Path) -> Encoder:
     """Return the encoder that `save` wrote to `path`, a .safetensors file. The returned encoder is in evaluation mode.
 

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 
 from tessera.encoders import build, family, load, save, saving
 
@@ -46,3 +47,12 @@ def test_an_encoder_is_found_in_the_folder_of_a_run(tmp_path):
     assert load(str(tmp_path)).settings["depth"] == 2
     with pytest.raises(ValueError, match=r"must end in \.safetensors\. The folder holds no encoder"):
         load(tmp_path / "checkpoints")
+
+
+def test_modes_of_the_caller_do_not_reach_the_weights(tmp_path):
+    saved = build("vit_micro")
+    save(saved, tmp_path / "encoder.safetensors")
+    with torch.device("meta"), torch.inference_mode():
+        loaded = load(tmp_path / "encoder.safetensors")
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in saved.state_dict().items())
+    assert not any(parameter.is_inference() for parameter in loaded.parameters())
