@@ -52,7 +52,7 @@ class Note(NamedTuple):
 
     kind: str
     """Key of `SENTENCES`, or a file name extension with its dot."""
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     first: str = ""
     """Name of the first file or member; empty if a name would not help."""
     group: str = ""

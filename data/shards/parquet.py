@@ -282,7 +282,7 @@ def _labels(file: Any, column: str | None) -> np.ndarray:
         return np.full(file.metadata.num_rows, -1, dtype=np.int64)
     values = file.read([column], use_threads=False).column(0)
     if types.is_uint64(kind):
-        values = compute.min_element_wise(values, scalar(HUGE, kind), skip_nulls=False)
+        values = compute.min_element_wise(values, scalar(HUGE, kind), skip_nulls=False)  # pyright: ignore[reportAttributeAccessIssue]
     return np.asarray(values.cast("int64").fill_null(-1))
 
 
