@@ -171,9 +171,10 @@ def run_cells(methods: list[str], messages: list[str], **given: dict[str, Any]) 
 def with_timm(file: Path, use: str) -> Tensor:
     """Return the pooled features (1, D) of the photograph that timm computes."""
     import timm
+    from timm.data import create_transform, resolve_model_data_config
 
     model = eval(use, {"timm": timm}).eval()
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    transform = create_transform(**resolve_model_data_config(model))
     return model(transform(made_photograph())[None])
 
 

@@ -112,8 +112,10 @@ def few(data: str, images: int, folder: Path) -> list[str]:
         path = folder / f"part-{part}.tar"
         with tarfile.open(path, "w") as tar:
             for number in range(part * images, (part + 1) * images):
+                stored = opened.stored_image(number)
+                assert isinstance(stored, bytes)  # as those of tars are
                 for name, content in (
-                    (f"{number:04d}.jpg", opened.stored_image(number)),
+                    (f"{number:04d}.jpg", stored),
                     (f"{number:04d}.cls", str(number % 2).encode()),
                 ):
                     member = tarfile.TarInfo(name)

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from tessera.runtime import stdio
 from tessera.runtime.synonyms import LAUNCHER
@@ -92,13 +93,13 @@ def main() -> None:
     accelerate_launch.main()
 
 
-def call(name: str) -> object:
+def call(name: str) -> int | None:
     """Import the module of a command, call its `main`, and return the result: an exit code, or None for 0.
 
     A module whose `main` takes arguments, or that has none, replaces this process as `python -m MODULE`. Evaluations of
     other packages that were written for earlier versions of Tessera are such modules.
     """
-    main = getattr(importlib.import_module(name), "main", None)
+    main: Any = getattr(importlib.import_module(name), "main", None)
     try:
         inspect.signature(main).bind()
     except TypeError:

@@ -49,8 +49,8 @@ def test_what_is_suggested_exists() -> None:
 
 def _nested(name: str, value: str) -> dict[str, object]:
     section, _, last = name.rpartition(".")
-    value = [value] if last == "sinks" else value
-    return {section: {last: value}} if section else {last: value}
+    given = [value] if last == "sinks" else value
+    return {section: {last: given}} if section else {last: given}
 
 
 # Flags and settings as the other projects spell them, and the flag here.

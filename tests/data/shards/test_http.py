@@ -403,7 +403,7 @@ def test_urls_are_sent_unchanged(tmp_path, write_tar, png, cache):
     class Signed(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def log_message(self, *_):
+        def log_message(self, format, *args):
             pass
 
         def do_GET(self):
