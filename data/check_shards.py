@@ -4,8 +4,8 @@ The report describes the contents and lists all problems. A corrupt image does n
 
     tessera check_shards SHARDS [options]
 
-Exit status: 0 if the report lists no problem, 1 if it lists a problem, 2 if the command line or a pattern is wrong, or
-if the check fails.
+Exit status: 0 if the report lists no problem, 1 if it lists a problem, 2 if the command line or a pattern is wrong, if
+no image can be read, or if the check fails.
 """
 
 import hashlib
@@ -414,7 +414,10 @@ def main(argv: list[str] | None = None) -> int:
             with atomic_write(settings.output) as path:
                 path.write_text(json.dumps(report, indent=1) + "\n")
         _show(report)
-        return 0 if report["good"] else 1
+        if report["good"]:
+            return 0
+        unreadable = report["corrupt"] and len(report["corrupt"]) == report["images"]
+        return 2 if unreadable else 1
 
     return run_command(PROGRAM, command)
 

@@ -232,9 +232,10 @@ def _read(path: Path) -> dict[str, Any]:
     The file is opened anew each time, because NFS then asks the server for its newest content.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # before `open`, which refuses a folder in words of its own
+        os.close(descriptor)
+        raise LockedError(f"{path} is not a regular file, so it cannot be a lock. Remove it.")
     with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise LockedError(f"{path} is not a regular file, so it cannot be a lock. Remove it.")
         try:
             record = json.loads(file.read(MAX_BYTES))
         except (ValueError, RecursionError):

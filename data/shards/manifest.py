@@ -243,5 +243,10 @@ def _columns(path: Path, names: Sequence[str], need_labels: bool) -> tuple[str, 
                 f"{path} has no column {known[0]!r}. Columns of the file: {', '.join(map(repr, names)) or 'none'}. "
                 f"Rename the column with the {kind} to one of: {', '.join(known)}."
             )
+        if not columns and len(names) > 1:
+            warn_once(
+                f"{path} has no column with {kind}, so its images have none. Columns of the file: "
+                f"{', '.join(map(repr, names))}. Rename the column with the {kind} to one of: {', '.join(known)}."
+            )
         found.append(columns[0] if columns else None)
     return str(found[0]), found[1]

@@ -125,6 +125,7 @@ def test_corrupt_images_are_named_and_the_others_counted(write_tar, png, report,
     text = capsys.readouterr().out
     assert "4 corrupt images, which a run leaves out" in text
     assert "t.tar/03: the file is empty" in text
+    report(write_tar("none.tar", [("0.png", b"no image")]), status=2)
 
 
 def test_shards_that_a_run_refuses_beside_good_ones(write_tar, write_shards, png, report, capsys):

@@ -144,7 +144,7 @@ def test_lists_and_manifests(three, tmp_path, ending, labels, expected):
         ("path,label\n0.jpg\n", [], "line 2 and the header have different numbers of fields"),
         ("path\nno.jpg\n", [], "lists no existing images"),
         ("path\n0.jpg\n", ["--labels=folders"], "--labels folders is for a folder"),
-        ("file,kind\n0.jpg,5\n", [], "no column 'path'. Columns of the file: 'file', 'kind'"),
+        ("name,kind\n0.jpg,5\n", [], "no column 'path'. Columns of the file: 'name', 'kind'"),
         ("", [], "no column 'path'"),
     ],
 )

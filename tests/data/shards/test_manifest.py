@@ -103,6 +103,12 @@ def test_a_csv_is_a_set_of_images(photos: Path) -> None:
     assert train.image(0) == (photos / "a.png").read_bytes()
 
 
+def test_a_column_of_another_name_is_said(photos: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (photos.parent / "species.csv").write_text("file,species\nphotos/a.png,cat\n")
+    assert open_shards(str(photos.parent / "species.csv")).images == 1
+    assert "has no column with labels, so its images have none. Columns of the file: 'file', 'species'" in caplog.text
+
+
 def test_shards_with_labels_of_their_own_are_refused(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "labels.csv").write_text("path,label\nphotos/a.png,cat\nphotos/b.png,dog\n")
     make_shards([str(photos), str(tmp_path / "shards"), "--labels", str(tmp_path / "labels.csv"), "--workers", "1"])
