@@ -8,6 +8,9 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from tessera.data.shards import ShardError, Shards, Source, SourceConfig, describe_remote, open_shards
+from tessera.data.shards.folder import ImageFolder
+from tessera.data.shards.source import Shard
+from tessera.data.shards.tar import IMAGES, Index
 from tessera.evaluation.features import EvaluationError
 from tessera.runtime.collectives import gather_objects, run_on_all_ranks
 
@@ -86,50 +89,100 @@ def check_disjoint(train: Source, val: Source, flags: Flags = ("--train", "--val
     """Check that the validation set has no image of the training set.
 
     Two shards count as equal if they have the same path, are the same file (such as a link), or have the same SHA-256
-    in `index.json`. Pairs of images are compared only if their names and their sizes in bytes are equal. At most
-    `MOST_COMPARED` of these pairs are read.
+    in `index.json`. Two images of folders or manifests count as equal if they are the same file, whatever their names.
+    Other pairs of images are compared only if their names and their sizes in bytes are equal. At most `MOST_COMPARED`
+    of these pairs are read. If a set is a folder or a manifest, names are also compared without folders and extensions.
 
     Raises:
-        EvaluationError: both sets contain equal shards, or equal images with the same name.
+        EvaluationError: both sets contain equal shards, the same file, or equal images with the same name.
         ShardError: the index of a shard cannot be read.
     """
     of_train, of_val = flags
+    of_files = any(isinstance(shard, ImageFolder) for one in (train, val) for shard in one.shards)
     remedy = f"Choose other shards for {of_val}, or allow this with --source.allow_overlap true."
+    if of_files:
+        remedy = f"To keep images out of {of_train}, give a CSV that lists the others: {of_train} train.csv. {remedy}"
     known = {identity: shard.path for shard in train.shards for identity in shard.identities()}
     for shard in val.shards:
         if same := [known[identity] for identity in shard.identities() if identity in known]:
             name = "" if same[0] == shard.path else f" Its path in {of_train} is {same[0]}."
             raise EvaluationError(f"{shard.path} is in both {of_train} and {of_val}.{name} {remedy}")
-    numbers = {sample: number for number, sample in _samples(val)}
-    pairs = list({numbers[sample]: number for number, sample in _samples(train) if sample in numbers}.items())
-    for number, other in pairs[:: max(-(-len(pairs) // MOST_COMPARED), 1)]:
-        try:
-            equal = val.stored_image(number) == train.stored_image(other)
-        except ShardError:
-            continue  # skip the pair, because the evaluation itself reports or skips unreadable shards
-        if equal:
-            raise EvaluationError(
-                f"The image {val.name(number)} of {of_val} is also in {of_train}, as {train.name(other)}. Images with "
-                f"equal names and sizes in both sets: {len(pairs):,}. {remedy}"
-            )
+
+    def refuse(pairs: list[tuple[int, int]], kind: str, number: int, other: int) -> None:
+        raise EvaluationError(
+            f"The image {val.name(number)} of {of_val} is also in {of_train}, as {train.name(other)}. {kind} in both "
+            f"sets: {len(pairs):,}. {remedy}"
+        )
+
+    if same_files := _same_files(train, val):
+        refuse(same_files, "Image files", *same_files[0])
+    for name in (bytes, _stem) if of_files else (bytes,):
+        numbers = {(name(key), size): number for number, key, size in _samples(val)}
+        of_names = ((numbers.get((name(key), size)), number) for number, key, size in _samples(train))
+        pairs = list({number: other for number, other in of_names if number is not None}.items())
+        for number, other in pairs[:: max(-(-len(pairs) // MOST_COMPARED), 1)]:
+            try:
+                equal = val.stored_image(number) == train.stored_image(other)
+            except ShardError:
+                continue  # skip the pair, because the evaluation itself reports or skips unreadable shards
+            if equal:
+                refuse(pairs, "Images with equal names and sizes", number, other)
 
 
-def _samples(opened: Source) -> Iterator[tuple[int, tuple[bytes, int]]]:
-    """Yield the index of each sample in the source, and the name and the size in bytes of its image."""
-    firsts = np.cumsum(opened.counts) - opened.counts  # index of the first sample of each shard
+def _stem(key: bytes) -> bytes:
+    """Return the name of a sample without its folders and its extension."""
+    name, dot, extension = key.rpartition(b"/")[2].rpartition(b".")
+    return name if dot and extension.lower().decode(errors="replace") in IMAGES else name + dot + extension
+
+
+def _indices(opened: Source) -> Iterator[tuple[int, Shard, Index]]:
+    """Yield each shard with the index in the source of its first sample, and with its own index."""
+    firsts = np.cumsum(opened.counts) - opened.counts
     for first, shard in zip(firsts.tolist(), opened.shards, strict=True):
         try:
-            index = shard.index()
+            yield first, shard, shard.index()
         except ShardError:
             if opened.config.unreadable == "stop":
-                raise
-            continue  # the loader skips the shard
+                raise  # otherwise, the loader skips the shard
+
+
+def _samples(opened: Source) -> Iterator[tuple[int, bytes, int]]:
+    """Yield the index of each sample in the source, its name, and the size in bytes of its image."""
+    for first, _, index in _indices(opened):
         names, start = index.keys.tobytes(), 0  # samples of a map-style data set have no names to compare
         for number, (end, size) in enumerate(
             zip(index.ends.tolist(), index.images[: len(index.ends), 1].tolist(), strict=True), first
         ):
-            yield number, (names[start:end], size)
+            yield number, names[start:end], size
             start = end
+
+
+def _same_files(train: Source, val: Source) -> list[tuple[int, int]]:
+    """Return the indices in `val` and in `train` of each image file that is in both: paths, links or hard links.
+
+    The index of a folder has the time and the size of each file. Only files whose time and size are in both sets are
+    looked up on the disk.
+    """
+    facts = np.dtype([("modified", np.int64), ("size", np.int64)])
+    sets = [
+        [
+            (first, shard, index, np.ascontiguousarray(index.images).view(facts)[:, 0])
+            for first, shard, index in _indices(one)
+            if isinstance(shard, ImageFolder)
+        ]
+        for one in (val, train)
+    ]
+    if not all(sets):
+        return []
+    both = np.intersect1d(*(np.concatenate([found for *_, found in one]) for one in sets))
+    files: list[dict[tuple[int, int], int]] = [{}, {}]
+    for known, one in zip(files, sets, strict=True):
+        for first, shard, index, found in one:
+            for sample in np.flatnonzero(np.isin(found, both)).tolist():
+                if (identity := shard.file_identity(index, sample)) is not None:
+                    known[identity] = first + sample
+    of_val, of_train = files
+    return [(number, of_train[identity]) for identity, number in of_val.items() if identity in of_train]
 
 
 def check_labels(train: Tensor, val: Tensor, classes: Sequence[str] | None = None) -> None:

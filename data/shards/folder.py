@@ -69,6 +69,14 @@ class ImageFolder(Shard):
         """Return the path of the image of a sample."""
         return os.path.join(os.path.dirname(os.fsencode(self.path)), index.raw_key(sample))
 
+    def file_identity(self, index: Index, sample: int) -> tuple[int, int] | None:
+        """Return the device and the inode of the file of a sample, links followed; None if there is no file."""
+        try:
+            status = os.stat(self._file(index, sample))
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
+
     def make_index(self) -> Index:
         """List the folder again, and return the names, sizes, modification times and labels of the images."""
         listing = _list(self.path, self.config.form)

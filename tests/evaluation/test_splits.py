@@ -231,3 +231,49 @@ def test_equal_names_of_other_images_are_no_overlap(tmp_path):
     train = write(tmp_path / "train.tar", range(40))
     val = write(tmp_path / "val.tar", range(100, 140), names=range(40))
     opened(train, val)
+
+
+def photos(folder, numbers):
+    """Write one picture per number to folders of two classes."""
+    for number in numbers:
+        path = folder / ("ant" if number % 2 else "bee") / f"{number:03d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.random.default_rng(number).integers(0, 256, (16, 16, 3), np.uint8)).save(path)
+    return str(folder)
+
+
+def table(path, images):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("path,label\n" + "".join(f"{image},{Path(image).parent.name}\n" for image in images))
+    return str(path)
+
+
+def test_a_file_of_a_folder_is_refused_in_a_csv_and_in_another_folder(tmp_path):
+    scans, held_out = photos(tmp_path / "scans", range(8)), photos(tmp_path / "other", range(100, 104))
+    every = sorted(map(str, Path(scans).rglob("*.png")))
+    inside = table(tmp_path / "scans" / "val.csv", [str(Path(every[0]).relative_to(scans))])
+    below = table(tmp_path / "val.csv", ["other/ant/101.png", str(Path(every[5]).relative_to(tmp_path))])
+    for val in (inside, below):
+        assert "is also in --train, as scans/" in refuses(scans, val)
+        assert "is also in --train, as " in refuses(val, scans)
+    assert "Image files in both sets: 1. To keep images out of --train, give a CSV" in refuses(scans, below)
+    good = table(tmp_path / "good.csv", ["other/ant/101.png", "other/bee/100.png"])
+    opened(scans, good)
+    opened(good, scans)
+    assert "as other/ant/101.png" in refuses(held_out, good)
+    for number, link in enumerate((os.symlink, os.link)):
+        (tmp_path / f"links-{number}").mkdir()
+        link(every[-1], tmp_path / f"links-{number}" / "renamed.png")
+        assert "renamed.png of --val is also in --train" in refuses(scans, f"{tmp_path}/links-{number}")
+    assert "is also in --train" in refuses(scans, f"{scans}/ant")  # the names differ by the folder
+
+
+def test_copies_of_files_are_refused_in_a_csv_and_in_shards(tmp_path):
+    scans = photos(tmp_path / "scans", range(8))
+    photos(tmp_path / "a" / "copies", [3])
+    csv = table(tmp_path / "a" / "val.csv", ["copies/ant/003.png"])
+    assert "copies/ant/003.png of --val is also in --train, as scans/ant/003.png" in refuses(scans, csv)
+    assert make.main([scans, str(tmp_path / "shards"), "--workers=1"]) == 0
+    tars = str(tmp_path / "shards")
+    for train, val in ((tars, csv), (scans, tars), (tars, scans)):
+        assert "is also in --train" in refuses(train, val)
