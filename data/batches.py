@@ -64,7 +64,6 @@ class Batches:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        skipped = 0
         # An evaluation within a run is not interrupted, because other processes may wait for this process in a
         # collective. The run saves a checkpoint and ends after the evaluation.
         interruptible = isinstance(self.dataset, TrainDataset)
@@ -74,13 +73,22 @@ class Batches:
             if isinstance(batch, SharedBatch):
                 batch = batch.open()
             for name in batch.skipped:
-                skipped += 1
                 self.first_skipped = self.first_skipped or name
-                # Log each of the first `MOST_NAMED` corrupt images. Later, log only when their number has doubled.
-                if skipped <= MOST_NAMED or skipped & (skipped - 1) == 0:
-                    log.warning("skipped %s (%d so far)", name, skipped)
+                self._log_skipped(name)
             if batch.keys:
                 yield batch
+
+    def _log_skipped(self, name: str) -> None:
+        """Log a corrupt image, unless it was logged before. Each of the first `MOST_NAMED` images is logged; later ones
+        are only logged when the number of different images has doubled."""
+        dataset = self.dataset
+        seen = (dataset.sources[0] if isinstance(dataset, TrainDataset) else dataset.source).skipped
+        if name in seen:
+            return
+        seen.add(name)
+        count = len(seen)
+        if count <= MOST_NAMED or count & (count - 1) == 0:
+            log.warning("skipped %s (%d %s so far)", name, count, "image" if count == 1 else "different images")
 
     def _ring(self) -> BufferRing | None:
         """Return the shared buffers of the workers; None if there are no workers or the system refuses the memory.

@@ -388,6 +388,9 @@ class Source:
     """Class number that `label` returns for each class number in the shards; None to return them unchanged."""
     readers: int = 1
     """Number of sources that are read in this process. They share the limits of kept indices equally."""
+    skipped: set[str] = field(default_factory=set)
+    """Names of the corrupt images that this process has skipped, with reasons. Copies of the source share the set, so
+    that each image is logged once, however often the source is read."""
 
     def __post_init__(self) -> None:
         self._ends = np.cumsum(self.counts).tolist()

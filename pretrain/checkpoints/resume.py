@@ -74,7 +74,7 @@ class TrainState:
     """Number of skipped steps since the last step that was not skipped. Steps that were skipped because of a float16
     overflow do not count."""
     corrupt_images: int = 0
-    """Number of corrupt images that were replaced by other images, over all processes."""
+    """Number of times that a corrupt image was replaced by another image, over all processes."""
     alarm: dict[str, Any] = field(default_factory=dict)
     """State of the collapse alarm."""
     scores: dict[str, Any] = field(default_factory=dict)

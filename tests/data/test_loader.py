@@ -14,7 +14,7 @@ from tessera.data.collate import ViewShape
 from tessera.data.crops import MixedCrops, MultiCrop, MultiCropConfig, ResizedView
 from tessera.data.loader import LoaderConfig
 from tessera.data.sampler import MixtureSampler, ShuffledSampler, sample_rng
-from tessera.data.shards import ShardError
+from tessera.data.shards import ShardError, open_shards
 from tessera.encoders.base import Preprocessing
 from tests.data.batches import evaluation_batches, same_colors, step_positions, training_batches
 
@@ -133,6 +133,7 @@ def test_corrupt_images_are_replaced_from_their_stream(write_shards, png, caplog
     assert [one[: len(names[0])] for one in batches[1].skipped] == names[1:]
     assert not batches[2].skipped
     assert names[0] in caplog.text
+    assert caplog.text.count("skipped ") == 2, "an image that is drawn again is not named again"
     assert sum(len(batch) for batch in batches) == 40
 
 
@@ -230,11 +231,14 @@ def test_evaluation_leaves_corrupt_images_out(write_shards, png, caplog, workers
     paths = write_shards([12])
     damage(paths[0], *((png(number), b"bad") for number in (1, 4, 5, 6, 7)))
     with caplog.at_level(logging.WARNING):
-        batches = list(evaluation_batches(paths, Small(), batch_size=4, workers=workers))
-    assert [numbers(batch) for batch in batches] == [[0, 2, 3], [8, 9, 10, 11]]
-    assert [len(batch.skipped) for batch in batches] == [1, 0]
+        opened = open_shards(paths)
+        for _ in range(2):  # two evaluations of a run read the same source
+            batches = list(evaluation_batches(opened, Small(), batch_size=4, workers=workers))
+            assert [numbers(batch) for batch in batches] == [[0, 2, 3], [8, 9, 10, 11]]
+            assert [len(batch.skipped) for batch in batches] == [1, 0]
     assert "data-000000.tar/s00007" in caplog.text
-    assert "(5 so far)" in caplog.text
+    assert "(5 different images so far)" in caplog.text
+    assert caplog.text.count("skipped ") == 5, "each image is named once"
 
 
 def test_labels_that_are_needed(write_shards, write_tar, png):
