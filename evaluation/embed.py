@@ -8,7 +8,8 @@ The ending of the file selects its format: .npz (NumPy), .safetensors or .parque
     tokens     (N, h, w, D)   features of the h x w tokens, with --tokens true
     registers  (N, R, D)      features of the R register tokens, with --registers true
     keys       (N,)           names `shard.tar/key` of the samples; in .safetensors, a JSON list in the metadata
-    labels     (N,)           class indices, if all samples have labels
+    labels     (N,)           class indices, -1 for a sample without a label; left out if no sample has one
+    classes    (K,)           class names, if there are any; in .safetensors and .parquet, a JSON list in the metadata
 
 With `--blocks n`, `features`, `tokens` and `registers` have another axis of length n after N, with the features after
 each of the last n blocks. A row of a .parquet file holds the values of one image as flat lists, and the metadata of a
@@ -21,6 +22,7 @@ share the files.
 
 import hashlib
 import json
+from dataclasses import replace
 from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
@@ -88,7 +90,8 @@ def run(settings: EmbedSettings) -> None:
     files = max(1, ceil(shards.images / (settings.images_per_file or max(shards.images, 1))))
     names = [output] if settings.images_per_file is None else [_numbered(output, number) for number in range(files)]
     _prepare(output, settings, encoder, shards, main=rank == 0)
-    labelled = shards.all_labelled()
+    labelled = shards.count_labels() > 0
+    shards = replace(shards, optional_labels=True, classes=shards.class_names() if labelled else None)
     encoder.to(accelerator.device)
     for number in range(rank, files, processes):
         if settings.images_per_file is not None and names[number].exists():
@@ -135,7 +138,8 @@ def _arrays(
         for (name, shape), values in zip(shapes.items(), found.features.split(widths, 1), strict=True)
     }
     arrays["keys"] = np.array(found.keys, dtype=str)
-    return arrays | ({"labels": found.labels.numpy()} if labelled else {})
+    arrays |= {"labels": found.labels.numpy()} if labelled else {}
+    return arrays if shards.classes is None else arrays | {"classes": np.array(shards.classes, dtype=str)}
 
 
 def _grid(output: Features) -> Tensor:
@@ -204,8 +208,8 @@ def _write_npz(path: Path, arrays: Arrays) -> None:
 def _write_safetensors(path: Path, arrays: Arrays) -> None:
     from safetensors.numpy import save_file
 
-    numbers = {name: array for name, array in arrays.items() if name != "keys"}
-    save_file(numbers, path, {"keys": json.dumps(arrays["keys"].tolist())})
+    texts = {name: json.dumps(array.tolist()) for name, array in arrays.items() if array.dtype.kind == "U"}
+    save_file({name: array for name, array in arrays.items() if name not in texts}, path, texts)
 
 
 def _write_parquet(path: Path, arrays: Arrays) -> None:
@@ -213,12 +217,15 @@ def _write_parquet(path: Path, arrays: Arrays) -> None:
     columns: dict[str, Any] = {}
     fields = []
     for name, array in arrays.items():
+        if name == "classes":
+            continue
         values = pa.array(array.reshape(-1))
         if array.ndim > 1:
             values = pa.FixedSizeListArray.from_arrays(values, prod(array.shape[1:]))
         columns[name] = values
         fields.append(pa.field(name, values.type, metadata={"shape": json.dumps(array.shape[1:])}))
-    parquet.write_table(pa.table(columns, pa.schema(fields)), path)
+    metadata = {"classes": json.dumps(arrays["classes"].tolist())} if "classes" in arrays else None
+    parquet.write_table(pa.table(columns, pa.schema(fields, metadata)), path)
 
 
 def _pyarrow() -> tuple[Any, Any]:

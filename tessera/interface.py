@@ -5,11 +5,12 @@ Shape letters: B images of one batch, N images, C channels, S x S pixels, D feat
 
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.given import PREFIX, naming
-from tessera.data.shards import open_shards
+from tessera.data.shards import DEFAULT, open_shards
 from tessera.data.shards.open import with_names
 from tessera.data.shards.tars import close_files
 from tessera.encoders import published
@@ -164,12 +165,15 @@ def load(path: str | Path) -> Encoder:
 
 
 @_process()
-def embed(encoder: Encoder, data: Any, **options: Any) -> LabelledFeatures:
-    """Encode all images in SHARDS, and return features (N, D), labels (N,) and names. Missing labels are -1.
+def embed(encoder: Encoder, data: Any, *, labels: bool | str | Path = True, **options: Any) -> LabelledFeatures:
+    """Encode all images in SHARDS, and return `features` (N, D), `labels` (N,) and the names `keys` of the images.
 
     Args:
         encoder: encoder of the images.
         data: SHARDS of the images.
+        labels: CSV with the labels of the images in folders, as for `pretrain` and `knn`. True reads the labels of
+            SHARDS, and False reads none. Labels are class numbers in the order of the class names. Missing labels
+            are -1.
         options: arguments of `evaluation.features.extract`, such as `batch_size`.
 
     Raises:
@@ -177,9 +181,12 @@ def embed(encoder: Encoder, data: Any, **options: Any) -> LabelledFeatures:
         EvaluationError: the encoder does not accept images of this size.
     """
     accelerator = make_accelerator()
-    shards = open_shards(data)
-    options = {"labels": shards.all_labelled()} | options
-    return extract(encoder.to(accelerator.device), shards, accelerator, **options)
+    source = options.pop("source", DEFAULT)
+    if not isinstance(labels, bool):
+        source = source.with_form(source.form._replace(labels=os.fspath(labels)))
+    shards = replace(open_shards(data, source=source), optional_labels=True)
+    read = labels is not False and shards.count_labels() > 0
+    return extract(encoder.to(accelerator.device), shards, accelerator, labels=read, **options)
 
 
 @_process()

@@ -386,6 +386,8 @@ class Source:
     """Class names in the order of the numbers that `label` returns; None if unknown or not yet read."""
     numbers: tuple[int, ...] | None = None
     """Class number that `label` returns for each class number in the shards; None to return them unchanged."""
+    optional_labels: bool = False
+    """True to let `label` return -1 for a sample without a label."""
     readers: int = 1
     """Number of sources that are read in this process. They share the limits of kept indices equally."""
     skipped: set[str] = field(default_factory=set)
@@ -548,6 +550,8 @@ class Source:
         shard, sample = self.place(number)
         if self.config.form.stages:
             label = self._staged_label(number)
+        elif self.optional_labels and self._guard(shard, lambda: self._index(shard)).labels[sample, 0] < 0:
+            return -1
         else:
             with self._seeded(shard, (0, number)):
                 label = self._guard(shard, lambda: self.shards[shard].label(self._index(shard), sample))
@@ -630,26 +634,34 @@ class Source:
         """Return True if every sample has a label, and the labels can be compared.
 
         Raises:
+            ShardError: as `count_labels`.
+        """
+        return self.count_labels() == self.images
+
+    def count_labels(self) -> int:
+        """Return the number of samples with a label, or 0 if the labels cannot be compared.
+
+        Raises:
             ShardError: `index.json` does not count the labels of a shard, and the shard cannot be read.
         """
         try:
             refuse_mixed_classes([self])
         except ShardError as error:
             warn_once(f"labels are left out: {error}")
-            return False
+            return 0
         if self.config.form.stages:
             try:
                 self._first_staged_label()
             except SampleError:
-                return False
-            return True
-        if ((self.labelled >= 0) & (self.labelled < self.counts)).any():
-            return False
+                return 0
+            return self.images
         unknown = np.flatnonzero(self.labelled < 0)
-        return all(self.shards[shard].header().summary[1] == self.counts[shard] for shard in unknown)
+        counted = sum(int(self.shards[shard].header().summary[1]) for shard in unknown)
+        return int(self.labelled.clip(0).sum()) + counted
 
     def require_labels(self) -> None:
-        """Check that every sample has a label. The check uses index.json or the headers of the tar files.
+        """Check that every sample has a label, unless labels are optional. The check uses index.json or the headers of
+        the tar files.
 
         Raises:
             SampleError: a sample has no label. The message names the sample.
@@ -658,6 +670,8 @@ class Source:
         refuse_mixed_classes([self])
         if self.config.form.stages:
             self._first_staged_label()
+            return
+        if self.optional_labels:
             return
         for shard in np.flatnonzero((self.labelled >= 0) & (self.labelled < self.counts))[:1]:
             unlabelled = np.flatnonzero(self.shards[shard].index().labels[:, 0] < 0)

@@ -2,10 +2,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from pyarrow import parquet
 from safetensors import safe_open
 
@@ -15,6 +17,7 @@ from tessera.data.crops import CenterCrop
 from tessera.data.loader import evaluation_batches
 from tessera.evaluation.embed import EmbedSettings, run
 from tessera.evaluation.features import EvaluationError, extract
+from tessera.interface import embed
 from tessera.runtime.processes import make_accelerator
 from tests.launched import ROOT
 
@@ -56,10 +59,10 @@ def read(path: Path) -> dict[str, np.ndarray]:
         return dict(np.load(path))
     if path.suffix == ".safetensors":
         with safe_open(path, "numpy") as file:
-            keys = np.array(json.loads(file.metadata()["keys"]))
-            return {name: file.get_tensor(name) for name in file.keys()} | {"keys": keys}  # noqa: SIM118
+            texts = {name: np.array(json.loads(text)) for name, text in file.metadata().items()}
+            return {name: file.get_tensor(name) for name in file.keys()} | texts  # noqa: SIM118
     table = parquet.read_table(path)
-    found = {}
+    found = {name.decode(): np.array(json.loads(text)) for name, text in (table.schema.metadata or {}).items()}
     for field in table.schema:
         shape = json.loads(field.metadata[b"shape"])
         found[field.name] = np.array(table[field.name].to_pylist()).reshape(-1, *shape)
@@ -148,3 +151,24 @@ def test_two_processes_share_the_files(settings, tmp_path):
         ours, one = (read(tmp_path / f"{name}-{number:05d}.npz") for name in ("two", "one"))
         assert ours["keys"].tolist() == one["keys"].tolist()
         np.testing.assert_allclose(ours["features"], one["features"], atol=1e-5)
+
+
+def test_labels_of_a_csv_are_written_if_an_image_has_none(tmp_path):
+    for number, name in enumerate("abcd"):
+        (tmp_path / "scans").mkdir(exist_ok=True)
+        Image.new("RGB", (16, 16), (60 * number, 0, 0)).save(tmp_path / "scans" / f"{name}.png")
+    (tmp_path / "all.csv").write_text("path,label\nscans/a.png,oak\nscans/b.png,ash\nscans/d.png,\n")
+    given: dict[str, Any] = {"checkpoint": "pixels", "image_size": 16, "workers": 0}
+    data = {"data": str(tmp_path / "scans"), "labels": str(tmp_path / "all.csv")}
+    for ending in (".npz", ".safetensors", ".parquet"):
+        run(EmbedSettings(output=str(tmp_path / f"f{ending}"), **data, **given))
+        found = read(tmp_path / f"f{ending}")
+        assert found["labels"].tolist() == [1, 0, -1, -1]
+        assert found["classes"].tolist() == ["ash", "oak"]
+    run(EmbedSettings(output=str(tmp_path / "csv.npz"), data=str(tmp_path / "all.csv"), **given))
+    assert read(tmp_path / "csv.npz")["labels"].tolist() == [1, 0, -1]
+    encoder = encoders.build("vit_micro", depth=1)
+    found = embed(encoder, data["data"], labels=Path(data["labels"]), workers=0)
+    assert found.labels.tolist() == [1, 0, -1, -1]
+    assert list(found.keys) == [f"scans/{name}.png" for name in "abcd"]
+    assert embed(encoder, str(tmp_path / "all.csv"), labels=False, workers=0).labels.tolist() == [-1, -1, -1]
