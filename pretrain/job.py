@@ -3,6 +3,7 @@
 import logging
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,6 +139,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         log.warning("The run has done all of its %d steps. To train longer, give more --steps.", config.steps)
     online, accuracy, dense = evaluations(config, method, prepared.shards, accelerator)
     if plan is not None:
+        scored = (online if config.evaluation.val else None) or accuracy
+        plan = replace(plan, evaluated=scored and (scored.train, scored.val))
         dry_run(prepared, accelerator, engine, given, config, method, plan)
         return
     assert engine is not None

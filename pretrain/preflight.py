@@ -20,7 +20,7 @@ from tessera.data.collate import Transform, collate
 from tessera.data.crops import MixedCrops
 from tessera.data.loader import mixture_sampler
 from tessera.data.sampler import phases
-from tessera.data.shards import ShardError, Sources, cache_folder, is_on_network
+from tessera.data.shards import ShardError, Source, Sources, cache_folder, is_on_network
 from tessera.encoders.attention import only_torchs_kernel
 from tessera.encoders.base import IMAGENET, Encoder
 from tessera.encoders.unused import ON_META
@@ -63,6 +63,8 @@ class Plan:
     """Number of processes that share this memory."""
     step: int = 0
     """Number of steps that the run has done."""
+    evaluated: tuple[Source, Source] | None = None
+    """Training and validation images of the evaluation; None if it needs no labels, or there is none."""
 
 
 class Needs(NamedTuple):
@@ -224,7 +226,8 @@ def plan_rows(config: RunConfig, run: Plan, *, full: bool) -> dict[str, str]:
     rows = {
         "trained parameters": f"{run.needs.trained:,}",
         "optimizer steps": f"{config.steps:,} of {config.batch_size} images",
-        "images": f"{run.images:,} in {count:,} {'shard' if count == 1 else 'shards'}, {decimal(round(size))}",
+        "images": f"{run.images:,} in {count:,} {'shard' if count == 1 else 'shards'}, {decimal(round(size))}; "
+        "corrupt ones count until they are read (`tessera check_shards`)",
         "epochs": f"{config.steps * config.batch_size / run.images:.1f}",
         "processes x loader workers": f"{run.processes} x {run.workers}",
         "images per forward pass of a process": f"{each}",
@@ -236,6 +239,11 @@ def plan_rows(config: RunConfig, run: Plan, *, full: bool) -> dict[str, str]:
         "checkpoints": f"{checkpoints} of {_amount(run.needs.checkpoint)}, of which the newest "
         f"{config.checkpoint.keep} are kept",
     }
+    if run.evaluated:
+        train, val = run.evaluated
+        classes = f" of {len(train.classes):,} classes" if train.classes else ""
+        rows["labelled images of the evaluation"] = f"{train.images:,}{classes}"
+        rows["validation images"] = f"{val.images:,}"
     if config.gpu is None and not torch.cuda.is_available():
         rows["memory of this machine"] = decimal(memory())
     if full:

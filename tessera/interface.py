@@ -6,6 +6,7 @@ Shape letters: B images of one batch, N images, C channels, S x S pixels, D feat
 import json
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from tessera.data.shards.tars import close_files
 from tessera.encoders import published
 from tessera.encoders.base import Encoder
 from tessera.encoders.weights import fitting
-from tessera.evaluation.features import LabelledFeatures, extract, resolve_checkpoint
+from tessera.evaluation.features import EvaluationError, LabelledFeatures, extract, resolve_checkpoint
 from tessera.evaluation.photograph import preparation
 from tessera.pretrain import job
 from tessera.pretrain.command_line import CODE, from_values
@@ -40,9 +41,16 @@ from tessera.runtime.collectives import world_size
 from tessera.runtime.isolation import isolated
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.settings import validate
-from tessera.runtime.user_error import escape_controls
+from tessera.runtime.user_error import UserError, escape_controls
 
 log = logging.getLogger(__name__)
+
+ARGUMENTS = {*RunConfig.model_fields, *knn_command.KNNSettings.model_fields, *probe_command.ProbeSettings.model_fields}
+"""Names of the settings that are arguments of the functions below."""
+_FLAG = re.compile(
+    r"`[^`\n]*`|\b(?:tessera [a-z_]+|accelerate launch) [^\n]*"  # a command line stays as it is
+    r"|(?<![\w-])--(?P<name>[a-z_]+(?:\.[a-z_]+)*)(?:[ =](?P<value>true|false|[A-Z]+\b|\d+(?:\.\d+)?))?"
+)
 
 
 @dataclass(frozen=True)
@@ -50,17 +58,32 @@ class Run:
     """The folder of a pretraining run."""
 
     path: Path
-    """Folder of the run."""
+    """Folder of the run. After a dry run, which writes nothing, the folder may not exist."""
+
+    def __fspath__(self) -> str:
+        """Return the folder, so that functions that take a path also take a run."""
+        return str(self.path)
 
     @property
     def config(self) -> dict[str, Any]:
         """All settings of the run, as config.yaml stores them."""
-        return yaml.safe_load((self.path / "config.yaml").read_text())
+        return yaml.safe_load(self._read("config.yaml"))
 
     @property
     def metrics(self) -> list[dict[str, float]]:
         """Metrics of the run: one dictionary for each line of metrics.jsonl (docs/monitoring.md)."""
-        return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in self._read("metrics.jsonl").splitlines()]
+
+    def _read(self, name: str) -> str:
+        """Return the contents of a file of the run.
+
+        Raises:
+            EvaluationError: there is no such file.
+        """
+        file = self.path / name
+        if not file.is_file():
+            raise EvaluationError(f"{self.path} holds no {name}. No run was started there: a dry run writes nothing.")
+        return file.read_text()
 
     @property
     def finished(self) -> bool:
@@ -80,8 +103,30 @@ def _process(*, run: bool = False) -> Iterator[None]:
     with isolated(run=run):
         try:
             yield
+        except UserError as error:
+            error.args = tuple(in_python(part) if isinstance(part, str) else part for part in error.args)
+            raise
         finally:
             close_files()
+
+
+def in_python(message: str) -> str:
+    """Return a message in which flags of commands, such as `--resume`, have the form of arguments: `resume=True`.
+
+    Command lines, and flags of the launcher, keep their form.
+    """
+
+    def argument(found: re.Match[str]) -> str:
+        name, value = found["name"] or "", found["value"]
+        section, _, key = name.partition(".")
+        if section not in ARGUMENTS:
+            return found[0]
+        if value is None:
+            return f"{name}=True" if name in ("resume", "overwrite", "dry_run") else name
+        value = value.capitalize() if value in ("true", "false") else value
+        return f'{section}={{"{key}": {value}}}' if key else f"{name}={value}"
+
+    return _FLAG.sub(argument, message)
 
 
 @_process(run=True)
@@ -92,6 +137,8 @@ def pretrain(method: str | None = None, data: Any = None, **settings: Any) -> Ru
     attribute `finished` is then False, and `pretrain(resume=True, output=run.path)` continues it. A second Ctrl-C
     raises `KeyboardInterrupt`. SIGTERM, SIGUSR1 and SIGHUP, which schedulers send, also save a checkpoint, and then end
     the program with exit code 75. With several processes, so does Ctrl-C.
+
+    With `dry_run=True`, the plan of the run is printed and nothing is written, so the returned `Run` has no contents.
 
     The state of the calling program, such as autocast, the default dtype and the random generators, does not change
     the run, and is the same afterwards. Without a handler of `logging`, the messages of the run are shown on stderr.
@@ -149,7 +196,7 @@ def training_batches(method: str | None = None, data: Any = None, **settings: An
 
 
 @isolated()
-def load(path: str | Path) -> Encoder:
+def load(path: str | os.PathLike[str]) -> Encoder:
     """Return the encoder of a run folder, a checkpoint, an encoder file, a weight file or `timm:NAME`, in eval mode.
 
     The weights of a published file determine the settings of the encoder, and its images have ImageNet's normalisation.
@@ -158,6 +205,7 @@ def load(path: str | Path) -> Encoder:
         EvaluationError: there is no encoder at `path`.
         WeightsError: timm has no weights of this name, or no encoder of this project fits the weights of the file.
     """
+    path = os.fspath(path)
     file = Path(path).expanduser()
     if file.is_file() and not (file.suffix == ".safetensors" and file.with_suffix(".json").is_file()):
         return fitting(file, None, {})[0].eval()
@@ -178,8 +226,11 @@ def embed(encoder: Encoder, data: Any, *, labels: bool | str | Path = True, **op
 
     Raises:
         ShardError: the shards cannot be read.
-        EvaluationError: the encoder does not accept images of this size.
+        EvaluationError: `encoder` is not an encoder, or does not accept images of this size.
     """
+    if not isinstance(encoder, Encoder):
+        given = "run.encoder" if isinstance(encoder, Run) else "tessera.load(PATH)"
+        raise EvaluationError(f"embed needs an encoder, not a {type(encoder).__name__}. Give {given}.")
     accelerator = make_accelerator()
     source = options.pop("source", DEFAULT)
     if not isinstance(labels, bool):
@@ -190,13 +241,13 @@ def embed(encoder: Encoder, data: Any, *, labels: bool | str | Path = True, **op
 
 
 @_process()
-def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
+def knn(checkpoint: str | os.PathLike[str], train: Any, val: Any, **settings: Any) -> dict[str, Any]:
     """Return the result of the command `knn`: `result["top1"]` is the 20-NN accuracy, from 0 to 1.
 
     Like the command, the function also writes the result to a file.
 
     Args:
-        checkpoint: run folder, checkpoint in a run folder, exported encoder, `timm:NAME`, or `pixels`
+        checkpoint: run, run folder, checkpoint in a run folder, exported encoder, `timm:NAME`, or `pixels`
             to use the pixels as features.
         train: labelled SHARDS in which neighbours are searched.
         val: labelled SHARDS that are classified.
@@ -210,7 +261,7 @@ def knn(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[s
 
 
 @_process()
-def linear_probe(checkpoint: str | Path, train: Any, val: Any, **settings: Any) -> dict[str, Any]:
+def linear_probe(checkpoint: str | os.PathLike[str], train: Any, val: Any, **settings: Any) -> dict[str, Any]:
     """Return the result of the command `linear_probe`: `result["top1"]` is the accuracy, from 0 to 1.
 
     Like the command, the function also writes the result to a file. Arguments and errors are the same as
@@ -251,6 +302,7 @@ def _log_shown() -> Iterator[None]:
         yield
         return
     handler, level = logging.StreamHandler(), logger.level
+    handler.addFilter(_python_names)
     handler.addFilter(escape_controls)
     logger.addHandler(handler)
     logger.setLevel(level or logging.INFO)
@@ -259,6 +311,12 @@ def _log_shown() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+def _python_names(record: logging.LogRecord) -> bool:
+    """Replace the flags in a log message by arguments, as a filter of a handler."""
+    record.msg, record.args = in_python(record.getMessage()), None
+    return True
 
 
 @contextmanager
@@ -284,11 +342,13 @@ def _values(method: str | None, data: Any, settings: dict[str, Any], name: Calla
 
 
 @contextmanager
-def _named(checkpoint: str | Path, train: Any, val: Any, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _named(
+    checkpoint: str | os.PathLike[str], train: Any, val: Any, settings: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
     """Yield the settings of an evaluation. Data sets and functions keep their names meanwhile."""
     with naming() as name:
         shards = {"train": with_names(train, name), "val": with_names(val, name)}
-        yield {"checkpoint": str(checkpoint)} | shards | dict(settings) | _code_names(settings, ("stages",), name)
+        yield {"checkpoint": os.fspath(checkpoint)} | shards | dict(settings) | _code_names(settings, ("stages",), name)
 
 
 def _code_names(settings: Mapping[str, Any], keys: Sequence[str], name: Callable[[Any], str]) -> dict[str, list[str]]:

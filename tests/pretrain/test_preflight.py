@@ -144,7 +144,9 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     config = settings("--accumulate", "2", "--checkpoint_every", "3", "--checkpoint.keep", "1")
     method = dino(config)
     need = needs(method, config.precision, 2)
-    plan = Plan(open_sources(str(tmp_path / "*.tar")), 50, 2, 3, 9_000_000, need, "an H100 of 80 GB", 80 * 10**9)
+    opened = open_sources(str(tmp_path / "*.tar"))
+    scored = (replace(opened.lists[0], classes=("cat", "dog")), opened.lists[0].first(1))
+    plan = Plan(opened, 50, 2, 3, 9_000_000, need, "an H100 of 80 GB", 80 * 10**9, evaluated=scored)
     full = config.model_copy(update={"dry_run": "full"})
     print_plan(config, full, plan)
     said = re.sub(r"[ │┃]+", " ", capsys.readouterr().out)
@@ -154,6 +156,8 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         "optimizer steps 8 of 8 images",
         "images 50 in 2 shards",
         "epochs 1.3",
+        "labelled images of the evaluation 50 of 2 classes",
+        "validation images 30",
         "processes x loader workers 2 x 3",
         "images per forward pass of a process 2",
         f"cache {tmp_path / 'cache'}, at most 64 GB on each node",

@@ -22,6 +22,7 @@ from tessera import encoders
 from tessera.__main__ import next_step
 from tessera.data.demo import demo_shards
 from tessera.data.make_shards import main as make_shards
+from tessera.interface import in_python
 from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.run import main
 from tessera.runtime.user_error import UserError
@@ -50,11 +51,36 @@ def test_pretraining_from_python_equals_the_command(tmp_path: Path) -> None:
     assert again.metrics[-1]["loss"] != losses[-1]
 
 
+@pytest.mark.parametrize(
+    ("flags", "arguments"),
+    [
+        ("Continue with --resume, or choose another --output.", "Continue with resume=True, or choose another output."),
+        ("--batch_size: too large. Set --accumulate 4.", "batch_size: too large. Set accumulate=4."),
+        ("allow this with --source.allow_overlap true.", 'allow this with source={"allow_overlap": True}.'),
+        ("Give --evaluation.val SHARDS", 'Give evaluation={"val": SHARDS}'),
+        ("start it with --num_processes 2", "start it with --num_processes 2"),
+        ("Call `tessera pretrain --resume`", "Call `tessera pretrain --resume`"),
+        ("To continue: tessera pretrain --resume", "To continue: tessera pretrain --resume"),
+    ],
+)
+def test_messages_name_arguments_in_place_of_flags(flags: str, arguments: str) -> None:
+    assert in_python(flags) == arguments
+
+
 @pytest.mark.medium
 def test_evaluations_from_python(tmp_path: Path) -> None:
     run = tessera.pretrain("dino", output=str(tmp_path / "run"), **SMALL)
     train, val = demo_shards()
-    found = tessera.knn(run.path, train, val, k=[20], workers=0)
+    with pytest.raises(UserError, match=r"resume=True, delete it with overwrite=True, or choose another output\.$"):
+        tessera.pretrain("dino", output=str(run.path), **SMALL)
+    with pytest.raises(UserError, match=r"not a Run\. Give run\.encoder\.$"):
+        tessera.embed(run, val)
+    planned = tessera.pretrain("dino", output=str(tmp_path / "planned"), dry_run=True, **SMALL)
+    assert (planned.path.exists(), planned.finished) == (False, False)
+    for name in ("config", "metrics"):
+        with pytest.raises(UserError, match="a dry run writes nothing"):
+            getattr(planned, name)
+    found = tessera.knn(run, train, val, k=[20], workers=0)
     assert found["top1"] == pytest.approx(run.metrics[-1]["knn_top1"], abs=0.003)  # one of 360 images
     assert json.loads((run.path / "evaluation" / "knn.json").read_text()) == found
     probed = tessera.linear_probe(run.path, train, val, augment=False, epochs=1, workers=0)
