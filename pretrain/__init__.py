@@ -4,17 +4,31 @@
 called.
 """
 
+import inspect
 import sys
 from types import ModuleType
 from typing import Any
 
 
 class _CallablePackage(ModuleType):
+    @property
+    def __doc__(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Text of `help(tessera.pretrain)`: that of the function, with its arguments."""
+        return self._function().__doc__
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._function())
+
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
         """Pretrain an encoder; see `tessera.interface.pretrain`."""
+        return self._function()(*arguments, **settings)
+
+    @staticmethod
+    def _function() -> Any:
         import tessera
 
-        return tessera.imported("tessera.interface").pretrain(*arguments, **settings)
+        return tessera.imported("tessera.interface").pretrain
 
 
 sys.modules[__name__].__class__ = _CallablePackage

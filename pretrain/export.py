@@ -13,7 +13,8 @@ not exported.
 import argparse
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from tessera.pretrain.model_card import model_card
 from tessera.runtime import stdio
 from tessera.runtime.collectives import RankError, broadcast_object, patient_group, run_on_all_ranks
 from tessera.runtime.files import atomic_write, read_bounded
+from tessera.runtime.isolation import own_warnings
 from tessera.runtime.settings import validate
 from tessera.runtime.user_error import UserError, printable
 
@@ -94,7 +96,8 @@ def main(argv: list[str] | None = None) -> None:
     options = vars(parser.parse_args(argv))
     try:
         options["settings"] = dict(setting(text) for text in options.pop("set"))
-        print(export(options.pop("source"), options.pop("output"), **options))
+        with own_warnings():
+            print(export(options.pop("source"), options.pop("output"), **options))
     except (ValueError, OSError, UserError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 
@@ -129,10 +132,11 @@ def export(
         OSError: `output` cannot be written.
     """
     source = Path(source).expanduser()
+    default = output is None
     output = _default_output(source, to) if output is None else output
     if to == "ours" and output.suffix != ".safetensors":
         raise ValueError(f"{output} must end in .safetensors.")
-    if not output.parent.is_dir():
+    if not default and not output.parent.is_dir():
         raise ValueError(f"{output.parent} is not a folder. Make it first.")
     run, step, report = None, None, ""
     if source.is_dir() and not _only_encoder(source, part):
@@ -147,7 +151,8 @@ def export(
         if not isinstance(module, Encoder):
             if to != "ours":
                 raise ValueError(f"--part method has no equivalent in {to}. Export it with --to ours.")
-            _save(module, described, output)
+            with _made(output.parent):
+                _save(module, described, output)
             return f'wrote {output}: {origin}: pretrain.export.load("{output}")'
         run, chosen = checkpoint.parent.parent, module
         if encoder is not None or settings:
@@ -159,17 +164,18 @@ def export(
         origin = f"an encoder of the variant {chosen.settings['variant']}, from {source}"
         run = source if source.is_dir() else None
     options = {"dynamic_size": dynamic_size, "tolerance": tolerance, "step": step}
-    certificate = export_encoder(chosen, output, to, **options, photograph=photograph(chosen))
     card = output.with_suffix(".md")
-    with atomic_write(card) as temporary:
-        temporary.write_text(model_card(certificate, run))
+    with _made(output.parent):
+        certificate = export_encoder(chosen, output, to, **options, photograph=photograph(chosen))
+        with atomic_write(card) as temporary:
+            temporary.write_text(model_card(certificate, run))
     lines = [str(report)] if report else []
     lines += [f"{origin}; checked in {output.with_suffix('.certificate.json').name}, described in {card.name}"]
     return "\n".join([*lines, f"wrote {output}: {certificate['use']}"])
 
 
 def _default_output(source: Path, to: str) -> Path:
-    """Return the path of the export in a run folder. Make its folder.
+    """Return the path of the export in a run folder.
 
     Raises:
         ValueError: `source` is not a run folder.
@@ -178,8 +184,21 @@ def _default_output(source: Path, to: str) -> Path:
         command = f"tessera export {shlex.quote(str(source))} OUTPUT"
         raise ValueError(f"{source} is not a run folder. Give the file to write: {command}.")
     folder = source / "export" / to
-    folder.mkdir(parents=True, exist_ok=True)
     return folder / (ENDINGS[to] if to == "transformers" else f"encoder{ENDINGS[to]}")
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make a folder for the body. If the body fails, remove the folder and its parent, if they are new and empty."""
+    new = [one for one in (folder, folder.parent) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # a folder that is not empty stays
+            for one in new:
+                one.rmdir()
+        raise
 
 
 def _only_encoder(folder: Path, part: str) -> bool:

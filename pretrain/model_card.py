@@ -12,6 +12,15 @@ DATA = ("data.", "evaluation.train", "evaluation.val")
 TRAINING = ("method", "steps", "batch_size", "seed", "precision", "init_from", "optim.")
 """Starts of the names of settings that the section about training shows, with those of the method."""
 
+OPENING = (
+    "from PIL import Image, ImageOps",
+    "",
+    'image = ImageOps.exif_transpose(Image.open("photo.jpg")).convert("RGBA")',
+    'white = Image.new("RGBA", image.size, "white")',
+    'image = Image.alpha_composite(white, image).convert("RGB")',
+)
+"""Lines of Python that open an image file as `data.decode` does."""
+
 
 def model_card(certificate: Mapping[str, Any], folder: Path | None) -> str:
     """Return the model card of an export.
@@ -63,6 +72,8 @@ def _input(described: Mapping[str, Any]) -> Iterable[str]:
         yield "An upright image is resized, so that its short side has the length `resize`, and cropped at the centre:"
         yield ""
     yield from _listed(described.items())
+    if described.get("mode") == "RGB":
+        yield from ["An image file is opened upright, on a white background:", "", "```python", *OPENING, "```", ""]
     yield "Images (B, C, H, W): pixels from 0 to 1, minus mean, divided by std."
 
 

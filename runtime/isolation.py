@@ -166,7 +166,7 @@ def _set_defaults() -> None:
 
 @contextmanager
 def own_warnings() -> Iterator[None]:
-    """Restore the warning filters afterwards, and raise no warning as an error meanwhile.
+    """Restore the warning filters afterwards, and raise no warning as an error meanwhile. Ignore one notice of torch.
 
     With `PYTHONWARNINGS=error`, a notice of another package would end a run.
     """
@@ -174,6 +174,8 @@ def own_warnings() -> Iterator[None]:
         warnings.filters[:] = [  # pyright: ignore[reportIndexIssue] - it is a list
             ("default", *others) if action == "error" else (action, *others) for action, *others in warnings.filters
         ]
+        # torch says so at each checkpoint of a run in one process, which is as it should be
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
 
 

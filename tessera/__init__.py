@@ -7,6 +7,7 @@
 
 Keyword arguments have the names of the commands' settings. Pass a section of settings as a dictionary: the argument
 `optim={"lr": 1e-3}` corresponds to the flag `--optim.lr 1e-3`.
+`help(tessera.pretrain)`, `help(tessera.embed)` and so on describe the functions, which `tessera.interface` holds.
 """
 
 import warnings

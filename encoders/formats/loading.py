@@ -168,10 +168,12 @@ def check_equivalent(differences: Mapping[str, bool], library: str) -> None:
 
     `differences` maps the description of each possible difference to True if the difference exists.
     """
+    others = "timm or onnx" if library == "transformers" else "onnx"
     found = [difference for difference, exists in differences.items() if exists]
     if found:
         raise WeightsError(
-            f"{library} has no equivalent of this encoder: {', '.join(found)}. Export the encoder with --to ours."
+            f"{library} has no equivalent of this encoder: {', '.join(found)}. Export the encoder with --to ours, "
+            f"or try --to {others}."
         )
 
 

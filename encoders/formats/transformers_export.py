@@ -59,7 +59,10 @@ def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
         WeightsError: transformers has no equivalent model.
     """
     if not isinstance(encoder, ViT):
-        raise WeightsError(f"transformers has no equivalent of {type(encoder).__name__}. Export it with --to ours.")
+        raise WeightsError(
+            f"transformers has no equivalent of {type(encoder).__name__}. Export it with --to ours, or try --to timm "
+            "or onnx."
+        )
     rotary = encoder.rope_embed is not None
     differences = unlike_dinov3(encoder) if rotary else _unlike_dinov2(encoder)
     no_class = {"pool is not the class token": encoder.pool != "class" or encoder.cls_token is None}

@@ -10,6 +10,8 @@ RECENT = 3
 """A run has levelled off after this number of evaluations in a row without a clear gain."""
 TRENDS: tuple[Outcome, ...] = ("falling", "flat", "levelled off", "learning")
 """Trends of an accuracy, from the worst to the best."""
+MOST_CHANCE = 10
+"""Points of accuracy. If more can be chance, the verdict says that too few images are scored."""
 ADVISED = ("flat", "falling", "collapsing")
 """Outcomes for which the verdict also names settings to try."""
 
@@ -179,6 +181,8 @@ def line(scores: Scores, name: str, queries: int, found: Outcome, advice: Sequen
         text += " by the linear probe"
     if found == "flat":
         gain, chance = 100 * (now.accuracy - first.accuracy), 100 * noise(now.accuracy, queries)
+        if chance > MOST_CHANCE:
+            text += f", too few scored images ({queries})"
         text += f", {gain:+.1f} points since step {first.step}, of which {chance:.1f} can be chance"
     elif len(history) > 1:
         before = history[-2]

@@ -4,12 +4,16 @@ import copy
 import json
 import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from tessera import encoders
+from tessera.data.decode import decode
 from tessera.encoders.base import Preprocessing
 from tessera.encoders.export import export as export_encoder
 from tessera.encoders.lora import merge_lora
@@ -195,6 +199,17 @@ def test_a_run_folder_gives_a_model_card_and_a_certificate(tmp_path: Path, capsy
     ):
         assert part in card
     assert "secret" not in card
+    photo = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 4), np.uint8))
+    photo.save(tmp_path / "photo.png", exif=b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0")
+    opening = card.split("white background:\n\n```python\n")[1].split("```")[0]
+    found: dict[str, Any] = {}
+    exec(opening.replace("photo.jpg", str(tmp_path / "photo.png")), found)
+    expected = decode((tmp_path / "photo.png").read_bytes())
+    assert np.array_equal(np.asarray(found["image"]), expected.permute(1, 2, 0))
+    with pytest.raises(SystemExit):
+        export.main([str(run), "--to", "transformers"])
+    assert "or try --to timm or onnx." in capsys.readouterr().err
+    assert [path.name for path in (run / "export").iterdir()] == ["timm"], "no empty folder stays"
     records = [{"step": step, "images": 8 * step, "loss": 1.0, "knn_top1": step / 4} for step in (2, 4)]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     earlier = model_card(json.loads((folder / "encoder.certificate.json").read_text()) | {"step": 2}, run)

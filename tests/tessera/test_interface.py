@@ -1,6 +1,7 @@
 """Tessera from Python and by the command `tessera`, also in a folder whose files have the names of its packages."""
 
 import gc
+import inspect
 import json
 import os
 import random
@@ -65,6 +66,11 @@ def test_pretraining_from_python_equals_the_command(tmp_path: Path) -> None:
 )
 def test_messages_name_arguments_in_place_of_flags(flags: str, arguments: str) -> None:
     assert in_python(flags) == arguments
+
+
+def test_help_of_pretrain_is_that_of_the_function() -> None:
+    assert "data: SHARDS to train on" in inspect.getdoc(tessera.pretrain)
+    assert list(inspect.signature(tessera.pretrain).parameters) == ["method", "data", "settings"]
 
 
 @pytest.mark.medium

@@ -79,6 +79,9 @@ def test_line_shows_the_baselines_the_change_and_the_advice() -> None:
     assert line(scores, "20-NN", 360, "flat", []).endswith(
         "flat, +0.8 points since step 0, of which 7.5 can be chance. "
     )
+    assert line(scores, "20-NN", 60, "flat", ["Try this."]).endswith(
+        "flat, too few scored images (60), +0.8 points since step 0, of which 18.3 can be chance. Try this."
+    )
     assert line(scores, "20-NN", 360, "falling", ["Seen that.", "Try this."]).endswith(
         "falling, -6.8 points since step 100, best 58.0 % at step 100. Seen that. Try this."
     )
