@@ -163,14 +163,17 @@ def to_transformers(encoder: Encoder, file: Path) -> Exported:
     import_timm("The image processor of an export to transformers", WeightsError)
     # The image processors of transformers place the crop half a pixel away if the margin is odd. The one that wraps the
     # transform of timm does not. It reads config.json, and other programs read preprocessor_config.json.
-    processor = {"image_processor_type": "TimmWrapperImageProcessor", "pretrained_cfg": pretrained_cfg(encoder)}
+    # It takes RGB images only.
+    processor = None
+    if encoder.channels == 3:
+        processor = {"image_processor_type": "TimmWrapperImageProcessor", "pretrained_cfg": pretrained_cfg(encoder)}
+        file.with_name("preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
     _save(state, file)
-    file.with_name("config.json").write_text(json.dumps(config | processor, indent=2) + "\n")
-    file.with_name("preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+    file.with_name("config.json").write_text(json.dumps(config | (processor or {}), indent=2) + "\n")
     from transformers import AutoImageProcessor, AutoModel  # imported here, because the import takes seconds
 
     model = AutoModel.from_pretrained(file.parent).eval()
-    prepared = AutoImageProcessor.from_pretrained(file.parent, backend="pil")
+    prepared = AutoImageProcessor.from_pretrained(file.parent, backend="pil") if processor else None
     prefix = encoder.num_prefix_tokens if isinstance(encoder, ViT) else 0
 
     def run(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +187,7 @@ def to_transformers(encoder: Encoder, file: Path) -> Exported:
         run=run,
         use=f'transformers.AutoModel.from_pretrained("{file.parent}")',
         packages=("transformers", "timm"),
-        prepare=lambda image: prepared(image)["pixel_values"][0],
+        prepare=(lambda image: prepared(image)["pixel_values"][0]) if prepared else None,
     )
 
 

@@ -33,7 +33,7 @@ from tessera.pretrain.methods.method import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.optim.schedules import cosine
 from tessera.runtime import processes
-from tessera.runtime.collectives import broadcast_object, gather_objects, patient_group, rank
+from tessera.runtime.collectives import broadcast_object, gather_objects, patient_group, rank, run_on_all_ranks
 from tessera.runtime.machine import keep_freed_memory, limit_kernel_caches
 from tessera.runtime.settings import SettingsError, validate
 
@@ -309,9 +309,11 @@ def continued(config: RunConfig, sources: Sources, checkpoint: Path) -> tuple[Ru
     past = [tuple(row) for row in saved_stream.get("growth") or ()]
     counts, lists = saved.get("shard_counts") or [], sources.lists
     old = [source.first(count) for source, count in zip(lists, counts, strict=False) if 0 < count <= len(source.shards)]
-    buffers = config.stream.buffers(old)
-    if len(old) != len(lists) or fingerprint(old, buffers) != saved.get("shards"):
-        if not past and len(old) == len(lists) and _only_renamed(saved, old, buffers):
+    buffers = (
+        config.stream.buffers(old) if len(old) == len(lists) else []
+    )  # a source that has lost shards is not in `old`
+    if not buffers or fingerprint(old, buffers) != saved.get("shards"):
+        if not past and buffers and _only_renamed(saved, old, buffers):
             log.info("The folders of images have other names, but as many images as before. The order stays.")
             return config, {"shards": saved["shards"]}
         if past:
@@ -345,10 +347,13 @@ def notice_other_samples(sources: Sources, checkpoint: Path | None) -> list[str]
     The order of samples depends on the names and counts of shards only (`fingerprint`), so a run continues although a
     shard was replaced by other samples. Checkpoints of older versions have no such hashes.
     """
-    found = broadcast_object([one.samples_hash() for one in sources.lists] if rank() == 0 else [])
-    if checkpoint is None or rank():
+    found = run_on_all_ranks(lambda: [one.samples_hash() for one in sources.lists] if rank() == 0 else [])
+    found = broadcast_object(found)
+    if checkpoint is None:
         return found
-    saved = read_trainer(checkpoint)["settings"]
+    saved = read_trainer(checkpoint)["settings"]  # collective, so before the other processes return
+    if rank():
+        return found
     hashes, counts = saved.get("samples"), saved.get("shard_counts") or []
     if not isinstance(hashes, list) or len(hashes) != len(found) or len(counts) != len(found):
         return found

@@ -109,7 +109,7 @@ def test_counts_of_a_step(method: str, capsys: pytest.CaptureFixture[str], monke
     if method == "dino":  # `tessera summary` counts 1.26e9 multiply-adds of an image by another route
         assert parts["teacher.encoder 224"].flop / (4 * 2) / 2 == pytest.approx(1.26e9, rel=0.02)
     # of these, 154 move the teacher: one for each of its tensors
-    assert total.kernels <= (1852 if method == "dino" else 1195)
+    assert total.kernels <= (1853 if method == "dino" else 1204)
     roofline.show(counter, settings)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["kernels"] == total.kernels

@@ -96,7 +96,7 @@ def test_shards_of_tiffs_are_checked_in_their_channels(write_tar, tmp_path):
     values = np.random.default_rng(0).integers(0, 256, (4, 9, 7, 5), dtype=np.uint8)
     images = [tiff(image, photometric="minisblack", planarconfig="contig") for image in values]
     path = write_tar("a.tar", [(f"{number}.tif", image) for number, image in enumerate(images)])
-    assert main([path, "--workers", "1"]) == 1  # as RGB images they are corrupt
+    assert main([path, "--workers", "1"]) == 2  # as RGB images they are corrupt
     assert main([path, "--workers", "1", "--channels", "5", "--write_index"]) == 0
     opened = open_shards(path)
     np.testing.assert_allclose(opened.mean, (values / 255).mean((0, 1, 2)), rtol=1e-12)

@@ -121,7 +121,7 @@ def test_the_command_line_knows_an_installed_method(tmp_path: Path, capsys: pyte
         SettingsError, match=r"unknown method 'jepa'; did you mean 'ijepa'\? \(known: dino, .*, ijepa\)"
     ):
         load(["--method", "jepa"])
-    assert main([*arguments("ijepa", "vit_micro", tmp_path / "run"), "--dry_run"]) == 0
+    assert main([*arguments("ijepa", "vit_micro", tmp_path / "run"), "--dry_run", "full"]) == 0
     assert "predictor_depth: 1" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 

@@ -131,7 +131,7 @@ def test_what_fails_leaves_nothing(tmp_path):
         cache.open(name(1), fail)
     assert held(tmp_path) == 0
     assert not list(tmp_path.rglob("*.part"))
-    with pytest.raises(CacheError, match=r"is limited to 1e-05 GB.*Raise source.cache_gb"):
+    with pytest.raises(CacheError, match=r"is limited to 10.0 kB.*Raise source.cache_gb"):
         cache.open(name(1), lambda sink: [sink.write(bytes(1000)) for _ in range(11)])
     assert held(tmp_path) == 0
     assert take(cache, 1) == content(1)

@@ -166,7 +166,7 @@ def test_the_variant_that_would_fit_is_named():
 
 def test_a_swin_v2_is_not_recognised():
     second = timm.create_model("swinv2_tiny_window8_256", embed_dim=24, depths=(1, 1), num_heads=(1, 2), img_size=64)
-    with pytest.raises(ValueError, match="format of the weights is not recognised"):
+    with pytest.raises(ValueError, match="are those of a Swin Transformer V2"):
         load_weights(small(), second.state_dict())
 
 
