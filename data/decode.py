@@ -336,7 +336,9 @@ def _open(encoded: bytes, channels: int, max_pixels: int) -> Image.Image:
     except ImageError:
         raise
     except UnidentifiedImageError as error:
-        raise ImageError("the file is not a JPEG, PNG, WebP or TIFF image, or its header is damaged") from error
+        raise ImageError(
+            "the file is not a JPEG, PNG, WebP or TIFF image (convert to PNG), or its header is damaged"
+        ) from error
     except Image.DecompressionBombError as error:
         raise ImageError(str(error)) from error
     except Exception as error:  # Pillow raises many kinds of errors for damaged files

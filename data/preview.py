@@ -18,7 +18,8 @@ from pydantic import Field
 
 from tessera.data.dataset import Decoding, cure_of
 from tessera.data.decode import ImageError
-from tessera.data.shards import ShardError, Source, open_shards
+from tessera.data.shards import DEFAULT, ShardError, Source, open_shards
+from tessera.data.shards.source import SampleForm
 from tessera.data.sheet import Cell, as_rgb, write_sheet
 from tessera.runtime.processes import exit_on_user_error
 from tessera.runtime.settings import Positional, Settings, parse
@@ -39,6 +40,8 @@ class PreviewSettings(Settings):
     """number of images, evenly spaced over the shards"""
     channels: int = Field(3, ge=1)
     """number of channels of an image"""
+    labels: str | None = None
+    """CSV with the labels of the images in folders: columns path and label; paths are relative to the CSV"""
 
 
 def run(settings: PreviewSettings) -> None:
@@ -48,7 +51,8 @@ def run(settings: PreviewSettings) -> None:
         ShardError: the shards cannot be read, none of the images can be read, or the sheet cannot be written.
     """
     shards = settings.shards
-    opened = open_shards(shards[0] if len(shards) == 1 else shards)
+    source = DEFAULT.with_form(SampleForm(labels=settings.labels))
+    opened = open_shards(shards[0] if len(shards) == 1 else shards, source=source)
     opened = replace(opened, classes=opened.class_names())
     numbers = np.linspace(0, opened.images - 1, min(settings.images, opened.images)).round().astype(int)
     cells, failed = read_cells(opened, numbers, settings.channels)

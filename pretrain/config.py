@@ -36,9 +36,10 @@ class DataConfig(Section, frozen=True):
     short_form = "shards"
 
     shards: str | list[str] | dict[str, float | dict[int, float]] | None = None
-    """training SHARDS: a folder of images or of shards, a path or URL of .tar or .tar.gz files (glob and brace range
-    allowed), an index.json, or pipe:COMMAND; or a list of SHARDS, or a mapping from SHARDS to sampling weights, where a
-    weight may be a mapping from a step to the weight from this step on; default: the embedded digits"""
+    """training SHARDS: a folder of images or of shards, a CSV of images, a path or URL of .tar or .tar.gz files (glob
+    and brace range allowed), an index.json, or pipe:COMMAND; or a list of SHARDS, or a mapping from SHARDS to sampling
+    weights, where a weight may be a mapping from a step to the weight from this step on; default: the embedded
+    digits"""
     image: str | None = None
     """name of the image in a sample: a file name extension in tars (left.jpg for KEY.left.jpg), a column, or a key of a
     data set's items; default: the usual names, such as jpg or image"""
@@ -160,7 +161,18 @@ class RunConfig(Settings, frozen=True):
     Many defaults depend on the data and the encoder. --dry_run prints the values that a run would use."""
 
     first_settings = (
-        *("method", "encoder.variant", "data.shards", "output", "steps", "epochs", "batch_size", "precision", "seed"),
+        *(
+            "method",
+            "encoder.variant",
+            "data.shards",
+            "labels",
+            "output",
+            "steps",
+            "epochs",
+            "batch_size",
+            "precision",
+            "seed",
+        ),
         *("evaluation.val", "evaluate_every", "config", "resume", "overwrite", "dry_run", "gpu"),
     )
 

@@ -5,6 +5,7 @@ is stored in the cache under a hash of these values. If a file changes, the hash
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,23 +109,30 @@ class ImageFolder(Shard):
     def label(self, index: Index, sample: int) -> int:
         label = int(index.labels[sample, 0])
         if label < 0:
+            name = f"{self.name}/{index.key(sample)}"
+            if not self.path.endswith("/"):
+                raise SampleError(
+                    f"{name} has no label, but labels are needed. Write labels to a column `label` of {self.path}."
+                )
             raise SampleError(
-                f"{self.name}/{index.key(sample)} has no label, but labels are needed. Give --labels labels.csv with "
-                "the columns path and label, or move the images to at least two direct subfolders, one per class."
+                f"{name} has no label, but labels are needed. Give --labels labels.csv with the columns path and "
+                "label, or move the images to at least two direct subfolders, one per class. If the validation images "
+                "are in this folder too, list the others in a CSV, and give it in place of the folder: --data "
+                "train.csv or --evaluation.train train.csv for a run, --train train.csv for an evaluation."
             )
         return label
 
 
-def holds_images(folder: str) -> bool:
+def holds_images(folder: str, extensions: Sequence[str] = IMAGES) -> bool:
     """Return True if a folder or one of its subfolders holds a file with the extension of an image."""
-    endings = tuple(f".{extension}" for extension in IMAGES)
+    endings = tuple(f".{extension}" for extension in extensions)
     return any(name.lower().endswith(endings) for _, _, names in os.walk(folder) for name in names)
 
 
 def _list(path: str, form: SampleForm) -> Listing:
     try:
         if not path.endswith("/"):
-            return list_file(Path(path), root=None, labels="auto")
+            return list_file(Path(path), root=None, labels="auto", only=form.labelled_only)
         listing = list_folder(Path(path), labels="auto")
         if form.labels is not None:
             add_labels(listing, Path(form.labels), only=form.labelled_only)

@@ -17,8 +17,8 @@ import numpy as np
 
 from tessera.data.shards.failures import ShardError, is_exhausted
 from tessera.data.shards.index import composed
-from tessera.data.shards.notes import LOST, MASK, PAIR, UNUSABLE, Note
-from tessera.data.shards.tar import IMAGES, LARGEST_MEMBER, MAPS, OTHER_IMAGES
+from tessera.data.shards.notes import LOST, MASK, OTHER_IMAGES, PAIR, UNUSABLE, Note
+from tessera.data.shards.tar import IMAGES, LARGEST_MEMBER, MAPS
 from tessera.runtime.user_error import printable
 
 TRAINING_SETS = {"train", "training"}
@@ -173,7 +173,8 @@ class Listing:
         found = [f"{count:,} x {reason}" for count, reason in self.unusable()]
         found += [f"{count:,} x {extension}" for extension, count in self.other_files.most_common(3)]
         instead = f" Found instead: {', '.join(found)}." if found else ""
-        raise ShardError(f"{message}. File names of images end in {', '.join(IMAGES)}.{instead}")
+        cure = " Convert them to PNG." if {f".{one}" for one in OTHER_IMAGES} & self.other_files.keys() else ""
+        raise ShardError(f"{message}. File names of images end in {', '.join(IMAGES)}.{instead}{cure}")
 
 
 def file_facts(path: bytes) -> tuple[int, int]:

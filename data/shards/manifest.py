@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from tessera.data.shards.failures import ShardError, warn_once
-from tessera.data.shards.listing import NO_LABEL, UNLABELLED, File, Listing, file_facts
+from tessera.data.shards.listing import MISSING, NO_LABEL, UNLABELLED, File, Listing, file_facts
 from tessera.data.shards.notes import LOST
 from tessera.data.shards.tar import LARGEST_LABEL, whole_number
 from tessera.runtime.user_error import printable
@@ -32,7 +32,7 @@ Row = tuple[str, str | None]
 """Path of an image, and its label (None if the image has no label)."""
 
 
-def list_file(path: Path, *, root: Path | None, labels: str) -> Listing:
+def list_file(path: Path, *, root: Path | None, labels: str, only: bool = False) -> Listing:
     """List the images in a list or manifest.
 
     A list has one path per line, optionally followed by a tab and a label. All paths must lie in the root folder.
@@ -41,6 +41,7 @@ def list_file(path: Path, *, root: Path | None, labels: str) -> Listing:
         path: a list, or a CSV or Parquet manifest with a column `path` and optionally a column `label`.
         root: root folder, to which the paths are relative; None for the folder of the list or manifest.
         labels: "auto" reads the labels, and "none" ignores them.
+        only: leave out the images that have no label, if others have one.
 
     Raises:
         ShardError: the list or manifest cannot be read or contains no existing images; a column is missing; a path lies
@@ -52,7 +53,15 @@ def list_file(path: Path, *, root: Path | None, labels: str) -> Listing:
         )
     folder = os.path.realpath(os.fsencode(root or path.parent))
     listing = Listing.of(folder, _files(path, folder))
-    listing.refuse_empty(f"{path} lists no existing images below {os.fsdecode(folder)}")
+    missing = [listing.path(int(entry)) for entry in np.flatnonzero(listing.sizes == MISSING)]
+    absent = f" These files do not exist: {_some(missing)}.{_spelling(folder, missing)}" if missing else ""
+    listing.refuse_empty(f"{path} lists no existing images below {os.fsdecode(folder)}.{absent}".removesuffix("."))
+    if absent:
+        warn_once(f"{path}:{absent}")
+    unlabelled = [listing.path(int(entry)) for entry in listing.usable if listing.labels[entry] < 0]
+    if only and 0 < len(unlabelled) < len(listing.usable):
+        warn_once(f"Images without a label in {path}: {_some(unlabelled)}. They are left out.")
+        listing.sizes[(listing.labels < 0) & (listing.sizes > 0)] = UNLABELLED
     _set_labels(listing, path, labels)
     return listing
 
@@ -84,13 +93,15 @@ def add_labels(listing: Listing, path: Path, *, only: bool = False) -> None:
         raise ShardError(
             f"{path} has a label of no image in {shown}. Its first labelled entry is {example}, and the first image is "
             f"{printable(os.fsdecode(full[int(listing.usable[0])]))}. Paths in the file are relative to the folder of "
-            "the file. Move the file, or correct the paths."
+            f"the file. Move the file, or correct the paths.{_spelling(root, list(known)[:MOST_NAMED])}"
         )
     if unlabelled:
         fate = "They are left out" if only else "They are used without a label"
         warn_once(f"Images in {shown} without a label in {path}: {_some(unlabelled)}. {fate}.")
     if lost := [one for one in known.keys() - set(full) if one.startswith(root + b"/") and not os.path.exists(one)]:
-        warn_once(f"Entries of {path} whose image does not exist: {_some(sorted(lost))}.")
+        warn_once(
+            f"Entries of {path} whose image does not exist: {_some(sorted(lost))}.{_spelling(root, sorted(lost))}"
+        )
     listing.found = [note._replace(group="") for note in listing.found if note.kind != LOST]  # folders are no classes
     if only:
         listing.sizes[(listing.labels < 0) & (listing.sizes > 0)] = UNLABELLED
@@ -101,6 +112,28 @@ def _some(paths: Sequence[bytes]) -> str:
     """Return the number of paths, and the first ones."""
     named = ", ".join(printable(os.fsdecode(path)) for path in paths[:MOST_NAMED])
     return f"{len(paths):,} ({named}{', ...' if len(paths) > MOST_NAMED else ''})"
+
+
+def _spelling(root: bytes, paths: Sequence[bytes]) -> str:
+    """Return advice if files do not exist because of backslashes or capital letters; empty for no advice."""
+    for path in paths[:MOST_NAMED]:
+        if b"\\" in path and not os.path.exists(os.path.join(root, path)):
+            return " Write the paths with `/` in place of backslashes."
+        found = b"/"
+        for part in os.path.join(root, path).split(b"/")[1:]:
+            if not os.path.exists(os.path.join(found, part)):
+                try:
+                    names = sorted(os.listdir(found))
+                except OSError:
+                    break
+                part = next((name for name in names if name.lower() == part.lower()), None)
+                if part is None:
+                    break
+            found = os.path.join(found, part)
+        else:
+            if found != os.path.join(root, path):
+                return f" There is {printable(os.fsdecode(found))}: write the capital letters of the name alike."
+    return ""
 
 
 @functools.lru_cache(maxsize=4)
@@ -199,6 +232,9 @@ def _csv_rows(path: Path, need_labels: bool) -> Iterator[Row]:
         rows = csv.DictReader(file, restval=None, delimiter=separator)
         at, label_at = _columns(path, rows.fieldnames or (), need_labels)
         for row in rows:
+            # Excel writes rows without values as separators only
+            if not any(map(str.strip, (*(value for key, value in row.items() if key and value), *row.get(None, ())))):
+                continue
             if None in row or None in row.values():
                 raise ShardError(
                     f"{path}: line {rows.line_num} and the header have different numbers of fields. Correct the line."

@@ -21,6 +21,8 @@ MOST_GROUPS = 5
 """Maximum number of classes that are printed for each kind of notes."""
 OTHER = "."
 """First character of the kinds that are file name extensions."""
+OTHER_IMAGES = ("bmp", "dib", "gif", "heic", "heif", "avif", "jp2", "jxl", "j2k", "ppm", "pgm", "tga", "exr", "dcm")
+"""File name extensions of images that are not supported. Such images in a shard cause a warning."""
 NAME, LINK, ORPHAN, TWICE, REST, CHOSEN, MAPPED = "name", "link", "orphan", "twice", "rest", "chosen", "maps"
 LOST, PAIR, MASK, PARTS, UNUSABLE = "class", "pair", "mask", "parts", "unusable"
 SENTENCES = {
@@ -44,7 +46,7 @@ SENTENCES = {
     UNUSABLE: "{count} files are left out: {groups}",
 }
 """Maps the kind of a note to its sentence. A kind that begins with `OTHER` has the sentence `OF_OTHER_KIND`."""
-OF_OTHER_KIND = "{count} {kind} files are left out{of_classes}, because this format is not read"
+OF_OTHER_KIND = "{count} {kind} files are left out{of_classes}, because this format is not read{cure}"
 
 
 class Note(NamedTuple):
@@ -79,7 +81,11 @@ def _sentence(kind: str, count: int, groups: Counter[str], first: str) -> str:
         shown = [printable(name) for name, _ in named[:MOST_GROUPS]]
     listed = ", ".join(shown) + (", ..." if len(named) > MOST_GROUPS else "")
     sentence = (OF_OTHER_KIND if kind.startswith(OTHER) else SENTENCES[kind]).format(
-        count=f"{count:,}", kind=printable(kind), groups=listed, of_classes=f" ({listed})" if listed else ""
+        cure=" (convert to PNG)" if kind[1:] in OTHER_IMAGES else "",
+        count=f"{count:,}",
+        kind=printable(kind),
+        groups=listed,
+        of_classes=f" ({listed})" if listed else "",
     )
     return f"{sentence}. The first is {printable(first)}." if first else f"{sentence}."
 

@@ -31,7 +31,7 @@ from tessera.data.shards.failures import (
 from tessera.data.shards.folder import ImageFolder, holds_images
 from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, ShardEntry, parse_folder
 from tessera.data.shards.manifest import MANIFESTS
-from tessera.data.shards.notes import PARTS, Note, describe, named_notes
+from tessera.data.shards.notes import OTHER_IMAGES, PARTS, Note, describe, named_notes
 from tessera.data.shards.source import DEFAULT, Shard, Source, SourceConfig
 from tessera.data.shards.tars import GZIPPED, LocalTar, PackedTar, RemoteTar, Tar, folder_of
 from tessera.runtime.progress import track
@@ -158,6 +158,13 @@ def with_names(shards: Any, name: Callable[[Any], str]) -> Any:
                 f"several data sets, give data=DATASETS[{wrong[0]!r:.100}]."
             )
         return {with_names(one, name): weight for one, weight in shards.items()}
+    if isinstance(shards, list) and shards and all(isinstance(one, tuple) and len(one) == 2 for one in shards):
+        if isinstance(shards[0][0], str | os.PathLike):
+            raise ShardError(
+                "data: a list is read as SHARDS, and this list holds pairs of a path and a label. Write them to a CSV "
+                "with the columns path and label, and give the CSV."
+            )
+        return name(shards)  # images with their labels
     if isinstance(shards, list | tuple):
         return [with_names(one, name) for one in shards]
     from tessera.data.shards.map_style import check_map_style  # imported here, because the module imports torch
@@ -170,6 +177,8 @@ def _open_patterns(shards: Shards, progress: bool, source: SourceConfig) -> Sour
     """Open a source whose data sets have names, as `open_shards` describes."""
     paths, indices = _listed(shards, source)
     opened, errors = _open_all(paths, indices, progress)
+    if len(paths) == 1 and errors and (paths[0].endswith("/") or paths[0].lower().endswith(MANIFESTS)):
+        raise errors[0]  # a folder of images or a manifest, which is no list of shards for the user
     _report(errors, len(paths), source)
     found = [opened[place] for place in sorted(opened)]
     counts, labelled, sizes = np.array([[one.samples, one.labelled, one.size] for one in found], dtype=np.int64).T
@@ -547,7 +556,8 @@ def _shards_in(folder: str) -> list[str]:
             raise ShardError(f"{folder} holds no shards, but its subfolders may: {listed}. Give one of these.")
         if holds_images(folder):
             return [os.path.join(folder, "")]
-        raise ShardError(f"{folder} holds no shards (.tar, .tar.gz, .tgz, .parquet) and no images. Correct the path.")
+        cure = "Convert its images to PNG." if holds_images(folder, OTHER_IMAGES) else "Correct the path."
+        raise ShardError(f"{folder} holds no shards (.tar, .tar.gz, .tgz, .parquet) and no images. {cure}")
     return [os.path.join(folder, name) for name in names]
 
 

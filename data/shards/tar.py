@@ -21,13 +21,23 @@ from typing import NamedTuple
 import numpy as np
 
 from tessera.data.shards.failures import MAKE_SHARD_AGAIN, ShardError, unreadable
-from tessera.data.shards.notes import CHOSEN, LINK, MAPPED, NAME, ORPHAN, REST, TWICE, Note, describe, packed_notes
+from tessera.data.shards.notes import (
+    CHOSEN,
+    LINK,
+    MAPPED,
+    NAME,
+    ORPHAN,
+    OTHER_IMAGES,
+    REST,
+    TWICE,
+    Note,
+    describe,
+    packed_notes,
+)
 from tessera.runtime.user_error import printable
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "tif", "tiff", "jfif", "jpe", "jif")
 """File name extensions of images in shards and folders. The last three are those of JPEGs, too."""
-OTHER_IMAGES = ("bmp", "dib", "gif", "heic", "heif", "avif", "jp2", "jxl", "j2k", "ppm", "pgm", "tga", "exr", "dcm")
-"""File name extensions of images that are not supported. Such images in a shard cause a warning."""
 LABEL = "cls"
 MAP = "seg.png"
 """File name extension of segmentation maps in a shard: the map of KEY.jpg is KEY.seg.png."""

@@ -277,8 +277,10 @@ def test_formats_and_classes_that_are_left_out(photos):
     assert list_folder(folder, labels="auto").labels.tolist() == [0, 2, 2]
     assert found == [
         "1 .xyz files are left out (1 of class cat), because this format is not read. The first is cat/a.xyz.",
-        "2 .bmp files are left out (2 of class dog), because this format is not read. The first is dog/a.bmp.",
-        "1 .heic files are left out (1 of class fox), because this format is not read. The first is fox/c.heic.",
+        "2 .bmp files are left out (2 of class dog), because this format is not read (convert to PNG). "
+        "The first is dog/a.bmp.",
+        "1 .heic files are left out (1 of class fox), because this format is not read (convert to PNG). "
+        "The first is fox/c.heic.",
         "2 of the class folders hold no image that can be read: dog, owl.",
     ]
 
@@ -286,7 +288,7 @@ def test_formats_and_classes_that_are_left_out(photos):
 def test_without_classes_no_class_is_named(photos):
     folder = photos({"x/y/a.jpg": picture(0), "x/a.gif": b""})
     assert notes(folder) == (
-        ["1 .gif files are left out, because this format is not read. The first is x/a.gif."],
+        ["1 .gif files are left out, because this format is not read (convert to PNG). The first is x/a.gif."],
         None,
     )
 

@@ -117,3 +117,45 @@ def test_shards_with_labels_of_their_own_are_refused(photos: Path, tmp_path: Pat
     assert shards.images == 4
     with pytest.raises(ShardError, match="--labels is for folders of images"):
         opened(tmp_path / "shards", "path,label\na,b\n")
+
+
+def as_shards(photos: Path, text: str, *, only: bool = False) -> Source:
+    (photos.parent / "set.csv").write_text(text)
+    return open_shards(str(photos.parent / "set.csv"), source=DEFAULT.with_form(SampleForm(labelled_only=only)))
+
+
+def test_blank_rows_and_rows_without_a_label_are_left_out(photos: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = "path;label\nphotos/a.png;cat\nphotos/b.png;\nphotos/gone.png;dog\n;\n ; \n;;\n"
+    assert labels(as_shards(photos, text, only=True)) == {"set.csv/photos/a.png": "cat"}
+    assert "Images without a label in" in caplog.text
+    assert "1 (photos/b.png). They are left out." in caplog.text
+    assert "These files do not exist: 1 (photos/gone.png)." in caplog.text
+    with pytest.raises(ShardError, match=r"photos/b.png has no label, .*column `label` of .*set.csv"):
+        as_shards(photos, text).require_labels()
+    with pytest.raises(ShardError, match="different numbers of fields"):
+        as_shards(photos, text + "photos/c.png\n")
+
+
+@pytest.mark.parametrize(
+    ("entry", "advice"),
+    [
+        ("photos/A.PNG", "There is .*photos/a.png: write the capital letters"),
+        ("Photos/DEEP/d.png", "There is .*photos/deep/d.png: write the capital letters"),
+        ("photos\\a.png", "`/` in place of backslashes"),
+        ("elsewhere/x.png", r"do not exist: 1 \(elsewhere/x.png\)"),
+    ],
+)
+def test_files_that_do_not_exist_are_named(photos: Path, entry: str, advice: str) -> None:
+    with pytest.raises(ShardError, match=advice) as caught:
+        as_shards(photos, f"path,label\n{entry},cat\n")
+    assert "1 of 1 shards" not in str(caught.value)
+    if entry[0] == "p":
+        with pytest.raises(ShardError, match=advice):
+            opened(photos, f"path,label\n{entry},cat\n")
+
+
+def test_a_list_of_images_with_labels_is_a_data_set(photos: Path) -> None:
+    pairs = [(Image.open(photos / f"{name}.png"), number) for number, name in enumerate("abc")]
+    assert labels(open_shards(pairs)) == {"list/0": 0, "list/1": 1, "list/2": 2}
+    with pytest.raises(ShardError, match=r"pairs of a path and a label\. Write them to a CSV"):
+        open_shards([("a.png", 0)])

@@ -195,7 +195,10 @@ def test_images_that_are_not_read_are_said(write_tar, caplog):
     name, heic, bmp, orphan = said(path, caplog)
     assert name.startswith("1 images are not read. A name must be KEY.EXTENSION")
     assert name.endswith("The first is a.tar/b.1.jpg.")
-    assert heic == "2 .heic files are left out, because this format is not read. The first is a.tar/c.heic."
+    assert (
+        heic
+        == "2 .heic files are left out, because this format is not read (convert to PNG). The first is a.tar/c.heic."
+    )
     assert "1 .bmp files" in bmp
     assert orphan.startswith("1 labels or maps belong to no image")
     assert orphan.endswith("The first is a.tar/e.")
