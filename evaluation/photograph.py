@@ -72,7 +72,7 @@ def photograph(encoder: Encoder) -> Photograph | None:
     The encoder takes another number of channels than 3, or images that are not square.
     """
     height, width = image_size(encoder)
-    if encoder.preprocessing.channels != 3 or height != width:
+    if encoder.channels != 3 or encoder.preprocessing.channels != 3 or height != width:
         return None
     image = made_photograph()
     return Photograph(image, preparation(encoder)(image))
