@@ -171,10 +171,11 @@ def run_cells(methods: list[str], messages: list[str], **given: dict[str, Any]) 
 def with_timm(file: Path, use: str) -> Tensor:
     """Return the pooled features (1, D) of the photograph that timm computes."""
     import timm
-    from timm.data import create_transform, resolve_model_data_config
+    from timm.data.config import resolve_model_data_config
+    from timm.data.transforms_factory import create_transform
 
     model = eval(use, {"timm": timm}).eval()
-    transform = create_transform(**resolve_model_data_config(model))
+    transform: Any = create_transform(**resolve_model_data_config(model))
     return model(transform(made_photograph())[None])
 
 
