@@ -186,7 +186,9 @@ def _shares(config: RunConfig, shards: Sources) -> str:
 
 
 def needs(method: Method, precision: str, images: int) -> Needs:
-    """Return the memory of a process whose forward passes have `images` images. The state of `method` changes."""
+    """Return the memory of a process whose forward passes have `images` images. `method` does not change."""
+    # The passes change buffers and sums for the next step. The copy has its own, and shares the parameters.
+    method = copy.deepcopy(method, {id(parameter): parameter for parameter in method.parameters()})
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
     state, activations = state_bytes(method), None
     with torch.random.fork_rng(devices=[]):
@@ -305,7 +307,7 @@ def warn_of_memory(config: RunConfig, method: Method, accelerator: Accelerator) 
     if not accelerator.is_main_process:
         return
     each = config.batch_size // accelerator.num_processes // config.accumulate
-    need = needs(copy.deepcopy(method), config.precision, each)
+    need = needs(method, config.precision, each)
     if need.activations is not None:
         _fits(int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)) * need.total)
 
