@@ -41,7 +41,7 @@ class PreviewSettings(Settings):
     channels: int = Field(3, ge=1)
     """number of channels of an image"""
     labels: str | None = None
-    """CSV with the labels of the images in folders: columns path and label; paths are relative to the CSV"""
+    """CSV with the labels of images in folders: columns path and label, paths relative to it"""
 
 
 def run(settings: PreviewSettings) -> None:

@@ -68,7 +68,7 @@ class EncoderSettings(Settings):
     label: str | None = None
     """name of the label in a sample, as for data.label of a run"""
     labels: str | None = None
-    """CSV with the labels of the images in folders: columns path and label; paths are relative to the CSV"""
+    """CSV with the labels of images in folders: columns path and label, paths relative to it"""
 
     labelled_only: ClassVar[bool] = False
     """True if images without a label in `labels` are left out."""

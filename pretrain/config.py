@@ -182,7 +182,7 @@ class RunConfig(Settings, frozen=True):
     """YAML file of settings, or name of a preset, such as imagenet_dino_vit_small; flags override its values"""
     data: DataConfig = DataConfig()
     labels: str | None = None
-    """CSV with the labels of the images in folders: columns path and label; paths are relative to the CSV"""
+    """CSV with the labels of images in folders: columns path and label, paths relative to it"""
     output: str | None = None
     """run folder; default: a new folder under runs/"""
     steps: Derived[int] = derived(ge=1)
@@ -327,7 +327,7 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
     started = dict(started or {})
     chosen = encoders.entry(variant) | started
     names = ", ".join(encoders.VARIANTS.names())
-    help_text = f"name of the encoder variant: {names}, or timm:NAME for any model of timm"
+    help_text = f"encoder variant: {names}, or timm:NAME"
     fields: dict[str, Any] = {"variant": (str, Field(variant, description=help_text))}
     for name, parameter in inspect.signature(family).parameters.items():
         default = chosen.get(name, parameter.default)

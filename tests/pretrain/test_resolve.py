@@ -176,6 +176,7 @@ def test_deterministic_algorithms_are_used_where_asked(fresh_engine: None, monke
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def test_other_samples_of_equal_names_and_counts_are_noticed(tmp_path, monkeypatch, caplog):

@@ -72,7 +72,7 @@ def test_evaluations(tmp_path):
     stages = {"stages": [brighter], "image_size": 16, "workers": 0}
     found = tessera.knn("pixels", Blobs(), Blobs(64), image="picture", label="target", **stages)
     assert found["train_images"] == found["val_images"] == 48  # the stage drops the fourth class
-    with pytest.raises(UserError, match="is in both --train and --val"):
+    with pytest.raises(UserError, match="is in both train and val"):
         tessera.knn("pixels", both := Pairs(), both, image_size=16, workers=0)
 
 
