@@ -206,8 +206,7 @@ class RunConfig(Settings, frozen=True):
     overwrite: bool = False
     """delete the run in --output, if there is one, before the new run starts"""
     dry_run: bool | Literal["full"] = False
-    """stop before the first step, write nothing, and print the settings that differ from the defaults, the memory and
-    a forecast of the speed; full: print all settings"""
+    """print the changed settings (full: all), memory and speed of the run, without a step"""
     gpu: Literal["a100", "h100", "h200"] | None = None
     """with dry_run: GPU for which to forecast the speed; default: the devices of this machine"""
     gpus: int = Field(default=1, ge=1)
