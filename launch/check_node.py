@@ -212,13 +212,12 @@ def shard_patterns(flags: list[str]) -> Iterator[str]:
         parser.add_argument(f"--{name}")
     parser.add_argument("--resume", action="store_true")
     given = vars(parser.parse_known_args(flags)[0])
-    file = given.get("config")
-    if file is None and "resume" in given and "output" in given:
-        file = Path(given["output"]) / "config.yaml"
-        file = file if file.exists() else None
-    settings = read_settings(Path(file)) if file else {}
+    files = [Path(given["config"])] if "config" in given else []
+    if "resume" in given and "output" in given and (own := Path(given["output"]) / "config.yaml").exists():
+        files.append(own)  # a run keeps the settings that its flags and its settings file do not give
+    settings = [read_settings(file) for file in files]
     for name in SHARD_SETTINGS:
-        yield from as_patterns(given.get(name) or look_up(settings, name))
+        yield from as_patterns(given.get(name) or next(filter(None, (look_up(one, name) for one in settings)), None))
 
 
 def look_up(settings: dict[str, Any], name: str) -> Any:

@@ -215,6 +215,10 @@ def _sbatch(job: Job, command: list[str]) -> str:
     done = _run(command, inherited | job.environment)
     if done.returncode:
         answer = done.stderr.strip() or f"sbatch ended with {done.returncode}"
+        if "node configuration" in answer and any(word.startswith("--gpus-per-node") for word in command):
+            answer += (
+                "\nEach node must have the GPUs, CPUs and memory of the job. For nodes without GPUs, give --gpus 0."
+            )
         raise LaunchError(f"SLURM refuses the job {job.name}: {answer}\nThe command was: {quoted_line(command)}")
     return done.stdout
 
@@ -341,18 +345,19 @@ def read_settings(path: Path) -> dict[str, Any]:
     return settings or {}
 
 
-def frozen_files(config: Path, engine: Path, folder: Path) -> dict[str, str]:
+def frozen_files(config: Path | None, engine: Path, folder: Path) -> dict[str, str]:
     """Return the name and the text of each settings file that the jobs will read.
 
     Args:
-        config: settings file of the run.
+        config: settings file of the run, or None if the jobs read the config.yaml of the run.
         engine: engine file, which accelerate takes as `--config_file`.
         folder: OUTPUT/submitted, to which the files will be copied.
 
     Raises:
         LaunchError: the engine file names a DeepSpeed file that does not exist.
     """
-    texts = {"config.yaml": config.read_text(), "engine.yaml": engine.read_text()}
+    texts = {"config.yaml": config.read_text()} if config else {}
+    texts["engine.yaml"] = engine.read_text()
     settings = read_settings(engine)
     section = settings.get("deepspeed_config") or {}
     deepspeed = section.get("deepspeed_config_file")

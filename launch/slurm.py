@@ -93,7 +93,14 @@ def add_submit_options(new: argparse.ArgumentParser) -> None:
         "--config", type=preset_file, metavar="FILE.yaml", help="settings file of the run, or name of a preset"
     )
     new.add_argument("--output", type=Path, help="run folder (default: a new folder under runs/)")
-    new.add_argument("--resume", action="store_true", help="continue the run in --output")
+    new.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        metavar="RUN",
+        help="continue the run in --output, or the run RUN. It keeps its settings: only a changed --config and flags "
+        "after -- override them",
+    )
     new.add_argument(
         "--accelerate",
         type=engine_file,
@@ -102,8 +109,13 @@ def add_submit_options(new: argparse.ArgumentParser) -> None:
         help="name or path of an engine file, such as zero2 (default: ddp)",
     )
     new.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
-    new.add_argument("--gpus", type=int, default=1, help="GPUs per node; 0 trains on CPUs (default: 1)")
-    new.add_argument("--processes", type=int, help="trainers per node; only with --gpus 0 (default: 1)")
+    new.add_argument(
+        "--gpus",
+        type=int,
+        help="GPUs per node, whereas --gpus of `tessera pretrain --dry_run` counts the GPUs of all nodes; 0 trains on "
+        "CPUs (default: 1, or 0 with --processes)",
+    )
+    new.add_argument("--processes", type=int, help="trainers per node without GPUs (default: 1)")
     new.add_argument("--cpus", type=int, help=f"CPUs per node (default: {CPUS_PER_GPU} per GPU)")
     new.add_argument("--mem", help="memory per node for pretraining, such as 200G")
     new.add_argument("--time", help="time limit of pretraining, such as 24:00:00")
@@ -149,33 +161,37 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
         LaunchError: an option is missing or wrong, the folder holds another run, SLURM is not installed, or SLURM
             refuses a job.
     """
-    if options.config is None:
-        raise LaunchError("submit needs the settings of the run. Give --config FILE.yaml, or --config PRESET.")
-    settings = read_settings(options.config)
+    if options.gpus is None:
+        options.gpus = 0 if options.processes else 1
+    if options.resume not in (None, True):
+        options.output, options.resume = options.output or Path(options.resume), True
+    settings, kept = settings_of_run(options)
     after, every = evaluation_names(options.after_pretraining), evaluation_names(options.every_checkpoint)
     for name in set(every) & set(FINAL_ONLY):
         raise LaunchError(f"{name} runs only after pretraining. Give --after-pretraining {name}.")
     check_options(options, settings, flags)
-    check_settings(options.config, flags)
     default = Path("runs") / f"{options.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(options.output or settings.get("output") or default).expanduser().absolute()
     check_folder(output, options.resume)
+    given = [] if kept else ["--config", str(options.config)]
+    again = ["--output", str(output), "--resume"] if options.resume else []
+    check_settings(options.config, [*given, *again, *flags])
     record: Record = {"every_checkpoint": every, "options": evaluation_options(options), "flags": {}}
     for kind in {*after, *every}:
         own = shlex.split(getattr(options, f"{kind.replace('-', '_')}_flags"))
         record["flags"][kind] = evaluation_shards(options.config, settings, flags, own) + own
-    jobs = [pretraining_job(options, output, flags)]
+    jobs = [pretraining_job(options, output, flags, kept=kept)]
     jobs += [evaluation_job(kind, record, output) for kind in after]
     for job in jobs:  # the pretraining job passes its environment to the evaluations that it submits
         job.environment |= environment_of_jobs(options)
+    texts = frozen_files(None if kept else options.config, options.accelerate, output / "submitted")
     if options.dry_run:
-        print_plan(options, output, jobs, record)
+        print_plan(output, jobs, record, texts)
         return
     if shutil.which("sbatch") is None:
         raise LaunchError("SLURM is not installed here (no sbatch). Run this command on a machine with SLURM.")
     check_queue(output)
     folder = output / "submitted"
-    texts = frozen_files(options.config, options.accelerate, folder)
 
     def prepare() -> None:
         """Write the files that the jobs read, and jobs.json, which the command `cancel` also needs."""
@@ -191,6 +207,32 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
     for job in jobs:
         print(f"job {job.id}: {job.name}")
     print(f"run folder: {output}\nits progress: tessera slurm status {quoted(str(output))}")
+
+
+def settings_of_run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Return the settings of the run, and True if the jobs need no other file than the config.yaml of the run.
+
+    A run that continues keeps its settings, also those that flags gave to earlier jobs. The settings file overrides
+    those that it has, unless it is the file of the last submission.
+
+    Raises:
+        LaunchError: there is no settings file, or it cannot be read.
+    """
+    settings = {} if options.config is None else read_settings(options.config)
+    output = options.output or settings.get("output")
+    own = Path(output or "").expanduser() / "config.yaml"
+    if not (options.resume and output and own.exists()):
+        if options.config is None:
+            missing = f"{output} holds no run to continue" if output else "submit needs the settings of the run"
+            raise LaunchError(f"{missing}. Give --config FILE.yaml, or --config PRESET.")
+        return settings, False
+    saved, last = read_settings(own), own.parent / "submitted" / "config.yaml"
+    if options.config is None or (last.exists() and read_settings(last) == settings):
+        options.config = own
+        print(f"# settings: {quoted(str(own))}, and the flags after --")
+        return saved, True
+    print(f"# settings: {quoted(str(own))}, {quoted(str(options.config))} over it, and the flags after --")
+    return saved | settings, False
 
 
 def evaluation_names(text: str) -> list[str]:
@@ -262,12 +304,13 @@ except UserError as error:
 def check_settings(config: Path, flags: Sequence[str]) -> None:
     """Check the settings of a run as `tessera pretrain` does. Print a warning if this machine does not have the data.
 
-    Without an installation of torch on this machine, nothing is checked, and a warning is printed.
+    Without an installation of torch on this machine, nothing is checked, and a warning is printed. `flags` are those of
+    `tessera pretrain`.
 
     Raises:
         LaunchError: a setting is unknown or has a wrong value.
     """
-    words = [sys.executable, "-c", CHECK, "--config", str(config), *flags]
+    words = [sys.executable, "-c", CHECK, *flags]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     message = done.stderr.strip()
     if done.returncode and message.startswith("settings: "):
@@ -361,8 +404,11 @@ def common_options(options: argparse.Namespace) -> list[str]:
     return given + [word for text in options.sbatch for word in shlex.split(text)]
 
 
-def pretraining_job(options: argparse.Namespace, output: Path, flags: list[str]) -> Job:
-    """Return the pretraining job, with its sbatch options and its flags of `tessera pretrain`."""
+def pretraining_job(options: argparse.Namespace, output: Path, flags: list[str], *, kept: bool) -> Job:
+    """Return the pretraining job, with its sbatch options and its flags of `tessera pretrain`.
+
+    `kept`: the run reads its own config.yaml.
+    """
     submitted = output / "submitted"
     cpus = options.cpus or CPUS_PER_GPU * max(options.gpus, 1)
     wanted = [f"--job-name={output.name}", log_option(submitted, "pretrain"), f"--nodes={options.nodes}"]
@@ -370,9 +416,8 @@ def pretraining_job(options: argparse.Namespace, output: Path, flags: list[str])
     if options.gpus:
         wanted += [f"--gpus-per-node={options.gpus}"]
     wanted += [f"--{name}={value}" for name in ("mem", "time") if (value := getattr(options, name))]
-    own = ["--config", str(submitted / "config.yaml"), "--output", str(output)]
-    if options.resume:
-        own += ["--resume"]
+    own = [] if kept else ["--config", str(submitted / "config.yaml")]
+    own += ["--output", str(output), *(["--resume"] if options.resume else [])]
     environment = {"TESSERA_ENGINE": str(submitted / "engine.yaml")}
     if options.processes:
         environment["TESSERA_PROCESSES_PER_NODE"] = str(options.processes)
@@ -391,11 +436,11 @@ def evaluation_options(options: argparse.Namespace) -> list[str]:
     return wanted + common_options(options)
 
 
-def print_plan(options: argparse.Namespace, output: Path, jobs: list[Job], record: Record) -> None:
-    """Print the shell commands that have the effect of the command `submit`."""
+def print_plan(output: Path, jobs: list[Job], record: Record, texts: dict[str, str]) -> None:
+    """Print the shell commands that have the effect of the command `submit`. `texts` are the files that it writes."""
     folder = output / "submitted"
     print(f"# the settings that the jobs will read\nmkdir -p {quoted(str(folder))}")
-    for name, text in frozen_files(options.config, options.accelerate, folder).items():
+    for name, text in texts.items():
         print(f"printf %s {quoted(text, lines=True)} > {quoted(str(folder / name))}")
     print("# the jobs")
     first, *others = jobs

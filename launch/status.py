@@ -6,11 +6,38 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tessera.launch.jobs import EVALUATIONS, evaluation_job, read_record, read_settings, states, submit, write_record
+from tessera.launch.jobs import (
+    EVALUATIONS,
+    Job,
+    evaluation_job,
+    is_over,
+    quoted,
+    read_record,
+    read_settings,
+    states,
+    submit,
+    write_record,
+)
 
 ENCODER_FILES = ("encoder.json", "encoder.safetensors")
 METRICS = {"top1": "top-1", "mean_average_precision": "mAP", "mean_iou": "mean IoU"}
 """Map from the key of the main metric in a result file to its displayed name."""
+MEANINGS = {
+    "PENDING (Dependency)": "starts after pretraining has succeeded",
+    "PENDING (DependencyNeverSatisfied)": "never starts, because pretraining did not succeed",
+    "PENDING (BeginTime)": "has stopped and saved, and starts again within minutes",
+    "PENDING (JobHeld": "held; `scontrol release` lets it start",
+    "PENDING": "waits in the queue for nodes",
+    "RUNNING": "runs",
+    "COMPLETING": "ends",
+    "COMPLETED": "done",
+    "CANCELLED": "cancelled",
+    "TIMEOUT": "ended at its time limit",
+    "OUT_OF_MEMORY": "failed: it used more memory than it had asked for (--mem)",
+    "NODE_FAIL": "failed: its node was lost",
+    "FAILED": "failed; its log says why",
+}
+"""Start of the state of a job -> its meaning. The first match counts."""
 
 
 def follow(output: Path) -> None:
@@ -83,21 +110,27 @@ def _link(file: Path, name: Path) -> None:
 
 
 def status(output: Path) -> None:
-    """Print the current step of a run, the states of its jobs and its results.
+    """Print the current step of a run, the states of its jobs and their logs, its results, and what continues it.
 
     Raises:
         LaunchError: the run has no jobs, or SLURM does not answer.
     """
     _, jobs = read_record(output)
     known = states([job.id for job in jobs])
-    print(f"{output}: {_position(output)}\n")
-    _print_table([["job", "what", "state"], *([job.id, job.name, known[job.id]] for job in jobs)])
+    print(f"run: {output}\ntraining: {_position(output)}\n")
+    rows = [[job.id, job.name, known[job.id], _meaning(known[job.id]), str(_log(job, output))] for job in jobs]
+    _print_table([["job", "what", "state in SLURM", "meaning", "log"], *rows])
     rows = _results(output)
     print()
     if rows:
-        _print_table([["result", "metric", "value"], *rows])
+        _print_table([["result (.json in evaluation/)", "metric", "value"], *rows])
     else:
-        print("no results yet")
+        print("no results of evaluations yet")
+    if all(is_over(known[job.id]) for job in jobs) and not (output / "encoder.safetensors").exists():
+        print(
+            f"\nNo job is left, and the training is not finished. To continue it, call `tessera slurm submit --resume "
+            f"{quoted(str(output))}` with the same --nodes, --gpus and other options."
+        )
 
 
 def _position(output: Path) -> str:
@@ -107,10 +140,22 @@ def _position(output: Path) -> str:
     recorded = _last_record(output / "metrics.jsonl").get("step", 0)
     parts = [f"step {recorded} of {settings['steps']}" if "steps" in settings else "not begun"]
     if checkpoints:
-        parts.append(f"newest checkpoint {checkpoints[-1]}")
+        parts.append(f"newest checkpoint at step {checkpoints[-1].removeprefix('step-').lstrip('0') or 0}")
     if (output / "encoder.safetensors").exists():
         parts.append("finished")
     return ", ".join(parts)
+
+
+def _meaning(state: str) -> str:
+    """Return what a state of SLURM means for a run, or nothing for a state that needs no words."""
+    return next((meaning for start, meaning in MEANINGS.items() if state.startswith(start)), "")
+
+
+def _log(job: Job, output: Path) -> Path:
+    """Return the path of the log of a job, relative to the run folder."""
+    named = next(word for word in job.options if word.startswith("--output=")).removeprefix("--output=")
+    log = Path(named.replace("%%", "%").replace("%j", job.id))
+    return log.relative_to(output) if log.is_relative_to(output) else log
 
 
 def _last_record(path: Path) -> dict[str, Any]:

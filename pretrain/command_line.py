@@ -44,7 +44,7 @@ def load(argv: Sequence[str]) -> RunConfig:
     """Return the settings of a run from its command line and its settings file.
 
     If no shards are given, the preset of the embedded digits supplies the defaults. `--resume` reads the run's own
-    config.yaml unless --config names another file.
+    config.yaml; a file that --config names overrides only the settings that it has.
 
     Raises:
         SettingsError: a name is unknown, a value is out of range, or the run would ignore a setting.
@@ -106,7 +106,8 @@ def _complete(
     """Return validated settings.
 
     Each layer overrides the earlier ones: the defaults, the preset of the embedded digits if the run has no other data,
-    the settings file, and `given(model, method)`, where `model` is the settings class.
+    the config.yaml of the run to resume, the settings file, and `given(model, method)`, where `model` is the settings
+    class.
 
     Args:
         early: the given settings that determine the settings class and its defaults: method, config, output, init_from,
@@ -119,14 +120,16 @@ def _complete(
         (early.get(section) or {}).get(name) for section, name in (("data", "shards"), ("encoder", "variant"))
     )
     own = Path(output) / "config.yaml" if output and early.get("resume") else None
-    file = read_yaml(settings_file(config)) if config else read_yaml(own) if own and own.exists() else {}
+    # `merge` expands short forms such as `data: SHARDS`
+    run = merge(RunConfig, read_yaml(own)) if own and own.exists() else {}
+    run = from_folder(run, own.with_name("machine.jsonl")) if own else run
+    named_file = merge(RunConfig, read_yaml(settings_file(config))) if config else {}
     if pretrained := str(encoder).endswith(PRETRAINED):
         encoder = _pretrained(str(encoder), early.get("init_from"))
-    file = merge(RunConfig, file)  # `merge` expands short forms such as `data: SHARDS`
-    if own and not config:
-        file = from_folder(file, own.with_name("machine.jsonl"))
-    if is_saved(file) and isinstance(file["optim"], Mapping):
-        file["optim"] = {"encoder_lr_factor": 1.0} | dict(file["optim"])  # runs of older versions did not store it
+    for saved in (run, named_file):
+        if is_saved(saved) and isinstance(saved["optim"], Mapping):
+            saved["optim"] = {"encoder_lr_factor": 1.0} | dict(saved["optim"])  # older versions did not store it
+    file = merge(RunConfig, *one_length([run, named_file]))
     method = early.get("method") or file.get("method", "dino")
     if not isinstance(method, str) or method not in METHODS:
         shown, known = printable(str(method)[:200]), METHODS.names()
@@ -143,12 +146,12 @@ def _complete(
     saved = (file.get("encoder") or {}).get("variant")
     preset_variant = preset.get("encoder", {}).get("variant")
     source = encoder if pretrained else early.get("init_from") or file.get("init_from")
-    resumed = own is not None and own.exists()
-    start = started_encoder(source) if isinstance(source, str) and not resumed else {}  # `validate` refuses other types
+    start = started_encoder(source) if isinstance(source, str) and not run else {}  # `validate` refuses other types
     variant = encoder or saved or start.get("variant") or preset_variant or "vit_small"
-    if own and not config and saved and variant != saved:
+    trained = (run.get("encoder") or {}).get("variant")
+    if trained and variant != trained:
         raise SettingsError(
-            f"The run in {output} trains {saved}, not {variant}. Remove --encoder, or choose another --output."
+            f"The run in {output} trains {trained}, not {variant}. Remove the other encoder, or choose another output."
         )
     if variant != preset_variant:  # the preset's encoder settings apply only to the preset's variant
         preset.pop("encoder", None)
@@ -158,23 +161,28 @@ def _complete(
     own_values = given(model, method)
     if pretrained:
         own_values = {**own_values, "init_from": encoder, "encoder": {**own_values["encoder"], "variant": encoder}}
-    if not (own and not config) and not is_saved(file):
-        check_method(file, method, f"{config}: ")
+    if not is_saved(named_file):
+        check_method(named_file, method, f"{config}: ")
     check_method(own_values, method)
-    layers = one_length([preset, data, file, chosen, own_values])
+    layers = one_length([preset, data, run, named_file, chosen, own_values])
     refuse_code(file, own_values)
     weights = f"weights {source}"
-    named = [f"preset {digits.stem}", weights, _file_name(config, output), weights, origin]
+    named = [
+        f"preset {digits.stem}",
+        weights,
+        f"the run {output}",
+        _file_name(config) if config else "",
+        weights,
+        origin,
+    ]
     # `chosen` repeats the variant of another layer, except that of the weights
-    order = (3, 0, 1, 2, 4)
+    order = (4, 0, 1, 2, 3, 5)
     origins = layered([(named[place], layers[place]) for place in order], [*settings_of(model)])
     return without_commands(validate(model, merge(model, *layers)).with_origins(origins), file, own_values)
 
 
-def _file_name(config: Any, output: Any) -> str:
-    """Return the name of a settings file in the plan of a run: a preset, another file, or that of the run to resume."""
-    if not config:
-        return f"the run {output}"
+def _file_name(config: Any) -> str:
+    """Return the name of a settings file in the plan of a run: a preset, or another file."""
     path = settings_file(config)
     return f"preset {path.stem}" if path.parent == PRESETS else f"file {config}"
 

@@ -210,7 +210,8 @@ class RunConfig(Settings, frozen=True):
     gpu: Literal["a100", "h100", "h200"] | None = None
     """with dry_run: GPU for which to forecast the speed; default: the devices of this machine"""
     gpus: int = Field(default=1, ge=1)
-    """with gpu: number of GPUs, over which batch_size is divided"""
+    """with gpu: number of GPUs of all nodes, over which batch_size is divided (`tessera slurm submit --gpus` counts the
+    GPUs of one node)"""
     init_from: str | None = None
     """initial weights of the encoder: a run folder, a weight file of this project, `timm:NAME` for a pretrained model
     of timm, or a published weight file; a source other than a published weight file also sets the defaults of encoder,

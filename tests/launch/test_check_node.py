@@ -72,7 +72,11 @@ def test_shards_of_settings_and_flags(tmp_path: Path, data: object, found: list[
     assert list(check_node.shard_patterns(file)) == [*found, "t.tar", "v.tar"]
     flags = ["--data", "f.tar", "--data.shards=g.tar", "--evaluation.val", '["h.tar"]']
     assert list(check_node.shard_patterns([*file, *flags])) == ["f.tar", "g.tar", "t.tar", "h.tar"]
-    assert list(check_node.shard_patterns(["--output", str(tmp_path), "--resume"])) == [*found, "t.tar", "v.tar"]
+    resumed = ["--output", str(tmp_path), "--resume"]
+    assert list(check_node.shard_patterns(resumed)) == [*found, "t.tar", "v.tar"]
+    (tmp_path / "new.yaml").write_text("steps: 9\nevaluation: {val: w.tar}")
+    with_file = [*resumed, "--config", str(tmp_path / "new.yaml")]
+    assert list(check_node.shard_patterns(with_file)) == [*found, "t.tar", "w.tar"]
     assert list(check_node.shard_patterns(["--output", str(tmp_path)])) == []
     flags = ["--checkpoint", "run", "--train", "a.tar", "--train", "b.tar", "--val", '{"c.tar": 1.0}']
     assert list(check_node.shard_patterns(flags)) == ["a.tar", "b.tar", "c.tar"]

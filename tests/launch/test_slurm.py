@@ -136,7 +136,7 @@ def test_paths_and_flags_are_passed_unchanged(slurm: Slurm) -> None:
 
 def test_a_dry_run_prints_commands_to_paste(slurm: Slurm) -> None:
     before = slurm.everything()
-    arguments = ["--gpus", "0", "--processes", "2", "--after-pretraining", "probe", "--every-checkpoint", "knn"]
+    arguments = ["--processes", "2", "--after-pretraining", "probe", "--every-checkpoint", "knn"]
     plan = slurm.accepted("--dry_run", *arguments, "--", *HARD, output="it's $dry")
     assert slurm.everything() == before
     assert not slurm.commands.calls()
@@ -255,6 +255,24 @@ def test_another_run_is_not_touched(slurm: Slurm) -> None:
     assert "--resume" in flags_of(slurm.submitted()[0])
 
 
+def test_a_run_that_continues_keeps_its_settings(slurm: Slurm) -> None:
+    run = slurm.folder / "run"
+    assert "run holds no run to continue" in slurm.fails("submit", "--resume", "run")
+    slurm.accepted("--after-pretraining", "knn", "--", "--steps", "5000", "--evaluation.val", "w.tar")
+    slurm.commands.answer({"squeue --noheader": [(0, "101|FAILED|None\n102|CANCELLED|None\n", "")]})
+    (run / "config.yaml").write_text(f"{SETTINGS.replace('v.tar', 'w.tar')}steps: 5000\n")
+    own = ["--output", str(run), "--resume"]
+    same = slurm.accepted("--resume", "--after-pretraining", "knn")  # the same file, without the flags
+    short = slurm.does("submit", "--resume", "run", "--after-pretraining", "knn", "--", "--seed", "1")
+    assert all("# settings: run/config.yaml, and the flags after --" in said for said in (same, short))
+    assert [flags_of(argv) for argv in slurm.submitted()[2::2]] == [own, [*own, "--seed", "1"]]
+    assert flags_of(slurm.submitted()[-1])[-2:] == ["--val", "w.tar"]
+    (slurm.folder / "x.yaml").write_text(SETTINGS + "seed: 7\n")
+    assert "x.yaml over it" in slurm.accepted("--resume")
+    assert flags_of(slurm.submitted()[-1]) == ["--config", f"{run}/submitted/config.yaml", *own]
+    assert (run / "submitted" / "config.yaml").read_text().endswith("seed: 7\n")
+
+
 def test_a_chain_in_the_queue_is_not_replaced(slurm: Slurm) -> None:
     slurm.accepted("--after-pretraining", "knn")
     slurm.commands.answer({"squeue --noheader": [(0, "101|COMPLETED|None\n102|PENDING|Priority\n", "")]})
@@ -336,11 +354,13 @@ def test_status(slurm: Slurm) -> None:
     (run / "evaluation" / "retrieval-v-20261124T101530Z.json").write_text('{"mean_average_precision": 0.75}')
     shown = slurm.does("status", "run")
     lines = [line.split() for line in shown.splitlines()]
-    assert f"step 120 of 500, newest checkpoint {step}" in shown
-    assert ["101", "pretrain", "RUNNING"] in lines
-    assert ["102", "knn", "PENDING", "(Dependency)"] in lines
-    state = "over (SLURM no longer knows how it ended; see its log)"
+    assert "training: step 120 of 500, newest checkpoint at step 100" in shown
+    assert ["101", "pretrain", "RUNNING", "runs", "submitted/pretrain-101.log"] in lines
+    waits = "starts after pretraining has succeeded submitted/knn-102.log"
+    assert ["102", "knn", "PENDING", "(Dependency)", *waits.split()] in lines
+    state = "over (SLURM no longer knows how it ended; see its log) submitted/probe-103.log"
     assert ["103", "probe", *state.split()] in lines
+    assert "To continue" not in shown
     assert [f"knn-v-{step}-20261124T101530Z", "top-1", "12.50", "%"] in lines
     assert ["retrieval-v-20261124T101530Z", "mAP", "75.00", "%"] in lines
     assert "999" not in shown
@@ -350,7 +370,9 @@ def test_status(slurm: Slurm) -> None:
 def test_status_of_jobs_that_slurm_forgot(slurm: Slurm) -> None:
     slurm.accepted()
     slurm.commands.answer({"squeue --noheader": [(1, "", "slurm_load_jobs error: Invalid job id specified\n")]})
-    assert "no longer knows" in slurm.does("status", "run")
+    shown = slurm.does("status", "run")
+    assert "no longer knows" in shown
+    assert f"To continue it, call `tessera slurm submit --resume {slurm.folder}/run` with the same" in shown
     slurm.commands.add("sacct", (slurm.folder / "commands" / "squeue").read_text())
     slurm.commands.answer({"sacct --noheader": [(0, "101|CANCELLED by 0\n", "")]})
     assert "CANCELLED" in slurm.does("status", "run")

@@ -487,6 +487,13 @@ def test_a_resumed_run_finds_its_relative_shards_from_another_folder(
     }  # fmt: skip
     assert found.evaluation.val == [f"{there}shards/*.tar"]
     assert found.steps == 7  # None is not a choice
+    (tmp_path / "own.yaml").write_text("optim: {lr: 0.25}\n")  # what a file does not give stays
+    more = from_values({"resume": True, "output": "a run", "config": "own.yaml"})
+    assert (more.steps, more.optim.lr, more.data.shards) == (7, 0.25, found.data.shards)
+    assert (more.origins["steps"], more.origins["optim.lr"]) == ("the run a run", "file own.yaml")
+    (tmp_path / "own.yaml").write_text("epochs: 2\n")
+    again = from_values({"resume": True, "output": "a run", "config": "own.yaml"})
+    assert (again.steps, again.epochs) == (None, 2)
     monkeypatch.chdir(start)  # there, the paths stay as they were given
     assert from_values({"resume": True, "output": str(run)}).data.shards == shards
     assert found.method == "mae"

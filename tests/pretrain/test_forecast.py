@@ -70,7 +70,9 @@ def test_real_steps_and_a_real_loader_are_measured(tmp_path: str, capsys: pytest
 
 def test_steps_of_a_named_gpu_are_counted(tmp_path: str, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
-    one, eight = (report(text, tmp_path, capsys) for text in ("--gpu h100", "--gpu h100 --gpus 8 --dino.centering mean"))
+    one, eight = (
+        report(text, tmp_path, capsys) for text in ("--gpu h100", "--gpu h100 --gpus 8 --dino.centering mean")
+    )
     most = [int(re.findall(r"at most ([\d,]+)", shown)[0].replace(",", "")) for shown in (one, eight)]
     assert "images/s of 1 H100" in one
     assert "sent by a GPU" not in one
