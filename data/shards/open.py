@@ -519,6 +519,8 @@ def _shards_at(path: str, indices: "_FolderIndices") -> list[str]:
         return indices.read(path)
     if path.endswith(PARQUET) and remote.is_remote(path):
         raise ShardError(f"{path}: Parquet files are read from a local disk only. Download the file.")
+    if remote.is_remote(path) and not path.startswith(remote.PIPE):
+        remote.split_url(path)
     return _shards_in(path) if not remote.is_remote(path) and os.path.isdir(path) else [path]
 
 

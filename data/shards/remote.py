@@ -425,10 +425,7 @@ _servers_with_ranges: dict[str, bool] = {}
 
 def _system(url: str, config: SourceConfig) -> tuple[Any, str]:
     """Return the fsspec file system of a URL, and the path of the file in this file system."""
-    try:
-        scheme, server = urlsplit(url)[:2]
-    except ValueError as error:
-        raise ShardError(f"{url} is not a valid URL ({error}). Correct the URL.") from error
+    scheme, server = split_url(url)
     try:
         system = _open_system(os.getpid(), scheme, server, config.timeout)
     except ImportError as error:
@@ -438,6 +435,21 @@ def _system(url: str, config: SourceConfig) -> tuple[Any, str]:
     except ValueError as error:
         raise ShardError(f"{url}: {error}. Use a URL that fsspec can open.") from error
     return system, encoded_url(url) if scheme in ("http", "https") else system._strip_protocol(url)
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Return the scheme and the server (or the bucket) of a URL.
+
+    Raises:
+        ShardError: the URL is not valid, or an HTTP URL has no path after the server.
+    """
+    try:
+        scheme, server, path = urlsplit(url)[:3]
+    except ValueError as error:
+        raise ShardError(f"{url} is not a valid URL ({error}). Correct the URL.") from error
+    if scheme in ("http", "https") and not path.strip("/"):
+        raise ShardError(f"{url} names a server, but no file. Correct the URL.")
+    return scheme, server
 
 
 def encoded_url(url: str) -> str:
