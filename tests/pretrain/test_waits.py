@@ -46,11 +46,19 @@ def saved(folder: Path) -> tuple[int, bytes, list[list[int]]]:
     return int(path.name[5:]), (path / "encoder.safetensors").read_bytes(), random
 
 
-def _stopped(rank: int, folder: str, waiting: int | None, broken: bool) -> None:
+def _stopped(rank: int, folder: str) -> None:
+    """Train to the end; until one process waits; and until it fails, after which the process group is lost."""
+    for name, waiting, broken in (("whole", None, False), ("stopped", 1, False), ("failed", 1, True)):
+        _train(rank, Path(folder, name), waiting, broken)
+    torch.distributed.destroy_process_group()
+
+
+def _train(rank: int, folder: Path, waiting: int | None, broken: bool) -> None:
     config = settings(
         "--batch_size", "16", "--checkpoint_every", "3" if waiting is None else "100", "--checkpoint.keep", "9"
     )
-    run = make(Drawing(config), config, Path(folder))
+    folder.mkdir(exist_ok=True)
+    run = make(Drawing(config), config, folder)
     torch.manual_seed(rank)
     if waiting is None:
         train(run, batches(rank, None, 8))
@@ -62,16 +70,11 @@ def _stopped(rank: int, folder: str, waiting: int | None, broken: bool) -> None:
             train(run, batches(rank, 3 if rank == waiting else None, 8, BROKEN if broken else STOPPED))
         assert run.state.step == 3
         assert run.state.images == 48
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_one_process_that_waits_or_fails_stops_both_at_the_last_complete_step(tmp_path: Path, free_port: int) -> None:
-    for number, (name, waiting, broken) in enumerate(
-        [("stopped", 1, False), ("failed", 1, True), ("whole", None, False)]
-    ):
-        (tmp_path / name).mkdir()
-        on_processes(_stopped, free_port + number, str(tmp_path / name), waiting, broken)
+    on_processes(_stopped, free_port, str(tmp_path))
     assert saved(tmp_path / "whole")[0] == 3
     assert saved(tmp_path / "stopped") == saved(tmp_path / "whole")
     assert saved(tmp_path / "failed") == saved(tmp_path / "whole")
