@@ -66,7 +66,8 @@ def without_scores(arguments: list[str]) -> list[str]:
     """Return the command line of a run with the same settings, but without evaluations, pictures and presets."""
     pairs = zip(arguments[::2], arguments[1::2], strict=True)
     kept = [word for pair in pairs if not pair[0].startswith("--evaluation.") for word in pair]
-    return [*kept, "--data", demo_shards()[0], "--evaluation.pictures", "0"]
+    unscored = ["--evaluation.view_images", "0", "--evaluation.pictures", "0"]
+    return [*kept, "--data", demo_shards()[0], *unscored]
 
 
 def losses(output: Path) -> dict[int, float]:

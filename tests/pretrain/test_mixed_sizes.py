@@ -21,7 +21,7 @@ WORDS = (
     "--method dinov3 --encoder rope_vit_micro --encoder.depth 2 --encoder.dim 24 --encoder.heads 2 --batch_size 16 "
     "--steps 6 --seed 1 --record_every 1 --checkpoint_every 3 --workers 0 --evaluation.pictures 1 "
     "--encoder.drop_path 0.2 --encoder.rope_rescale 2 --dinov3.prototypes 64 --dinov3.hidden_dim 32 "
-    "--dinov3.bottleneck_dim 16 --dinov3.local_crops 2 --dinov3.gram_start 1"
+    "--dinov3.bottleneck_dim 16 --dinov3.local_crops 2 --dinov3.gram_start 1 --evaluation.view_images 16"
 )
 
 

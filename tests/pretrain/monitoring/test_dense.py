@@ -34,6 +34,7 @@ def test_a_run_measures_what_the_command_measures(maps: dict[str, str], tmp_path
     caplog.set_level("INFO")
     words = [*TINY, "--data", demo_shards()[0], "--steps", "4", "--evaluate_every", "2", "--evaluation.pictures", "0"]
     words += ["--evaluation.maps_train", maps["train"], "--evaluation.maps_val", maps["val"], "--workers", "0"]
+    words += ["--evaluation.view_images", "16"]  # to score all images would take most of the time
     assert main([*words, "--output", str(tmp_path / "run")]) == 0
     scores = {line["step"]: line["patch_miou"] for line in records(tmp_path / "run") if "patch_miou" in line}
     assert list(scores) == [0, 2, 4]
