@@ -259,14 +259,15 @@ def list_folder(folder: Path, *, labels: str, besides: Path | None = None) -> Li
     if labels == "folders" or (labels == "auto" and depths == [1] and len(names) > 1):
         read = {os.fsdecode(path.partition(b"/")[0]) for path in paths}
         listing.found += [Note(LOST, 1, group=name) for name in sorted({*walk.folders, *names} - read)]
-        listing.number_classes(sorted(names, key=lambda name: (not name.isdecimal(), _value(name), name)))
+        listing.number_classes(sorted(names, key=class_order))
         return listing
     listing.labels = np.full(len(listing), NO_LABEL)
     return listing
 
 
-def _value(name: str) -> int:
-    return int(name) if name.isdecimal() and len(name) < 20 else 0
+def class_order(name: str) -> tuple[bool, int, str]:
+    """Return the sort key of a class name. Names that are numbers come first, in the order of the numbers."""
+    return not name.isdecimal(), int(name) if name.isdecimal() and len(name) < 20 else 0, name
 
 
 class _Walk:

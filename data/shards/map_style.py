@@ -6,20 +6,22 @@ a Pillow image, an array, a tensor or an encoded file (`data.decode`).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from tessera.data.decode import ImageError, Undecoded, check_kind, upright
 from tessera.data.given import kind, named_object
 from tessera.data.shards.failures import SampleError, ShardError
-from tessera.data.shards.index import unique_names
-from tessera.data.shards.source import DEFAULT, SampleForm, Shard, SourceConfig
+from tessera.data.shards.index import composed, unique_names
+from tessera.data.shards.listing import class_order
+from tessera.data.shards.notes import LABELS, Note
+from tessera.data.shards.source import DEFAULT, MOST_PROBED, SampleForm, Shard, SourceConfig, equal_names
 from tessera.data.shards.stored_index import Header, header_of
 from tessera.data.shards.tar import IMAGES, LABEL, Index, whole_number
 from tessera.data.user_code import named_errors, seeded
@@ -63,15 +65,20 @@ class MapStyle(Shard):
     samples: int = 0
     """Length of the data set when it was opened."""
     labelled: bool = False
-    """True if the first item has a label."""
+    """True if the first readable item has a class number."""
+    numbers: np.ndarray | None = field(default=None, repr=False, compare=False)
+    """Class number of each item, or -1 for no label, if labels are texts or some are missing: (N,) int64."""
+    texts: tuple[str, ...] | None = field(default=None, repr=False, compare=False)
+    """Texts of the labels in the order of `numbers`; None if the labels are integers."""
     last: list[tuple[int, Item]] = field(default_factory=list, repr=False, compare=False)
     """The item that was read last, so that the label of a sample does not read its item again."""
 
     runs_code: ClassVar[bool] = True
+    class_remedy: ClassVar[str] = "Give the classes the same numbers in both (ImageFolder: target_transform)"
 
     @classmethod
     def at(cls, path: str, config: SourceConfig = DEFAULT) -> "MapStyle":
-        """Return the data set with the name `path`. The first item is read as a check.
+        """Return the data set with the name `path`. The first item that is not corrupt is read as a check.
 
         Raises:
             ShardError: no data set has this name, the data set is empty, or its first item is not an image.
@@ -86,12 +93,24 @@ class MapStyle(Shard):
         opened = cls(path, 0, "", config=config, dataset=dataset, samples=len(dataset))
         if not opened.samples:
             raise ShardError(f"the data set {opened.name} is empty.")
-        try:
-            with seeded(0, 0):
-                item = opened.item(0)
-        except ImageError:  # the image is corrupt, so a run would replace it
+        for number in range(min(opened.samples, MOST_PROBED)):
+            try:
+                with seeded(0, 0):
+                    item = opened.item(number)
+                break
+            except ImageError:  # the image is corrupt, so a run would replace it
+                continue
+        else:
             return opened
-        return cls(path, 0, "", config=config, dataset=dataset, samples=opened.samples, labelled=item.label is not None)
+        stored = None if item.label is None and not isinstance(dataset, list) else stored_labels(dataset, config.form)
+        numbers, texts = numbered(stored or [])
+        notes = ()
+        if not (config.form.stages or item.label is None or numbers is not None or _is_number(item.label)):
+            group = f"the label of {opened.name}/{number} is {item.label!r:.50}, not an integer"
+            notes = (Note(LABELS, opened.samples, group=group),)
+        labelled = item.label is not None and not notes
+        found = {"samples": opened.samples, "labelled": labelled, "numbers": numbers, "texts": texts, "notes": notes}
+        return cls(path, 0, "", config=config, dataset=dataset, **found)
 
     @property
     def name(self) -> str:
@@ -105,17 +124,20 @@ class MapStyle(Shard):
         return [id(self.dataset)]
 
     def class_names(self) -> tuple[str, ...] | None:
-        """Return the class names of Hugging Face's `features` or of torchvision's `classes`; None if there are none."""
-        features = getattr(self.dataset, "features", None)
-        if isinstance(features, Mapping):
-            key = next((key for key in _label_keys(self.config.form) if key in features), None)
-            names = getattr(features.get(key), "names", None)
-        else:
-            names = getattr(self.dataset, "classes", None)
-        return unique_names(names)
+        """Return the class names of Hugging Face's `features`, of torchvision's `classes` or of labels that are texts;
+        None if there are none.
+
+        Raises:
+            ShardError: the parts of a `ConcatDataset` number their classes differently.
+        """
+        return self.texts or _class_names(self.dataset, self.config.form, self.path)
 
     def make_index(self) -> Index:
-        return NumberedIndex.of(self.samples, self.labelled)
+        index = NumberedIndex.of(self.samples, self.labelled)
+        if self.numbers is None:
+            return index
+        summary = np.array([self.samples, (self.numbers >= 0).sum(), 0], dtype=np.int64)
+        return index._replace(labels=np.stack([self.numbers, np.minimum(self.numbers, 0)], axis=1), summary=summary)
 
     def index(self) -> Index:
         return self.make_index()
@@ -129,6 +151,9 @@ class MapStyle(Shard):
         return item.image
 
     def label(self, index: Index, sample: int) -> int:
+        if self.numbers is not None:
+            label = int(self.numbers[sample])
+            return label_number(label if label >= 0 else None, f"{self.name}/{sample}")
         if not self.last or self.last[0][0] != sample:
             self.last[:] = [(sample, self.item(sample))]
         return label_number(self.last.pop()[1].label, f"{self.name}/{sample}")
@@ -202,7 +227,8 @@ def item_of(item: Any, form: SampleForm, name: str) -> Item:
         label = next((item[key] for key in _label_keys(form) if key in item), None)
         label = field_of(label, form.label_field, name) if form.label_field and label is not None else label
     elif isinstance(item, tuple | list) and item:
-        image, label = item[0], item[1] if len(item) > 1 and _is_number(item[1]) else None
+        # annotations such as boxes and masks are no labels
+        image, label = item[0], item[1] if len(item) > 1 and _is_scalar(item[1]) else None
     if isinstance(image, Mapping) and image.keys() >= {"bytes"}:  # Hugging Face's `Image(decode=False)`
         image = image["bytes"] if image["bytes"] is not None else _file(image.get("path"), name)
     try:
@@ -224,7 +250,10 @@ def label_number(label: Any, name: str) -> int:
             "the label with data.label."
         )
     if not _is_number(label):
-        raise SampleError(f"the label of {name} is {label!r:.100}, not an integer. Number the classes from 0.")
+        raise SampleError(
+            f"the label of {name} is {label!r:.100}, not an integer. Number the classes from 0. Class names are "
+            "possible in a CSV, in a list of pairs (image, name), and in data sets of Hugging Face."
+        )
     return int(label)
 
 
@@ -245,13 +274,82 @@ def field_of(content: Any, field: str, name: str) -> Any:
         raise SampleError(f"the label of {name} has no field {field!r}. Correct data.label or the sample.") from None
 
 
+def parts_of(dataset: Any) -> Iterator[tuple[Any, np.ndarray | None]]:
+    """Yield each data set that a `Subset` or a `ConcatDataset` reads, with the indices of its items (None for all)."""
+    if isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from parts_of(part)
+    elif isinstance(dataset, Subset):
+        starts, numbers = 0, np.asarray(dataset.indices, dtype=np.int64)
+        for part, own in parts_of(dataset.dataset):
+            count = len(part) if own is None else len(own)
+            inside = numbers[(numbers >= starts) & (numbers < starts + count)] - starts
+            yield part, inside if own is None else own[inside]
+            starts += count
+    else:
+        yield dataset, None
+
+
+def _class_names(dataset: Any, form: SampleForm, name: str) -> tuple[str, ...] | None:
+    """Return the class names of a data set and of all its parts."""
+    parts = {id(part): part for part, _ in parts_of(dataset)}
+    named = []
+    for number, part in enumerate(parts.values()):
+        features = getattr(part, "features", None)
+        if isinstance(features, Mapping):
+            key = next((key for key in _label_keys(form) if key in features), None)
+            names = getattr(features.get(key), "names", None)
+        else:
+            names = getattr(part, "classes", None)
+        named.append((f"part {number} ({kind(part)}) of {name}", unique_names(names)))
+    names = equal_names(named, MapStyle.class_remedy)
+    return None if isinstance(dataset, Subset) else names  # a subset may lack classes
+
+
+def stored_labels(dataset: Any, form: SampleForm) -> list[Any] | None:
+    """Return the labels of all items if they can be read without the images: those of lists of pairs, and texts in
+    columns of Hugging Face. Return None otherwise.
+    """
+    if isinstance(dataset, Subset):
+        labels = stored_labels(dataset.dataset, form)
+        return labels and [labels[number] for number in dataset.indices]
+    if isinstance(dataset, ConcatDataset):
+        found = [stored_labels(part, form) for part in dataset.datasets]
+        return None if None in found else [label for labels in found for label in labels or ()]
+    if isinstance(dataset, list):
+        seconds = (one[1] if isinstance(one, tuple | list) and len(one) > 1 else None for one in dataset)
+        return [one if _is_scalar(one) else None for one in seconds]
+    features = getattr(dataset, "features", None)
+    key = next((key for key in _label_keys(form) if key in (features or ())), None)
+    if key is None or form.label_field or "string" not in str(getattr(features[key], "dtype", "")):
+        return None
+    return list(dataset.with_format(None)[key])
+
+
+def numbered(labels: list[Any]) -> tuple[np.ndarray | None, tuple[str, ...] | None]:
+    """Return the class number of each label (N,) int64, with -1 for no label, and the texts of the labels.
+
+    Texts are numbered as the names of class folders are. Without texts, the second result is None. The first result is
+    None if all labels are integers or all are missing, so that they need no numbers, or if they are of several kinds.
+    """
+    given = [None if isinstance(label, str) and not label.strip() else label for label in labels]
+    known = [label for label in given if label is not None]
+    if known and all(isinstance(label, str) for label in known):
+        texts = tuple(sorted({composed(label) for label in known}, key=class_order))
+        numbers = {text: number for number, text in enumerate(texts)}
+        return np.array([-1 if one is None else numbers[composed(one)] for one in given], dtype=np.int64), texts
+    if 0 < len(known) < len(given) and all(map(_is_number, known)):
+        return np.array([-1 if one is None else int(one) for one in given], dtype=np.int64), None
+    return None, None
+
+
 def _label_keys(form: SampleForm) -> tuple[str, ...]:
     return LABEL_KEYS if form.label_name is None else (form.label_name,)
 
 
 def _only_opens(dataset: Any) -> bool:
     """Return True for torchvision's folders without a transform, whose images are in memory, but not turned upright."""
-    while type(dataset) is torch.utils.data.Subset:
+    while type(dataset) is Subset:
         dataset = dataset.dataset
     loader = getattr(dataset, "loader", None)
     return getattr(loader, "__module__", "") == "torchvision.datasets.folder" and dataset.transform is None
@@ -264,6 +362,11 @@ def _is_number(label: Any) -> bool:
     if isinstance(label, np.ndarray):
         return label.ndim == 0 and label.dtype.kind in "iu"
     return isinstance(label, int | np.integer) and not isinstance(label, bool)
+
+
+def _is_scalar(label: Any) -> bool:
+    """Return True for a number, a text, or an array or tensor of one value without an axis."""
+    return bool(np.isscalar(label)) or getattr(label, "ndim", None) == 0
 
 
 def _file(path: Any, name: str) -> bytes:

@@ -24,7 +24,9 @@ OTHER = "."
 OTHER_IMAGES = ("bmp", "dib", "gif", "heic", "heif", "avif", "jp2", "jxl", "j2k", "ppm", "pgm", "tga", "exr", "dcm")
 """File name extensions of images that are not supported. Such images in a shard cause a warning."""
 NAME, LINK, ORPHAN, TWICE, REST, CHOSEN, MAPPED = "name", "link", "orphan", "twice", "rest", "chosen", "maps"
-LOST, PAIR, MASK, PARTS, UNUSABLE = "class", "pair", "mask", "parts", "unusable"
+LOST, PAIR, MASK, PARTS, UNUSABLE, LABELS = "class", "pair", "mask", "parts", "unusable", "labels"
+DAMAGE = (ORPHAN, TWICE, REST)
+"""Kinds that a tar has if it was joined, updated or sorted wrongly. A run warns of them, and a check fails."""
 SENTENCES = {
     NAME: "{count} images are not read. A name must be KEY.EXTENSION, without a dot in KEY and with an extension of "
     "images",
@@ -35,7 +37,8 @@ SENTENCES = {
     "old versions of a file in the tar",
     REST: "{count} bytes after the end mark of the tar are not read. They may be another tar, because `cat` does not "
     "join tars: use `tar -A`, or give both files",
-    CHOSEN: "{count} samples have images, but not the image that data.image names. They are not read",
+    CHOSEN: "{count} samples have no image of the chosen name (data.image of a run, --image of other commands) and are "
+    "left out: {groups}",
     MAPPED: "{count} samples have several maps. Only the first of KEY.seg.png, KEY.depth.png, KEY.depth.npy is read",
     LOST: "{count} of the class folders hold no image that can be read: {groups}",
     PAIR: "{count} images have the name of another image but another extension. Both are read. If one is a map or a "
@@ -44,6 +47,7 @@ SENTENCES = {
     "the folder if they are masks",
     PARTS: "{count} parts of the data set are missing, by the file names {groups}",
     UNUSABLE: "{count} files are left out: {groups}",
+    LABELS: "{count} samples are used without a label: {groups}",
 }
 """Maps the kind of a note to its sentence. A kind that begins with `OTHER` has the sentence `OF_OTHER_KIND`."""
 OF_OTHER_KIND = "{count} {kind} files are left out{of_classes}, because this format is not read{cure}"
@@ -77,6 +81,8 @@ def _sentence(kind: str, count: int, groups: Counter[str], first: str) -> str:
     named = [(name, number) for name, number in groups.most_common() if name]
     if kind.startswith(OTHER):
         shown = [f"{number:,} of class {printable(name)}" for name, number in named[:MOST_GROUPS]]
+    elif kind == CHOSEN:
+        shown = [f"{number:,} {printable(name)}" for name, number in named[:MOST_GROUPS]]
     else:
         shown = [printable(name) for name, _ in named[:MOST_GROUPS]]
     listed = ", ".join(shown) + (", ..." if len(named) > MOST_GROUPS else "")

@@ -51,6 +51,10 @@ class ParquetFile(Shard):
 
     downloads: ClassVar[bool] = True
     supports_ranges: ClassVar[bool] = True
+    class_remedy: ClassVar[str] = (
+        "Write one of them again with the class numbers of the other (`align_labels_with_mapping` of Hugging Face's "
+        "datasets)"
+    )
 
     @classmethod
     def at(cls, path: str, config: SourceConfig = DEFAULT) -> "ParquetFile":

@@ -12,7 +12,7 @@ import itertools
 import os
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -172,6 +172,11 @@ class Shard(ABC):
     """True if samples come from another machine, or from the output of a command."""
     runs_code: ClassVar[bool] = False
     """True if samples are read by code of the user, which may draw random numbers."""
+    class_remedy: ClassVar[str] = (
+        "Make one of them again from its images, with the class numbers of the other "
+        f"(`tessera make_shards --classes {CLASSES}`)"
+    )
+    """Advice for two sets that number their classes differently."""
 
     @property
     @abstractmethod
@@ -652,7 +657,9 @@ class Source:
         if self.config.form.stages:
             try:
                 self._first_staged_label()
-            except SampleError:
+            except SampleError as error:
+                if self._last is not None and self._last[1].label is not None:
+                    warn_once(f"labels are left out: {error}")
                 return 0
             return self.images
         unknown = np.flatnonzero(self.labelled < 0)
@@ -737,10 +744,23 @@ def shared_class_names(shards: Sequence[Shard]) -> tuple[str, ...] | None:
     Raises:
         ShardError: as `Source.class_names`.
     """
-    (first, shard), *others = {shard.names_classes: shard for shard in shards}.items()
-    names = shard.class_names()
-    for other, shard in others:
-        found = shard.class_names()
+    by_name = {shard.names_classes: shard for shard in shards}
+    remedy = next(iter(by_name.values())).class_remedy
+    return equal_names(((name, shard.class_names()) for name, shard in by_name.items()), remedy)
+
+
+def equal_names(named: Iterable[tuple[str, tuple[str, ...] | None]], remedy: str) -> tuple[str, ...] | None:
+    """Return the class names of several sets, which must be equal.
+
+    Args:
+        named: name of each set in messages, and its class names (None if it does not name its classes).
+        remedy: advice for sets that number their classes differently, without a full stop.
+
+    Raises:
+        ShardError: as `Source.class_names`.
+    """
+    (first, names), *others = named
+    for other, found in others:
         if found == names:
             continue
         if found is None or names is None:
@@ -754,8 +774,7 @@ def shared_class_names(shards: Sequence[Shard]) -> tuple[str, ...] | None:
         number, (one, two) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
         raise ShardError(
             f"{first} and {other} number their classes differently: class {number} is {_class(one)} in the first, but "
-            f"{_class(two)} in the second, so their labels cannot be compared. Write one of them again with the class "
-            f"numbers of the other (`tessera make_shards --classes {CLASSES}`), or use them separately."
+            f"{_class(two)} in the second, so their labels cannot be compared. {remedy}, or use them separately."
         )
     return names
 
@@ -766,8 +785,8 @@ def refuse_mixed_classes(sources: Sequence[Source]) -> None:
     The class names are read only if several folders or files name classes.
     """
     shards = [shard for one in sources for shard in one.shards]
-    if len({shard.names_classes for shard in shards}) > 1:
-        shared_class_names(shards)
+    if len({shard.names_classes for shard in shards}) > 1 or any(shard.runs_code for shard in shards):
+        shared_class_names(shards)  # one data set of the user may consist of several
 
 
 def _class(name: str | None) -> str:

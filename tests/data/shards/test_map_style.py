@@ -13,6 +13,7 @@ from PIL import Image, ImageOps
 
 from tessera.data.crops import CenterCrop, RandomCrop, RandomCropConfig
 from tessera.data.shards import ShardError, SourceConfig, open_shards, open_sources
+from tessera.data.shards.notes import describe
 from tessera.data.shards.source import SampleForm
 from tessera.encoders.base import Preprocessing
 from tests.data.batches import evaluation_batches, saved, training_batches
@@ -251,12 +252,74 @@ def test_errors_during_a_run_stop_it():
 def test_labels():
     with pytest.raises(ShardError, match="Items/0 has no label, but labels are needed"):
         batches(Items(lambda n: pixels(n)))
-    with pytest.raises(ShardError, match="Items/0 has no label"):
-        batches(Items(lambda n: (pixels(n), "caption")))
-    with pytest.raises(ShardError, match=r"the label of Items/. is 'cat', not an integer"):
-        batches(Items(lambda n: {"image": pixels(n), "label": "cat"}))
+    for item in (lambda n: (pixels(n), "cat"), lambda n: {"image": pixels(n), "label": "cat"}):
+        with pytest.raises(ShardError, match=r"the label of Items/0 is 'cat', not an integer. .* in a list of pairs"):
+            batches(Items(item))
+        opened = open_shards(Items(item))
+        assert opened.count_labels() == 0
+        assert describe(opened.notes) == [
+            f"{IMAGES} samples are used without a label: the label of Items/0 is 'cat', not an integer."
+        ]
+    assert open_shards(Items(lambda n: (pixels(n), {"boxes": []}))).notes == ()  # annotations are no labels
+    corrupt = Items(lambda n: (b"no image" if n == 0 else pixels(n), n // 20))
+    assert open_shards(corrupt).all_labelled()  # the first image that can be read decides
     assert not open_shards(Items(pixels)).all_labelled()
     assert batches(Items(pixels), classes=None)[0][1] is None
+
+
+def named_pairs(*names):
+    return [(pixels(number), name) for number, name in enumerate(names)]
+
+
+def labels(dataset, **form):
+    opened = open_shards(dataset, source=SourceConfig().with_form(SampleForm(**form)))
+    opened.require_labels()
+    return opened.class_names(), [opened.label(number) for number in range(opened.images)]
+
+
+def test_texts_of_pairs_are_classes_in_the_order_of_their_names():
+    pairs = named_pairs("fox", "cat", "10", "9", "cat")
+    expected = ("9", "10", "cat", "fox"), [3, 2, 1, 0, 2]
+    assert labels(pairs) == expected
+    assert labels(torch.utils.data.ConcatDataset([pairs[:2], pairs[2:]])) == expected
+    assert labels(torch.utils.data.Subset(pairs, [4, 0])) == (("cat", "fox"), [0, 1])
+    assert sorted(batches(pairs, batch_size=5, classes=4, steps=1)[0][1].tolist()) == [0, 1, 2, 2, 3]
+    for missing in (named_pairs("b", None, "a"), named_pairs("b", "", "a"), named_pairs(None, 3, 4)):
+        assert open_shards(missing).count_labels() == 2
+        with pytest.raises(ShardError, match=r"list/[01] has no label"):
+            open_shards(missing).require_labels()
+    for mixed in (named_pairs("b", 1), named_pairs(1.5, 2), named_pairs(True, 2)):
+        assert open_shards(mixed).count_labels() == 0
+        with pytest.raises(ShardError, match=r"the label of list/0 is .*, not an integer"):
+            open_shards(mixed).require_labels()
+
+
+def test_texts_of_hugging_face_are_classes():
+    import datasets
+
+    images = [{"bytes": saved(pixels(n), "PNG"), "path": None} for n in range(3)]
+    features = datasets.Features({"image": datasets.Image(), "kind": datasets.Value("string")})
+    dataset = datasets.Dataset.from_dict({"image": images, "kind": ["b", "a", "b"]}, features=features)
+    assert labels(dataset, label="kind") == (("a", "b"), [1, 0, 1])
+    assert labels(dataset.select([2, 1]), label="kind") == (("a", "b"), [1, 0])
+
+
+def test_parts_that_number_classes_differently():
+    def part(*names):
+        found = Items(KINDS["array"])
+        found.classes = list(names)
+        return found
+
+    concat = torch.utils.data.ConcatDataset
+    assert open_shards(concat([part("a", "b"), part("a", "b")])).class_names() == ("a", "b")
+    message = r"part 0 \(Items\) of python:.* and part 1 .* number their classes differently: class 0 is 'a' in the"
+    wrong = concat([part("a", "b"), torch.utils.data.Subset(part("b", "a"), [0])])
+    for dataset in (wrong, concat([concat([wrong])]), torch.utils.data.Subset(wrong, [0, 40])):
+        for read in (open_shards(dataset).require_labels, lambda one=dataset: batches(one)):
+            with pytest.raises(ShardError, match=f"{message}.*ImageFolder: target_transform"):
+                read()
+        assert open_shards(dataset).count_labels() == 0
+    assert len(batches(wrong, classes=None, steps=1)) == 1
 
 
 def test_labels_read_an_item_once():
