@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -175,6 +175,19 @@ def check_equivalent(differences: Mapping[str, bool], library: str) -> None:
             f"{library} has no equivalent of this encoder: {', '.join(found)}. Export the encoder with --to ours, "
             f"or try --to {others}."
         )
+
+
+def refuse_padding(size: tuple[int, int], reason: str, multiple: int) -> NoReturn:
+    """Raise `WeightsError`, because the encoder pads images of `size` and timm does not mask padding.
+
+    `reason` says what the padding is for. Sides that are multiples of `multiple` pixels need none.
+    """
+    fitting = max(1, round(max(size) / multiple)) * multiple
+    raise WeightsError(
+        f"timm has no equivalent of this encoder: images of {size[0]} x {size[1]} pixels (image_size) need padding to "
+        f"{reason}. Choose a multiple of {multiple} pixels, which needs none, such as --set image_size={fitting} "
+        "(the weights do not depend on it), or try --to onnx."
+    )
 
 
 def split_off(state: State, parts: Iterable[str], report: Report) -> State:

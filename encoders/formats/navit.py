@@ -113,7 +113,7 @@ def to_timm(encoder: NaViT) -> tuple[str, dict[str, Any], State]:
     """Raise `WeightsError`, because timm has no NaViT."""
     raise WeightsError(
         "timm has no NaViT, and timm's models for packed images have other architectures. Export the encoder with "
-        "--to ours."
+        "--to ours, or try --to onnx."
     )
 
 

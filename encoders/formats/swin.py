@@ -14,7 +14,15 @@ from torch import Tensor
 
 from tessera.encoders import swin
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.formats.loading import Report, Source, State, adapt_channels, check_equivalent, check_names
+from tessera.encoders.formats.loading import (
+    Report,
+    Source,
+    State,
+    adapt_channels,
+    check_equivalent,
+    check_names,
+    refuse_padding,
+)
 from tessera.encoders.formats.vit import grid_of
 from tessera.encoders.layers import PreNormBlock, modules_of, resize_table
 from tessera.encoders.swin import Swin, window_sizes
@@ -277,15 +285,15 @@ def _check_timm(encoder: Swin):
     block, (height, width) = modules_of(encoder.blocks, PreNormBlock)[0], encoder.image_size
     patch, window = encoder.patch_size, encoder.window_size
     grids = [encoder.stage_grid(stage, height, width) for stage in range(len(encoder.depths))]
-    padded = any(side > window and side % window for grid in grids for side in grid)
     differences = {
         "absolute_positions is set": encoder.absolute_pos_embed is not None,
         "patch_norm is not set": not isinstance(encoder.patch_embed.norm, torch.nn.LayerNorm),
         f"norm_eps is {block.norm1.eps:g}, not 1e-5": block.norm1.eps != 1e-5,
         "qk_scale is set": block.attn.scale != (len(block.norm1.weight) // block.attn.heads) ** -0.5,
-        f"images of {height} x {width} pixels (image_size) do not divide into patches of {patch}": (
-            bool(height % patch or width % patch)
-        ),
-        f"images of {height} x {width} pixels (image_size) need padding to fill windows of {window}": padded,
     }
     check_equivalent(differences, "timm")
+    multiple = patch * window * 2 ** (len(grids) - 1)
+    if height % patch or width % patch:
+        refuse_padding((height, width), f"fill patches of {patch}", multiple)
+    if any(side > window and side % window for grid in grids for side in grid):
+        refuse_padding((height, width), f"fill windows of {window}", multiple)

@@ -11,6 +11,7 @@ from tessera.encoders.errors import WeightsError
 from tessera.encoders.formats.loading import State, check_equivalent
 from tessera.encoders.formats.rope_vit import has_masked_bias, rope_base, unlike_dinov3
 from tessera.encoders.layers import modules_of
+from tessera.encoders.navit import NaViT
 from tessera.encoders.vit import ViT
 
 EMBEDDINGS = {
@@ -59,9 +60,10 @@ def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
         WeightsError: transformers has no equivalent model.
     """
     if not isinstance(encoder, ViT):
+        others = "onnx" if isinstance(encoder, NaViT) else "timm or onnx"
         raise WeightsError(
-            f"transformers has no equivalent of {type(encoder).__name__}. Export it with --to ours, or try --to timm "
-            "or onnx."
+            f"transformers has no equivalent of {type(encoder).__name__}. Export it with --to ours, or try --to "
+            f"{others}."
         )
     rotary = encoder.rope_embed is not None
     differences = unlike_dinov3(encoder) if rotary else _unlike_dinov2(encoder)

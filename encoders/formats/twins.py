@@ -22,6 +22,7 @@ from tessera.encoders.formats.loading import (
     check_equivalent,
     check_names,
     check_present,
+    refuse_padding,
     split_off,
 )
 from tessera.encoders.twins import Layout, Twins
@@ -178,16 +179,13 @@ def to_timm(encoder: Twins) -> tuple[str, dict[str, Any], State]:
 
 def _check_timm_size(encoder: Twins, height: int, width: int):
     """Raise `WeightsError` if images of `height` x `width` pixels need padding."""
+    multiple = 1
     for stage, (window, reduction) in enumerate(zip(encoder.window_size, encoder.reductions, strict=True)):
         # A stage with a single block has only local attention, which does not subsample.
         tokens = math.lcm(window, reduction if encoder.depths[stage] > 1 else 1)
-        pixels = encoder.patch_size * 2**stage * tokens
-        if height % pixels or width % pixels:
-            raise WeightsError(
-                f"Images of {height} x {width} pixels need padding, which timm's Twins-SVT does not mask. For stage "
-                f"{stage + 1}, both sides must be multiples of {pixels} pixels. Build the encoder with such an "
-                "image_size. The weights do not depend on image_size."
-            )
+        multiple = math.lcm(multiple, encoder.patch_size * 2**stage * tokens)
+    if height % multiple or width % multiple:
+        refuse_padding((height, width), "fill windows", multiple)
 
 
 def _is_theirs(state: State) -> bool:

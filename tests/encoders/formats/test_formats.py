@@ -143,19 +143,23 @@ def test_published_variants_are_timms_own(variant, name, options):
         ("swin_tiny", {"patch_norm": False}, "patch_norm is not set"),
         ("swin_tiny", {"norm_eps": 1e-6}, "norm_eps is 1e-06"),
         ("swin_tiny", {"qk_scale": 0.5}, "qk_scale is set"),
-        ("swin_tiny", {"image_size": 66}, r"66 x 66 pixels \(image_size\) do not divide into patches of 4"),
-        ("swin_tiny", {"image_size": 72}, r"72 x 72 pixels \(image_size\) need padding to fill windows of 4"),
+        (
+            "swin_tiny",
+            {"image_size": 66},
+            "66 x 66 pixels .* need padding to fill patches of 4. Choose a multiple of 64",
+        ),
+        ("swin_tiny", {"image_size": 72}, "72 x 72 pixels .* to fill windows of 4. .* such as --set image_size=64"),
         (
             "twins_svt_small",
             {"qkv_bias": False, "qk_scale": 0.1, "head_dim": 16, "norm_eps": 1e-5, "window_size": 1},
             "qkv_bias is not set, qk_scale is set, head_dim is set, norm_eps is 1e-05, .*, window_size is 1. "
             "Export the encoder with --to ours",
         ),
-        ("twins_svt_small", {"image_size": (64, 72)}, "64 x 72 pixels need .* For stage 1, .* multiples of 16 pixels"),
-        ("twins_svt_small", {"image_size": 80}, "For stage 2, .* multiples of 32 pixels"),
-        ("twins_svt_small", {"image_size": 64, "reductions": (3, 1)}, "For stage 1, .* multiples of 48 pixels"),
+        ("twins_svt_small", {"image_size": (64, 72)}, "64 x 72 pixels .* need padding .* multiple of 32 pixels"),
+        ("twins_svt_small", {"image_size": 80}, "multiple of 32 pixels, .*, such as --set image_size=64"),
+        ("twins_svt_small", {"image_size": 64, "reductions": (3, 1)}, "a multiple of 96 pixels"),
         ("twins_svt_vit_pytorch", {}, 'layout is "vit_pytorch"'),
-        ("navit_small", {}, "timm has no NaViT"),
+        ("navit_small", {}, "timm has no NaViT.* or try --to onnx"),
     ],
 )
 def test_what_timm_has_not_is_refused(variant, settings, message):
