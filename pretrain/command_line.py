@@ -157,6 +157,9 @@ def _complete(
         preset.pop("encoder", None)
     data = {"data": start.pop("data")} if start else {}
     model = settings_model(variant, start if start.pop("variant", None) == variant else None)
+    if variant != saved and config and settings_file(config).parent == PRESETS and "encoder" in named_file:
+        of_family = settings_of(model)  # the preset has settings of its own encoder
+        named_file["encoder"] = {n: v for n, v in named_file["encoder"].items() if f"encoder.{n}" in of_family}
     chosen = {"encoder": {"variant": variant}}
     own_values = given(model, method)
     if pretrained:

@@ -27,6 +27,20 @@ def settings_of(preset: str, tmp_path: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("preset", sorted(file.stem for file in PRESETS.glob("imagenet_*.yaml")))
+def test_a_published_recipe_stays_the_same_on_other_data(preset: str) -> None:
+    given = load(["--config", preset, "--data", "x.tar", "--data.mean", "0,0,0", "--data.std", "1,1,1"])
+    recipe, *others = (resolve(given, images, classes=10).model_dump() for images in (IMAGES, 300, 14_000_000))
+    assert {name for name in recipe if any(other[name] != recipe[name] for other in others)} == set()
+
+
+def test_a_preset_takes_an_encoder_of_another_family() -> None:
+    assert load(["--config", "imagenet_dinov2_vit_large", "--data", "x.tar"]).encoder_settings["layer_scale"] == 1e-5
+    config = load(["--config", "imagenet_dinov2_vit_large", "--data", "x.tar", "--encoder", "swin_tiny"])
+    assert config.encoder_settings == {"variant": "swin_tiny", "drop_path": 0.3}
+    assert (config.method, config.optim.lr) == ("dinov2", 4e-3)
+
+
 def shown(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name}: {share}" for name, share in value.items())
