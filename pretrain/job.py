@@ -30,7 +30,8 @@ from tessera.pretrain.monitoring.dense import OnlineSegmentation
 from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, OnlineViews, write_accuracy
 from tessera.pretrain.monitoring.recorder import Recorder, record_start
 from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
-from tessera.pretrain.preflight import Plan, needs, print_plan, print_table, warn_of_memory
+from tessera.pretrain.origins import differing
+from tessera.pretrain.preflight import Plan, many_epochs, needs, print_plan, print_table, warn_of_memory
 from tessera.pretrain.resolve import (
     agree,
     changed_schedules,
@@ -346,14 +347,8 @@ def evaluations(
 
 def announce(given: RunConfig, config: RunConfig, images: int, engine: Engine) -> None:
     """Log a summary of the run, and the settings whose values were derived because they were not given."""
-    derived = [
-        f"{section}.{name} {value}"
-        for section in ("optim", config.method)
-        for name, value in getattr(config, section)
-        if getattr(getattr(given, section), name) is None and value is not None
-    ]
-    if given.data.needs_statistics:
-        derived += [f"data.mean {config.data.mean}", f"data.std {config.data.std}"]
+    found = differing(given, config, images)
+    derived = [f"{name} {value}" for name, (value, origin) in found.items() if origin.startswith("derived")]
     accelerator = engine.accelerator
     log.info(
         "%s of %s on %s: %d images, %d steps of %d images (%.1f epochs), %d process(es) (%s), %s%s, precision %s, "
@@ -365,7 +360,9 @@ def announce(given: RunConfig, config: RunConfig, images: int, engine: Engine) -
         config.optim.scaled_lr(config.batch_size), config.optim.scaling_rule(config.batch_size),
     )  # fmt: skip
     if derived:
-        log.info("settings derived from the data, the batch size and the length of the run: %s", ", ".join(derived))
+        log.info("derived settings (--dry_run says why): %s", ", ".join(derived))
+    if long := many_epochs(given, config, images):
+        log.warning("%s", long)
 
 
 def finish_run(run: TrainingRun) -> None:

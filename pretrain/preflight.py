@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +34,8 @@ from tessera.runtime.user_error import printable
 
 MOST_LINES = 16
 """Largest number of lines of settings in a plan, which has about 40 lines in all."""
+MANY_EPOCHS = 2000
+"""Number of epochs above which a run is longer than published ones, of which MAE's is the longest: 1,600."""
 HEADROOM = 0.9
 """Share of a memory that a run may fill. The rest is for the libraries and for fragmentation."""
 
@@ -214,7 +215,35 @@ def print_plan(given: RunConfig, config: RunConfig, run: Plan) -> bool:
     print_table("this run", plan_rows(config, run, full=full))
     fits, sentence = fit(config, run)
     print(sentence)
+    if long := many_epochs(given, config, run.images):
+        print(long)
     return fits
+
+
+def many_epochs(given: RunConfig, config: RunConfig, images: int) -> str:
+    """Return a sentence about a run of more epochs than published runs have, or an empty text.
+
+    `given` are the settings before values were derived.
+    """
+    epochs = config.steps * config.batch_size / images
+    if epochs <= MANY_EPOCHS:
+        return ""
+    origin = given.origins.get("steps") or given.origins.get("epochs", "Python")
+    return (
+        f"{config.steps:,} steps ({origin}) of {config.batch_size} images are {epochs:,.0f} epochs of {images:,} "
+        "images. Published runs have 100 to 1,600. Give --epochs, or fewer --steps, unless this is intended."
+    )
+
+
+def _checkpoints(config: RunConfig, size: int) -> str:
+    """Return how many checkpoints of `size` bytes a run writes, and which ones it keeps."""
+    keep, often = config.checkpoint.keep, config.checkpoint.keep_every
+    written = [*range(config.checkpoint_every, config.steps, config.checkpoint_every), config.steps]
+    text = f"{len(written)} of {_amount(size)}, of which the newest {keep} are kept"
+    if often is None:
+        return text
+    kept = sum(step % often == 0 for step in written[:-keep]) + min(keep, len(written))
+    return f"{text}, and those of every {often:,} steps: {kept} at the end, {_amount(kept * size)}"
 
 
 def plan_rows(config: RunConfig, run: Plan, *, full: bool) -> dict[str, str]:
@@ -223,7 +252,6 @@ def plan_rows(config: RunConfig, run: Plan, *, full: bool) -> dict[str, str]:
     each = config.batch_size // run.processes // config.accumulate
     count = sum(len(source.shards) for source in run.shards.lists)
     size = sum(int(source.sizes.sum()) for source in run.shards.lists)
-    checkpoints = math.ceil(config.steps / config.checkpoint_every)
     evaluated = LIMITS["cuda" if config.gpu is not None or torch.cuda.is_available() else "cpu"]
     rows = {
         "trained parameters": f"{run.needs.trained:,}",
@@ -238,8 +266,7 @@ def plan_rows(config: RunConfig, run: Plan, *, full: bool) -> dict[str, str]:
         "memory per process: images of an evaluation and their activations": f"{decimal(evaluated)}, or one image",
         "shared memory per process: batches of the workers": decimal(run.buffered_bytes),
         "cache": _cache(config),
-        "checkpoints": f"{checkpoints} of {_amount(run.needs.checkpoint)}, of which the newest "
-        f"{config.checkpoint.keep} are kept",
+        "checkpoints": _checkpoints(config, run.needs.checkpoint),
     }
     if run.evaluated:
         train, val = run.evaluated

@@ -19,7 +19,7 @@ from tessera.data.crops import MultiCrop, MultiCropConfig
 from tessera.data.shards import open_sources
 from tessera.pretrain import build, job, preflight
 from tessera.pretrain.command_line import load
-from tessera.pretrain.config import RunConfig
+from tessera.pretrain.config import CheckpointConfig, RunConfig
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.methods.method import Method
@@ -169,6 +169,18 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         "prototypes: 64",
     ):
         assert part in said, part
+    long = {"steps": 12_800, "checkpoint_every": 1000, "checkpoint": CheckpointConfig(keep=2, keep_every=3000)}
+    print_plan(config.with_origins({"steps": "preset x"}), config.model_copy(update=long), plan)
+    said = re.sub(r" +", " ", capsys.readouterr().out)
+    size = need.checkpoint  # kept: 3000, 6000, 9000, and the newest, 12000 and 12800
+    assert (
+        f"checkpoints 13 of {decimal(size)}, of which the newest 2 are kept, and those of every 3,000 steps: 5 at"
+        in said
+    )
+    assert f"the end, {decimal(5 * size)}" in said
+    assert (
+        "12,800 steps (preset x) of 8 images are 2,048 epochs of 50 images. Published runs have 100 to 1,600." in said
+    )
     monkeypatch.setattr(preflight, "is_on_network", lambda folder: folder == tmp_path / "cache")
     print_plan(config, config, plan)
     said = re.sub(r"[ │┃\n]+", " ", capsys.readouterr().out)
