@@ -5,7 +5,9 @@ The report describes the contents and lists all problems. A corrupt image does n
     tessera check_shards SHARDS [options]
 
 Exit status: 0 if the report lists no problem, 1 if it lists a problem, 2 if the command line or a pattern is wrong, if
-no image can be read, or if the check fails.
+no image can be read, or if the check fails. A tar with data after its end mark (tars joined by `cat`), with two samples
+of one name, or with a label or map of no image is a problem, although a run only warns of it. What a run leaves out for
+other reasons, such as images of a format that is not read, is counted, and does not change the exit status.
 """
 
 import hashlib
@@ -39,12 +41,12 @@ from tessera.data.shards.index import (
     write_folder,
     write_table,
 )
-from tessera.data.shards.notes import Note, describe, parse_notes
+from tessera.data.shards.notes import DAMAGE, Note, describe, named_notes, parse_notes
 from tessera.data.shards.open import ENDINGS, expand, load_folder_index, missing_parts, shard_at
 from tessera.data.shards.remote import PIPE, is_remote, without_query
-from tessera.data.shards.source import DEFAULT, Shard, SourceConfig, shared_class_names
+from tessera.data.shards.source import DEFAULT, SampleForm, Shard, SourceConfig, shared_class_names
 from tessera.data.shards.tar import LARGEST_LABEL, Index, scan_tar
-from tessera.data.shards.tars import Tar, folder_of, name_of, read_classes
+from tessera.data.shards.tars import Tar, folder_of, name_of
 from tessera.data.statistics import histogram, moments
 from tessera.data.tiff import is_tiff
 from tessera.data.tools.offline import run_command, say, spread
@@ -58,6 +60,7 @@ PROGRAM = "tessera check_shards"
 MOST_SHOWN = 10  # maximum number of printed problems of each kind
 PROBLEMS = {
     "refused": "reasons for a run to stop",
+    "damaged": "signs that tars were joined, updated or sorted wrongly",
     "corrupt": "corrupt images, which a run leaves out",
     "bad_labels": "labels that stop an evaluation",
     "bad_maps": "maps that stop an evaluation",
@@ -82,7 +85,23 @@ class CheckShards(Settings):
     """write an index.json in each folder and a table beside each shard, for example for shards of another tool"""
     output: Path | None = None
     """JSON file to which the complete report is written"""
+    image: str | None = None
+    """name of the image in a sample, as for data.image of a run"""
+    label: str | None = None
+    """name of the label in a sample, as for data.label of a run"""
+    labels: str | None = None
+    """CSV with the labels of images in folders: columns path and label, paths relative to it"""
     source: SourceConfig = DEFAULT
+
+    @property
+    def access(self) -> SourceConfig:
+        """Settings for access to shards, with the form of samples."""
+        return self.source.with_form(SampleForm(self.image, self.label, labels=self.labels))
+
+    @property
+    def usual(self) -> bool:
+        """True if the image and the label of a sample are those that an index lists."""
+        return self.image is self.label is None
 
 
 @dataclass
@@ -100,13 +119,17 @@ class Facts:
     """Number of images that were decoded or found to be corrupt."""
     refused: list[str] = field(default_factory=list)
     """Reasons why a run does not accept a shard."""
+    damaged: list[str] = field(default_factory=list)
+    """Notes of the kinds `notes.DAMAGE`, as `SHARD.tar: sentence`."""
     corrupt: list[str] = field(default_factory=list)
     """Corrupt images, as `SHARD.tar/KEY: reason`."""
     bad_labels: list[str] = field(default_factory=list)
     bad_maps: list[str] = field(default_factory=list)
     """Bad maps, as `SHARD.tar/KEY: reason`."""
     notes: list[Note] = field(default_factory=list)
-    """Notes on what a run leaves out."""
+    """Notes on what a run leaves out, except those in `damaged`."""
+    stored_notes: list[Note] = field(default_factory=list)
+    """All notes of a tar, for `index.json`."""
     formats: Counter[str] = field(default_factory=Counter)
     longer_side: Counter[int] = field(default_factory=Counter)
     """Histogram of image sizes. Maps an upper bound of the longer side, a power of two, to the number of images."""
@@ -137,11 +160,12 @@ class Facts:
             filesize=self.bytes,
             labelled=self.labelled,
             sha256=self.sha256,
+            notes=self.stored_notes or None,
         )
 
     def report(self) -> dict[str, Any]:
         """Return the results as a dict that can be written as JSON."""
-        facts = {name: value for name, value in vars(self).items() if name not in ("path", "sha256")}
+        facts = {name: value for name, value in vars(self).items() if name not in ("path", "sha256", "stored_notes")}
         for name in ("longer_side", "classes", "map_values", "depths"):
             facts[name] = {str(key): count for key, count in sorted(facts[name].items())}
         found = moments(self.pixels)
@@ -162,6 +186,8 @@ def check(settings: CheckShards) -> dict[str, Any]:
         WorkerError: a worker process was killed.
     """
     paths = expand(settings.shards, settings.source)
+    if settings.write_index and not settings.usual:
+        raise ShardError("--write_index lists the usual images and labels. Leave --image and --label out.")
     if settings.write_index and (others := [path for path in paths if not _is_tar(path)]):
         raise ShardError(f"{others[0]} is no tar, and only tars have an index. Leave --write_index out.")
     if settings.write_index and (urls := [path for path in paths if is_remote(path)]):
@@ -179,23 +205,18 @@ def check(settings: CheckShards) -> dict[str, Any]:
     total.notes += missing_parts(paths)
     for path in paths:
         total.add(found[path])
-        if not _is_tar(path):
+        if not _is_tar(path) or not settings.usual:
             continue
         folders.setdefault(folder_of(path) or ".", []).append(found[path])
     folders.pop(PIPE, None)
     for folder, shards in folders.items():
         if settings.write_index and not total.refused:
             _write_index(Path(folder), shards)
-        for compare in (_compare_index, _compare_classes):
-            try:
-                total.refused += compare(folder, shards, settings.source)
-            except ShardError as error:
-                total.refused.append(str(error))
-    if not any(map(_is_tar, paths)) and not total.refused:
         try:
-            shared_class_names([shard_at(path, settings.source) for path in paths])
+            total.refused += _compare_index(folder, shards, settings.source)
         except ShardError as error:
             total.refused.append(str(error))
+    total.bad_labels += _compare_classes([found[path] for path in paths if not found[path].refused], settings.access)
     return {"shards": len(paths), **total.report()}
 
 
@@ -210,23 +231,23 @@ def check_shard(path: str, settings: CheckShards) -> Facts:
     """
     facts = Facts(path)
     try:
-        shard = shard_at(path, settings.source)
+        shard = shard_at(path, settings.access)
         if not isinstance(shard, Tar):
             facts.notes += shard.notes
             _check_samples(facts, shard, shard.index(), settings)
             facts.bytes = shard.size
             return facts
         with os.fdopen(shard.open(), "rb") as tar:
-            index = scan_tar(os.dup(tar.fileno()), path)
-            facts.notes += [
-                note._replace(first=note.first and f"{shard.name}/{note.first}")
-                for note in parse_notes(index.notes.tobytes())
-            ]
+            index = scan_tar(os.dup(tar.fileno()), path, settings.image, shard.config.form.label_name)
+            notes = parse_notes(index.notes.tobytes())
+            facts.stored_notes, of_tar = notes, named_notes(shard.name, notes)
+            facts.notes += [note for note in of_tar if note.kind not in DAMAGE]
+            facts.damaged += [f"{path}: {line}" for line in describe(note for note in of_tar if note.kind in DAMAGE)]
             _check_samples(facts, shard, index, settings)
             facts.bytes = shard.size
             if settings.decode or settings.write_index:
                 facts.sha256 = _checksum(shard, index, tar)
-        if os.path.exists(path):
+        if os.path.exists(path) and settings.usual:
             _check_table(facts, index, settings.write_index)
     except ShardError as error:
         text = str(error)
@@ -338,7 +359,7 @@ def _compare_index(folder: str, shards: list[Facts], source: SourceConfig) -> li
         if entry.url not in listed:
             differences.append(f"{path} does not list the shard {entry.url}. {REPLACE_INDEX}")
             continue
-        for name, value in entry.model_dump().items():
+        for name, value in entry.model_dump(exclude={"notes"}).items():
             expected = getattr(listed[entry.url], name)
             if None not in (expected, value) and expected != value:
                 differences.append(
@@ -349,20 +370,31 @@ def _compare_index(folder: str, shards: list[Facts], source: SourceConfig) -> li
     return differences + [f"{path} lists the shard {url}, which does not exist. {REPLACE_INDEX}" for url in missing]
 
 
-def _compare_classes(folder: str, shards: list[Facts], source: SourceConfig) -> list[str]:
-    """Return a message if the `classes.json` of a folder has no name for the largest label.
-
-    Raises:
-        ShardError: the `classes.json` cannot be used.
-    """
-    names = read_classes(folder, source)
-    largest = max((label for facts in shards for label in facts.classes), default=-1)
-    if names is None or largest < len(names):
-        return []
-    return [
-        f"{folder}/{CLASSES} has names for the {len(names)} classes 0 to {len(names) - 1}, but the largest label is "
-        f"{largest}. Add the missing names at the end of the file, or remove the file."
-    ]
+def _compare_classes(shards: list[Facts], source: SourceConfig) -> list[str]:
+    """Return messages if folders or files number their classes differently, or a label has no class name."""
+    groups: dict[str, list[Facts]] = {}
+    for facts in shards:
+        groups.setdefault(folder_of(facts.path) if _is_tar(facts.path) else facts.path, []).append(facts)
+    problems, named = [], list[Shard]()
+    for group in groups.values():
+        try:
+            named.append(shard_at(group[0].path, source))
+            names, largest = named[-1].class_names(), max((one for facts in group for one in facts.classes), default=-1)
+        except ShardError as error:
+            return [str(error)]
+        if names is not None and largest >= len(names):
+            where = named[-1].names_classes
+            where, cure = (f"{where or '.'}/{CLASSES}", " of the file") if _is_tar(group[0].path) else (where, "")
+            problems.append(
+                f"{where} has names for the {len(names)} classes 0 to {len(names) - 1}, but the largest label is "
+                f"{largest}. Add the missing names at the end{cure}, or remove the names."
+            )
+    try:
+        if len(named) > 1:
+            shared_class_names(named)
+    except ShardError as error:
+        problems.append(str(error))
+    return problems
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -40,6 +40,10 @@ class PreviewSettings(Settings):
     """number of images, evenly spaced over the shards"""
     channels: int = Field(3, ge=1)
     """number of channels of an image"""
+    image: str | None = None
+    """name of the image in a sample, as for data.image of a run"""
+    label: str | None = None
+    """name of the label in a sample, as for data.label of a run"""
     labels: str | None = None
     """CSV with the labels of images in folders: columns path and label, paths relative to it"""
 
@@ -51,11 +55,12 @@ def run(settings: PreviewSettings) -> None:
         ShardError: the shards cannot be read, none of the images can be read, or the sheet cannot be written.
     """
     shards = settings.shards
-    source = DEFAULT.with_form(SampleForm(labels=settings.labels))
+    source = DEFAULT.with_form(SampleForm(settings.image, settings.label, labels=settings.labels))
     opened = open_shards(shards[0] if len(shards) == 1 else shards, source=source)
-    opened = replace(opened, classes=opened.class_names())
+    labelled = opened.count_labels() > 0
+    opened = replace(opened, classes=opened.class_names() if labelled else None)
     numbers = np.linspace(0, opened.images - 1, min(settings.images, opened.images)).round().astype(int)
-    cells, failed = read_cells(opened, numbers, settings.channels)
+    cells, failed = read_cells(opened, numbers, settings.channels, labels=labelled)
     left = ""
     if failed:
         name, reason = next(iter(failed.items()))
@@ -73,13 +78,15 @@ def run(settings: PreviewSettings) -> None:
         print(without_controls(left), file=sys.stderr)
 
 
-def read_cells(opened: Source, numbers: np.ndarray, channels: int) -> tuple[list[Cell], dict[str, str]]:
+def read_cells(
+    opened: Source, numbers: np.ndarray, channels: int, *, labels: bool = True
+) -> tuple[list[Cell], dict[str, str]]:
     """Return a cell of the sheet for each of the samples `numbers`, which are indices in the source.
 
     Also return the names of the images that cannot be read, each with the reason.
 
-    The caption is the class, or the name of the sample if the sample has no label. A corrupt image is shown as a white
-    cell whose caption begins with `corrupt`.
+    The caption is the class, or the name of the sample if the sample has no label or `labels` is false. A corrupt image
+    is shown as a white cell whose caption begins with `corrupt`.
     """
     opened.prepare(numbers)
     cells, failed = [], dict[str, str]()
@@ -87,7 +94,8 @@ def read_cells(opened: Source, numbers: np.ndarray, channels: int) -> tuple[list
         try:
             picture = Decoding(channels).picture(opened.image(number))
             pixels = picture.pixels(picture.fraction(picture_shrink(picture.size)))
-            cells.append(Cell(as_rgb(pixels), caption_of(opened, number)))
+            caption = caption_of(opened, number) if labels else opened.name(number).rpartition("/")[2]
+            cells.append(Cell(as_rgb(pixels), caption))
         except ImageError as error:
             failed[opened.name(number)] = str(error)
             cells.append(Cell(np.full((1, 1, 3), 255, np.uint8), f"corrupt: {opened.name(number)}"))

@@ -72,6 +72,8 @@ class ShardEntry(BaseModel):
     """Number of samples with a label; None if unknown, as in an index that another tool wrote."""
     sha256: str | None = Field(default=None, pattern="^[0-9a-fA-F]{64}$")
     """SHA-256 of the shard in hexadecimal; None if unknown."""
+    notes: list[Any] | None = None
+    """Notes on what is left out of the shard, as `notes.Note`; None if there are none or they are unknown."""
 
     @model_validator(mode="after")
     def _counts(self) -> Self:

@@ -37,8 +37,8 @@ SENTENCES = {
     "old versions of a file in the tar",
     REST: "{count} bytes after the end mark of the tar are not read. They may be another tar, because `cat` does not "
     "join tars: use `tar -A`, or give both files",
-    CHOSEN: "{count} samples have no image of the chosen name (data.image of a run, --image of other commands) and are "
-    "left out: {groups}",
+    CHOSEN: "{count} samples have images, but not the image that data.image names (--image of other commands). They "
+    "are left out: {groups}",
     MAPPED: "{count} samples have several maps. Only the first of KEY.seg.png, KEY.depth.png, KEY.depth.npy is read",
     LOST: "{count} of the class folders hold no image that can be read: {groups}",
     PAIR: "{count} images have the name of another image but another extension. Both are read. If one is a map or a "
@@ -101,17 +101,11 @@ def named_notes(shard: str, notes: Iterable[Note]) -> tuple[Note, ...]:
     return tuple(note._replace(first=note.first and f"{shard}/{note.first}") for note in notes)
 
 
-def packed_notes(notes: Iterable[Note]) -> np.ndarray:
-    """Return notes as they are stored in an index: JSON, as uint8."""
-    found = [*notes]
-    return np.frombuffer(json.dumps(found).encode() if found else b"", dtype=np.uint8)
-
-
-def parse_notes(content: bytes) -> list[Note]:
-    """Return stored notes. Notes that are damaged are left out, because a table may come from an untrusted source."""
+def valid_notes(rows: object) -> list[Note]:
+    """Return stored notes. Notes that are damaged are left out, because they may come from an untrusted source."""
     try:
-        found = [Note(*row) for row in json.loads(content)] if 0 < len(content) <= LARGEST_NOTES else []
-    except (ValueError, TypeError, RecursionError):
+        found = [Note(*row) for row in rows]  # pyright: ignore[reportGeneralTypeIssues]
+    except TypeError:
         return []
     return [
         note
@@ -120,3 +114,17 @@ def parse_notes(content: bytes) -> list[Note]:
         and all(isinstance(text, str) for text in (note.kind, note.first, note.group))
         and (note.kind in SENTENCES or note.kind.startswith(OTHER))
     ]
+
+
+def packed_notes(notes: Iterable[Note]) -> np.ndarray:
+    """Return notes as they are stored in an index: JSON, as uint8."""
+    found = [*notes]
+    return np.frombuffer(json.dumps(found).encode() if found else b"", dtype=np.uint8)
+
+
+def parse_notes(content: bytes) -> list[Note]:
+    """Return the notes of an index (`valid_notes`)."""
+    try:
+        return valid_notes(json.loads(content)) if 0 < len(content) <= LARGEST_NOTES else []
+    except (ValueError, RecursionError):
+        return []

@@ -31,7 +31,7 @@ from tessera.data.shards.failures import (
 from tessera.data.shards.folder import ImageFolder, holds_images
 from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, ShardEntry, parse_folder
 from tessera.data.shards.manifest import MANIFESTS
-from tessera.data.shards.notes import OTHER_IMAGES, PARTS, Note, describe, named_notes
+from tessera.data.shards.notes import OTHER_IMAGES, PARTS, Note, describe, named_notes, valid_notes
 from tessera.data.shards.source import DEFAULT, Shard, Source, SourceConfig
 from tessera.data.shards.tars import GZIPPED, LocalTar, PackedTar, RemoteTar, Tar, folder_of
 from tessera.runtime.progress import track
@@ -387,7 +387,8 @@ def _from_index(path: str, listed: _Listed, config: SourceConfig) -> _Opened:
 def _counted(shard: Shard, listed: _Listed) -> _Opened:
     entry, folder = listed.entry, listed.folder
     labelled = -1 if entry.labelled is None else entry.labelled
-    return _Opened(shard, entry.nsamples, labelled, entry.filesize, (folder.mean, folder.std))
+    notes = named_notes(shard.name, valid_notes(entry.notes or ()))
+    return _Opened(shard, entry.nsamples, labelled, entry.filesize, (folder.mean, folder.std), notes=notes)
 
 
 def _probe_servers(shards: list[Shard], config: SourceConfig) -> None:

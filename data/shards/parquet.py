@@ -18,6 +18,7 @@ import numpy as np
 from tessera.data.shards.failures import SampleError, ShardError, is_exhausted, unreadable
 from tessera.data.shards.index import LARGEST_CLASSES, unique_names
 from tessera.data.shards.map_style import IMAGE_KEYS, LABEL_KEYS, NumberedIndex
+from tessera.data.shards.notes import LABELS, Note
 from tessera.data.shards.source import DEFAULT, Shard, SourceConfig, some_bytes
 from tessera.data.shards.tar import LARGEST_MEMBER, Index
 from tessera.runtime.user_error import printable
@@ -82,6 +83,8 @@ class ParquetFile(Shard):
         labels = LABEL_KEYS if config.form.label is None else (config.form.label,)
         present = [name for name in schema.names if name in labels]
         label = present[0] if len(present) == 1 else None
+        reason = _unread_label(schema, present, config.form.label)
+        notes = (Note(LABELS, metadata.num_rows, group=reason),) if reason else ()
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         limits = tuple(_most_bytes(_column_bytes(group, column, "total_compressed_size")) for group in groups)
         for group, limit in zip(groups, limits, strict=True):
@@ -89,7 +92,8 @@ class ParquetFile(Shard):
                 raise _too_large(path, f"{size:,}", limit)
         ends = np.cumsum([group.num_rows for group in groups]).tolist()
         classes = None if label is None else _class_names(path, schema.metadata, label)
-        return cls(path, status.st_size, version, config, None, tuple(ends), limits, column, label, classes)
+        facts = (path, status.st_size, version, config, None, tuple(ends), limits, column, label, classes)
+        return cls(*facts, notes=notes)
 
     @property
     def name(self) -> str:
@@ -275,6 +279,24 @@ def _too_large(path: str, found: str, limit: int) -> ShardError:
         f"{path} has a row group with {found} bytes of images, but at most {limit:,} are supported. Write the file "
         "again with smaller row groups, such as 100 rows, or remove it."
     )
+
+
+def _unread_label(schema: Any, columns: list[str], given: str | None) -> str:
+    """Return the reason why columns of labels are not read; empty if they are read or there are none.
+
+    `given` is the column that the user has chosen.
+    """
+    from pyarrow import types
+
+    if given is not None and not columns:
+        return f"there is no column {printable(given)}, which data.label names"
+    if len(columns) > 1:
+        return f"there are the columns {' and '.join(columns)}. Choose one with data.label (--label of other commands)"
+    kind = schema.field(columns[0]).type if columns else None
+    if kind is None or types.is_integer(kind) or types.is_null(kind):
+        return ""
+    cure = ", for example with `class_encode_column` of Hugging Face's datasets"
+    return f"the column {columns[0]} holds {printable(str(kind))[:50]}, not integers. Number the classes{cure}"
 
 
 def _labels(file: Any, column: str | None) -> np.ndarray:

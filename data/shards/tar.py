@@ -14,7 +14,7 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -48,6 +48,7 @@ LARGEST_LABEL = 2**22 - 1
 """Largest class number. Evaluations need memory for every class up to the largest one."""
 LONGEST_NUMBER = 18  # maximum number of characters of a label
 LONGEST_EXTENSION = 64  # number of bytes of an extension that are compared
+MOST_CLASSES = 1000  # number of classes and extensions that notes of one tar distinguish
 LONGEST_SHOWN = 200  # maximum number of characters of the name of a member in a message
 LONGEST_PLAIN = 92  # from this length on, a key may be in an additional header, because the name field has 100 bytes
 
@@ -293,7 +294,7 @@ def scan_tar(path: str | int, shard: str, image: str | None = None, label: str |
             occurs twice, or holds no images.
     """
     samples: Members = []
-    images = IMAGES if image is None else (image.lower(),)
+    images = IMAGES if image is None else (image.lower().removeprefix("."),)
     wanted = {*images, label or LABEL, *MAPS}
     unread = _Unread(image is not None)
     try:
@@ -308,7 +309,9 @@ def scan_tar(path: str | int, shard: str, image: str | None = None, label: str |
                     )
                 if not _add(samples, member, shard, wanted):
                     unread.add(member, len(samples) - 1)
-            rest = os.pread(file.fileno(), LARGEST_HEADER, headers.place)
+            found = unread.notes(samples, images, lambda members: _class_of(file.fileno(), members.get(label or LABEL)))
+            if _holds_data(file.fileno(), headers.place, size):
+                found.append(Note(REST, size - headers.place))
     except OSError as error:
         raise unreadable(shard, error) from error
     except TarError as error:
@@ -322,14 +325,23 @@ def scan_tar(path: str | int, shard: str, image: str | None = None, label: str |
         raise ShardError(f"{shard} has a broken header at byte {place}. {MAKE_SHARD_AGAIN}")
     if not headers.rest:
         log.warning("%s ends at byte %d without an end mark. The file may be truncated.", shard, size)
-    found = unread.notes(samples, images)
     if mapped := [key for key, members in samples if sum(name in members for name in MAPS) > 1]:
         found.append(Note(MAPPED, len(mapped), shown(mapped[0])))
-    if size - place > LARGEST_HEADER or rest.strip(b"\0"):
-        found.append(Note(REST, size - place))
     if image is None:
         _refuse_several_images(samples, shard)
     return _index(samples, size, shard, images, label or LABEL, found)
+
+
+def _holds_data(descriptor: int, place: int, size: int) -> bool:
+    """Return True if a file holds more than zeros between the byte `place` and its end. Longer parts count as data."""
+    most = min(size, place + LARGEST_MEMBER)
+    pieces = (os.pread(descriptor, LARGEST_HEADER, start) for start in range(place, most, LARGEST_HEADER))
+    return any(piece.strip(b"\0") for piece in pieces) or most < size
+
+
+def _class_of(descriptor: int, place: tuple[int, int] | None) -> int | None:
+    """Return the class number that a label member holds, given its place; None if there is no such number."""
+    return None if place is None else whole_number(os.pread(descriptor, min(place[1], LONGEST_NUMBER + 8), place[0]))
 
 
 class _Unread:
@@ -338,7 +350,7 @@ class _Unread:
     def __init__(self, chosen: bool):
         self._chosen = chosen
         self._counts, self._firsts = Counter[str](), dict[str, str]()
-        self._beside: dict[int, str] = {}  # sample -> name of an image that the user has not chosen
+        self._beside: dict[int, bytes] = {}  # sample -> name of an image that the user has not chosen
 
     def add(self, member: Member, sample: int) -> None:
         extension = _extension(member.name)
@@ -347,7 +359,7 @@ class _Unread:
         if member.type in LINKS:
             self._count(LINK, member)
         elif self._chosen:
-            self._beside.setdefault(sample, shown(member.name))
+            self._beside.setdefault(sample, member.name)
         elif member.type in REGULAR:
             self._count(NAME if extension in IMAGES else f".{extension}", member)
 
@@ -355,17 +367,39 @@ class _Unread:
         self._counts[kind] += 1
         self._firsts.setdefault(kind, shown(member.name))
 
-    def notes(self, samples: Members, images: Sequence[str]) -> list[Note]:
-        """Return notes on these members, on labels without an image, and on repeated names."""
+    def notes(
+        self, samples: Members, images: Sequence[str], class_of: Callable[[dict[str, tuple[int, int]]], int | None]
+    ) -> list[Note]:
+        """Return notes on these members, on labels without an image, and on repeated names.
+
+        `class_of` returns the class number of a sample, given its members, or None.
+        """
         found = [Note(kind, count, self._firsts[kind]) for kind, count in self._counts.items()]
         with_image = [any(name in members for name in images) for _, members in samples]
-        skipped = [name for sample, name in self._beside.items() if sample >= 0 and not with_image[sample]]
-        orphans = [key for (key, members), good in zip(samples, with_image, strict=True) if members and not good]
+        skipped = {one: name for one, name in self._beside.items() if one >= 0 and not with_image[one]}
+        orphans = [
+            shown(key) for one, (key, own) in enumerate(samples) if own and not with_image[one] and one not in skipped
+        ]
         keys = Counter(key for (key, _), good in zip(samples, with_image, strict=True) if good)
         twice = [key for key, count in keys.items() if count > 1]
-        found += [Note(CHOSEN, len(skipped), skipped[0])] if skipped else []
-        found += [Note(ORPHAN, len(orphans), shown(orphans[0]))] if orphans and not skipped else []
+        found += _not_chosen(skipped, lambda sample: class_of(samples[sample][1]))
+        found += [Note(ORPHAN, len(orphans), orphans[0])] if orphans else []
         return found + ([Note(TWICE, keys.total() - len(keys), shown(twice[0]))] if twice else [])
+
+
+def _not_chosen(names: dict[int, bytes], class_of: Callable[[int], int | None]) -> list[Note]:
+    """Return notes on samples that lack the image that the user has chosen, for each extension and class.
+
+    Args:
+        names: name of another image of each of these samples.
+        class_of: returns the class number of a sample, or None.
+    """
+    groups: dict[str, list[bytes]] = {}
+    for sample, name in names.items():
+        label = class_of(sample)
+        of_class = "" if label is None or len(groups) >= MOST_CLASSES else f" of class {label}"
+        groups.setdefault(f".{_extension(name)}{of_class}", []).append(name)
+    return [Note(CHOSEN, len(found), shown(found[0]), group) for group, found in groups.items()]
 
 
 def _refuse_several_images(samples: Members, shard: str) -> None:
@@ -376,7 +410,7 @@ def _refuse_several_images(samples: Members, shard: str) -> None:
             names = " and ".join(f"{shown(key)}.{name}" for name in several)
             raise ShardError(
                 f"{shard}: a sample has several images, {names}. Choose one of them with data.image, for example "
-                f"--data.image {several[0]} (--image {several[0]} for an evaluation)."
+                f"--data.image {several[0]} (--image {several[0]} for other commands)."
             )
 
 
@@ -471,6 +505,8 @@ def _index(
     if not images:
         names = " or ".join(f"KEY.{extension}" for extension in extensions)
         reasons = " ".join(["", *describe(notes)])
+        if extensions is not IMAGES:
+            raise ShardError(f"{shard} holds no image {names}. Choose another name of the image.{reasons}")
         raise ShardError(f"{shard} holds no images. Name image files {names}, without a dot in KEY.{reasons}")
     return Index(
         keys=np.frombuffer(b"".join(keys), dtype=np.uint8),

@@ -169,7 +169,7 @@ class Tar(Shard):
 
     def _index_part(self) -> str:
         form = self.config.form
-        return self._table_version() if self._has_usual_members else f"index {form.image} {form.label_name}"
+        return self._table_version() if self._has_usual_members else f"index by kind {form.image} {form.label_name}"
 
     def _table_version(self) -> str:
         """Return a name of the index that changes if the table beside the shard changes."""

@@ -6,6 +6,7 @@ import http.server
 import io
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -19,8 +20,10 @@ from PIL import Image
 
 from tessera.data import make_shards
 from tessera.data.check_shards import main
-from tessera.data.shards import open_shards
-from tessera.data.shards.index import parse_folder, parse_table, write_folder
+from tessera.data.shards import ShardError, open_shards
+from tessera.data.shards.failures import warn_once
+from tessera.data.shards.index import FolderIndex, parse_folder, parse_table, write_folder
+from tessera.data.shards.notes import CHOSEN, Note, describe
 from tessera.data.shards.tar import scan_tar
 
 
@@ -98,9 +101,10 @@ def test_class_names_that_do_not_fit(write_shards, report, content, message):
     folder = Path(write_shards([3])[0]).parent
     (folder / "classes.json").write_text(content)
     found = report(str(folder), status=1)
-    assert len(found["refused"]) == 1
-    assert found["refused"][0].startswith(f"{folder}/classes.json")
-    assert message in found["refused"][0]
+    assert found["refused"] == []  # a run without labels accepts the shards
+    assert len(found["bad_labels"]) == 1
+    assert found["bad_labels"][0].startswith(f"{folder}/classes.json")
+    assert message in found["bad_labels"][0]
     (folder / "classes.json").write_text('["a", "b", "c", "d"]')
     assert report(str(folder))["good"]
 
@@ -212,6 +216,72 @@ def test_no_index_for_shards_that_are_refused(write_shards, write_tar, report):
     bad = write_tar("x.tar", [("a.txt", b"")])
     report(*paths, bad, "--write_index=true", status=1)
     assert not Path(paths[0]).with_name("index.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["joined", "repeated", "orphan"])
+def test_tars_that_were_joined_updated_or_sorted_wrongly(write_tar, png, report, capsys, caplog, kind):
+    """A check fails, and a run warns, also if an index.json lists the shard."""
+    members = [("a.png", png(0)), ("b.png", png(1))]
+    more = {"repeated": [("a.png", png(2))], "orphan": [("c.cls", b"1")]}
+    path = write_tar("x.tar", members + more.get(kind, []))
+    said = {
+        "joined": "bytes after the end mark of the tar are not read",
+        "repeated": "1 samples have the name of an earlier sample",
+        "orphan": "1 labels or maps belong to no image",
+    }[kind]
+    if kind == "joined":
+        Path(path).write_bytes(2 * Path(path).read_bytes())
+    found = report(path, "--write_index=true", status=1)
+    assert found["notes"] == found["refused"] == []
+    assert len(found["damaged"]) == 1
+    assert found["damaged"][0].startswith(f"{path}: ")
+    assert said in found["damaged"][0]
+    assert "1 signs that tars were joined, updated or sorted wrongly:" in capsys.readouterr().out
+    assert json.loads(Path(path).with_name("index.json").read_text())["shardlist"][0]["notes"]
+    warn_once.cache_clear()
+    open_shards(path)
+    assert caplog.messages == found["damaged"]
+    write_tar("x.tar", members)
+    Path(path).with_name("index.json").unlink()
+    Path(f"{path}.index").unlink()
+    assert report(path)["good"]
+
+
+def test_the_image_and_the_label_are_chosen_as_in_a_run(write_tar, png, report):
+    members = [
+        ("a.png", png(0)),
+        ("a.webp", b"m"),
+        ("a.txt", b"3"),
+        ("b.png", png(0)),
+        ("c.webp", b"m"),
+        ("c.cls", b"4"),
+    ]
+    path = write_tar("x.tar", members)
+    assert "several images, a.png and a.webp" in report(path, status=1)["refused"][0]
+    write_folder(Path(path).parent, FolderIndex(shardlist=[{"url": "x.tar", "nsamples": 9, "filesize": 10240}]))
+    found = report(path, "--image=png", "--label=txt")
+    assert (found["images"], found["labelled"], found["classes"]) == (2, 1, {"3": 1})
+    assert found["notes"] == describe([Note(CHOSEN, 1, "x.tar/c.webp", ".webp")])
+    check(path, "--image=png", "--write_index=true", status=2)
+
+
+def test_folders_and_files_that_number_classes_differently(write_shards, tmp_path, report):
+    """The check and a run that reads labels refuse the same sets."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder, names in ((one, ["a", "b"]), (other, ["b", "a"])):
+        folder.mkdir()
+        (folder / "classes.json").write_text(json.dumps(names))
+        shutil.copy(write_shards([2])[0], folder / "x.tar")
+    files = [f"{folder}/x.tar" for folder in (one, other)]
+    found = report(*files, status=1)
+    with pytest.raises(ShardError) as raised:
+        open_shards(files).require_labels()
+    assert found["bad_labels"] == [str(raised.value)]
+    assert found["refused"] == []
+    (other / "classes.json").write_text('["a", "b"]')
+    assert report(*files)["good"]
+    (other / "classes.json").unlink()
+    assert "names its classes, but" in report(*files, status=1)["bad_labels"][0]
 
 
 @pytest.mark.parametrize(

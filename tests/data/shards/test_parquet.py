@@ -14,6 +14,7 @@ from tessera.data.check_shards import main as check_shards
 from tessera.data.crops import CenterCrop, RandomCrop, RandomCropConfig
 from tessera.data.shards import ShardError, SourceConfig, expand, open_shards
 from tessera.data.shards.cache import _intact
+from tessera.data.shards.notes import describe
 from tessera.data.shards.source import SampleForm
 from tests.data.batches import evaluation_batches, training_batches
 from tests.data.made import picture
@@ -159,7 +160,13 @@ def test_check_shards(files, capsys):
     assert "is no tar, and only tars have an index" in capsys.readouterr().err
     write(Path(files[1]), *rows(1), metadata=named(["y", "x", "z"]))
     assert check_shards([*files, "--workers=1"]) == 1
-    assert "number their classes differently" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "1 labels that stop an evaluation:" in said  # a run without labels reads both
+    assert "number their classes differently" in said
+    assert "align_labels_with_mapping" in said
+    write(Path(files[1]), *rows(1), metadata=named(["x"]))
+    assert check_shards([files[1], "--workers=1"]) == 1
+    assert f"{files[1]} has names for the 1 classes 0 to 0, but the largest label is" in capsys.readouterr().out
 
 
 def named(names):
@@ -207,9 +214,18 @@ def test_columns_that_may_be_meant(tmp_path):
     labels = pa.array([3]), pa.array([4])
     both = file([image, *labels], ["image", "label", "cls"])
     assert not open_shards(both).all_labelled()
+    assert describe(open_shards(both).notes) == [
+        "1 samples are used without a label: there are the columns label and cls. Choose one with data.label (--label "
+        "of other commands)."
+    ]
     with pytest.raises(ShardError, match=r"if the file has only one of them; name another column with data.label"):
         open_shards(both).require_labels()
     assert open_shards(both, source=SourceConfig().with_form(SampleForm(None, "cls"))).label(0) == 4
+    (line,) = describe(open_shards(both, source=SourceConfig().with_form(SampleForm(None, "fine"))).notes)
+    assert line == "1 samples are used without a label: there is no column fine, which data.label names."
+    (line,) = describe(open_shards(file([image, pa.array(["cat"])], ["image", "label"])).notes)
+    assert line.startswith("1 samples are used without a label: the column label holds string, not integers.")
+    assert open_shards(file([image, pa.nulls(1)], ["image", "label"])).notes == ()
 
 
 @pytest.mark.parametrize(("label", "kind"), [(2**63 + 1, pa.uint64()), (2**64 - 1, pa.uint64())])

@@ -243,10 +243,25 @@ def test_several_images_of_a_sample(write_tar, caplog):
     with pytest.raises(ShardError, match=r"several images, a.png and a.webp. .*--data.image png \(--image png"):
         open_shards(path)
     (line,) = said(path, caplog, image="webp")
-    assert line.startswith("1 samples have images, but not the image that data.image names")
+    assert line.startswith("1 samples have images, but not the image that data.image names (--image of other commands)")
+    assert line.endswith("They are left out: 1 .png. The first is a.tar/c.png.")
     opened = open_shards(path, source=SourceConfig().with_form(SampleForm("webp")))
     assert [opened.image(number) for number in range(opened.images)] == [b"image", b"other"]
-    assert said(path, caplog, image="png") == []
+    assert said(path, caplog, image=".PNG") == []
+
+
+def test_samples_without_the_chosen_image_are_counted_by_kind_and_class(write_tar, caplog):
+    """Labels of such samples belong to them, and are no orphans."""
+    members = [("a.png", b"0"), ("a.cls", b"0"), ("b.jpg", b"0"), ("b.cls", b"7"), ("c.cls", b"7"), ("d.jpg", b"0")]
+    members += [("e.tif", b"0"), ("e.cls", b"7\n"), ("f.jpg", b"0"), ("f.cls", b"7"), ("g.jpg", b"0"), ("g.cls", b"x")]
+    path = write_tar("a.tar", members)
+    chosen, orphan = said(path, caplog, image="png")
+    groups = "2 .jpg of class 7, 2 .jpg, 1 .tif of class 7. The first is a.tar/b.jpg."
+    assert chosen.startswith("5 samples have images, but not the image that data.image names")
+    assert chosen.endswith(groups)
+    assert orphan.endswith("The first is a.tar/c.")
+    with pytest.raises(ShardError, match=r"holds no image KEY.webp. .* 6 samples have images, .* 2 .jpg of class 7"):
+        open_shards(path, source=SourceConfig().with_form(SampleForm("webp")))
 
 
 @pytest.mark.parametrize(
