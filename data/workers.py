@@ -233,7 +233,10 @@ def _next(batches: Iterator[Any], workers: Sequence[BaseProcess]) -> Any:
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
     if code == -signal.SIGKILL:
-        advice = "The system may be short of memory. Use fewer --workers, or lower loader.max_pixels."
+        advice = (
+            "A person killed it, or the system is short of memory (`dmesg -T` names the processes that it kills). "
+            "For less memory, use fewer --workers, or lower loader.max_pixels."
+        )
     raise WorkersError(f"A loader worker (process {pid}) {how}. {advice} Start again (a run continues with --resume).")
 
 

@@ -51,9 +51,10 @@ class EncoderSettings(Settings):
 
     checkpoint: str
     """run folder, checkpoint in a run folder, exported encoder, `timm:NAME` for a pretrained model of timm, or `pixels`
-    to use the pixels as features"""
+    (with --image_size) to use the pixels as features"""
     image_size: int | None = Field(None, ge=1)
-    """side of the images in pixels; default: the size that the encoder was built for"""
+    """side of the images in pixels; default: the size that the encoder was built for; --checkpoint pixels has none, so
+    give it there, such as 32 for CIFAR-10"""
     channels: int = Field(3, ge=1)
     """number of image channels for --checkpoint pixels; any other encoder defines the number of channels itself"""
     batch_size: int = Field(256, ge=1)

@@ -39,10 +39,11 @@ STOPPED_AND_SAVED = 75
 LOST_PEER = 69
 """Exit code of a trainer that ended because another trainer had ended."""
 KILLED = (
-    "The memory of this machine probably ran out. Lower --batch_size or --workers, or raise --accumulate. A run "
-    "continues with --resume."
+    "Either a person, a program or the scheduler killed it (kill -9), or the system did, because memory ran out: then "
+    "`dmesg -T | grep -i 'killed process'` names it (in a container, see oom_kill in /sys/fs/cgroup/memory.events). "
+    "If memory ran out, lower --batch_size or --workers, or raise --accumulate. A run continues with --resume."
 )
-"""Advice if a trainer was killed by SIGKILL, which the system sends if the memory runs out."""
+"""Advice if a trainer was killed by SIGKILL, which does not say who sent it."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 

@@ -176,10 +176,16 @@ def _encoders() -> dict[str, tuple[str, str | None]]:
         size = _SIZES[letter]
         plain = (f"vit_{size}_14_dinov2", f"timm:vit_{size}_patch14_dinov2.lvd142m")
         with_registers = (f"vit_{size}_14_dinov2_registers", f"timm:vit_{size}_patch14_reg4_dinov2.lvd142m")
-        names |= dict.fromkeys((f"dinov2_vit{letter}14", f"dinov2/vit{letter}14-noreg"), plain)
+        names[f"dinov2_vit{letter}14"] = plain
+        # lightly-train 0.18.0, _models/dinov2_vit/dinov2_vit_src/configs/__init__.py: `vits14` loads
+        # dinov2_vits14_reg4_pretrain.pth, and only the names with `noreg` have no registers.
+        for end, (ours, weights) in (("", with_registers), ("-noreg", plain)):
+            names |= dict.fromkeys(
+                (f"dinov2/vit{letter}14{end}{more}" for more in ("", "-pretrained")), (ours, weights)
+            )
+            names[f"dinov2/vit{letter}14{end}-notpretrained"] = (ours, None)
         names |= dict.fromkeys((f"facebook/dinov2-{size}", f"dinov2_vit{letter}14_lc"), plain)
-        names |= dict.fromkeys((f"dinov2_vit{letter}14_reg", f"dinov2/vit{letter}14"), with_registers)
-        names |= dict.fromkeys((f"dinov2_vit{letter}14_reg4", f"dinov2_vit{letter}14_reg_lc"), with_registers)
+        names |= {f"dinov2_vit{letter}14_{end}": with_registers for end in ("reg", "reg4", "reg_lc")}
         names[f"facebook/dinov2-with-registers-{size}"] = with_registers
     for short, (size, published) in _DINOV3.items():
         ours = (f"rope_vit_{size}", f"timm:{published}.lvd1689m")

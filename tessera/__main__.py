@@ -12,6 +12,7 @@ import difflib
 import importlib
 import importlib.metadata
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -52,6 +53,11 @@ COMMANDS = {
     "completion": ("tessera.completion", "print a script that completes commands and flags in bash and zsh"),
 }
 """Maps the name of each command to its module and its purpose."""
+ONE_PROCESS = (
+    *("export", "summary", "runs", "report", "conformance", "check_resume", "preview", "make_shards", "check_shards"),
+    *("slurm", "completion"),
+)
+"""Commands that run in one process. Each process of a launcher would do all of their work."""
 EVALUATIONS = "tessera.evaluations"
 """Entry points of evaluations in installed packages. NAME = "MODULE" becomes the command `tessera NAME`, which calls
 `MODULE.main()`."""
@@ -61,6 +67,9 @@ def main() -> None:
     """Run the command that the command line names."""
     stdio.protect()
     words = sys.argv[1:]
+    if words[:1] == ["--version"]:
+        print(f"tessera {importlib.metadata.version('tessera-ssl')}")
+        return
     commands = COMMANDS
     place = next((i for i, word in enumerate(words) if word in commands), None)
     if place is None:  # only now, because the metadata of installed packages takes time to read
@@ -74,10 +83,6 @@ def main() -> None:
         if not asked_for_help:
             print(f"\ntessera: {unknown(words, commands)}", file=sys.stderr)
         raise SystemExit(0 if asked_for_help else 2)
-    module = commands[words[place]][0]
-    if place == 0:
-        sys.argv = [f"tessera {words[0]}", *words[1:]]
-        sys.exit(call(module))
     launcher = words[:place]
     for word in launcher:
         flag = word.partition("=")[0]
@@ -85,6 +90,14 @@ def main() -> None:
         if flag.startswith("--") and ours.replace("_", "-") != flag.replace("_", "-"):
             print(f"tessera: unknown flag {flag}. Did you mean {ours}?", file=sys.stderr)
             raise SystemExit(2)
+    if place == 0 or words[place] in ONE_PROCESS:
+        for word, following in itertools.pairwise([*launcher, ""]):
+            flag, _, value = word.replace("-", "_").partition("=")
+            if flag in ("__num_processes", "__num_machines") and (value or following) != "1":
+                print(f"tessera: {words[place]} runs in one process. Remove {word} before it.", file=sys.stderr)
+                raise SystemExit(2)
+        sys.argv = [f"tessera {words[place]}", *words[place + 1 :]]
+        sys.exit(call(commands[words[place]][0]))
     if "--config_file" not in launcher:  # without these flags, accelerate prints a warning about its defaults
         launcher = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", *launcher]
     from tessera.launch import accelerate_launch  # imported here, because the import takes seconds
@@ -130,7 +143,12 @@ def unknown(words: list[str], commands: Iterable[str]) -> str:
 
 def help_text(commands: Mapping[str, tuple[str, str]]) -> str:
     """Return the list of commands."""
-    lines = ["usage: tessera [FLAGS OF accelerate launch] COMMAND [--SETTING VALUE ...]", "", "commands:"]
+    lines = [
+        "usage: tessera [FLAGS OF accelerate launch] COMMAND [--SETTING VALUE ...]",
+        "       tessera --version",
+        "",
+        "commands:",
+    ]
     lines += [f"  {name:<17}{purpose}" for name, (_, purpose) in commands.items()]
     return "\n".join([*lines, "", "`tessera COMMAND --help` lists the settings of a command."])
 

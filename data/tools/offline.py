@@ -78,7 +78,9 @@ def spread(work: Callable[[TaskT], ResultT], tasks: Sequence[TaskT], *, workers:
             for future in track(as_completed(futures), title, total=len(tasks)):
                 yield future.result()
         except BrokenProcessPool:
-            raise WorkerError("a worker process was killed. If memory ran out, use fewer --workers.") from None
+            raise WorkerError(
+                "a worker process was killed, by a person or for memory. If memory ran out, use fewer --workers."
+            ) from None
         except BaseException:  # includes Ctrl-C, and `GeneratorExit` if the caller stops early
             for worker in multiprocessing.active_children():
                 worker.kill()

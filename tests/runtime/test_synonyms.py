@@ -107,6 +107,9 @@ def test_the_chosen_method_comes_first() -> None:
     [
         ("dinov2_vits14", "vit_small_14_dinov2", "timm:vit_small_patch14_dinov2.lvd142m"),
         ("dinov2/vitb14-noreg", "vit_base_14_dinov2", "timm:vit_base_patch14_dinov2.lvd142m"),
+        ("dinov2/vits14", "vit_small_14_dinov2_registers", "timm:vit_small_patch14_reg4_dinov2.lvd142m"),
+        ("dinov2/vits14-noreg-pretrained", "vit_small_14_dinov2", "timm:vit_small_patch14_dinov2.lvd142m"),
+        ("dinov2/vitg14-notpretrained", "vit_giant_14_dinov2_registers", None),
         ("dinov2_vitl14_reg", "vit_large_14_dinov2_registers", "timm:vit_large_patch14_reg4_dinov2.lvd142m"),
         ("facebook/dinov2-giant", "vit_giant_14_dinov2", "timm:vit_giant_patch14_dinov2.lvd142m"),
         ("dino_vits16", "vit_small", "timm:vit_small_patch16_224.dino"),

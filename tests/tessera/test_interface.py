@@ -1,6 +1,7 @@
 """Tessera from Python and by the command `tessera`, also in a folder whose files have the names of its packages."""
 
 import gc
+import importlib.metadata
 import inspect
 import json
 import os
@@ -263,4 +264,8 @@ def test_unknown_commands_and_help(crowded: Path) -> None:
     assert unknown.stderr.endswith("'pretrian' is not a command. Did you mean 'pretrain'?\n")
     wrong = called(crowded, "-m", "tessera", "--gpus", "2", "pretrain")
     assert (wrong.returncode, wrong.stderr) == (2, "tessera: unknown flag --gpus. Did you mean --num_processes?\n")
+    once = called(crowded, "-m", "tessera", "--num_processes", "1", "--cpu", "completion")
+    assert once.stdout.count("\n_tessera()") == 1
+    version = called(crowded, "-m", "tessera", "--version")
+    assert version.stdout == f"tessera {importlib.metadata.version('tessera-ssl')}\n"
     assert "unknown flag --stps" in called(crowded, "-m", "tessera", "pretrain", "--stps", "3").stderr
