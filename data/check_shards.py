@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ from PIL import Image
 from pydantic import Field
 from rich.filesize import decimal
 
+from tessera.data.dataset import cure_of_bands
 from tessera.data.decode import FORMATS, ImageError, decode
 from tessera.data.maps import IGNORED, checked_map
 from tessera.data.shards.failures import CORRECT_INDEX, REPLACE_INDEX, RESTORE_SHARD, SampleError, ShardError
@@ -42,7 +44,7 @@ from tessera.data.shards.index import (
     write_table,
 )
 from tessera.data.shards.notes import DAMAGE, Note, describe, named_notes, parse_notes
-from tessera.data.shards.open import ENDINGS, expand, load_folder_index, missing_parts, shard_at
+from tessera.data.shards.open import ENDINGS, PARQUET, expand, load_folder_index, missing_parts, shard_at
 from tessera.data.shards.remote import PIPE, is_remote, without_query
 from tessera.data.shards.source import DEFAULT, SampleForm, Shard, SourceConfig, shared_class_names
 from tessera.data.shards.tar import LARGEST_LABEL, Index, scan_tar
@@ -185,7 +187,7 @@ def check(settings: CheckShards) -> dict[str, Any]:
         ShardError: a pattern matches no shards; or `write_index` is set and a shard is remote or no tar.
         WorkerError: a worker process was killed.
     """
-    paths = expand(settings.shards, settings.source)
+    paths = expand([path for pattern in settings.shards for path in _sets(pattern)], settings.source)
     if settings.write_index and not settings.usual:
         raise ShardError("--write_index lists the usual images and labels. Leave --image and --label out.")
     if settings.write_index and (others := [path for path in paths if not _is_tar(path)]):
@@ -218,6 +220,17 @@ def check(settings: CheckShards) -> dict[str, Any]:
             total.refused.append(str(error))
     total.bad_labels += _compare_classes([found[path] for path in paths if not found[path].refused], settings.access)
     return {"shards": len(paths), **total.report()}
+
+
+def _sets(pattern: str) -> list[str]:
+    """Return the shards of all sets in a local folder, although a run takes one. Return other patterns unchanged."""
+    names = os.listdir(pattern) if os.path.isdir(pattern) else []
+    names = sorted(name for name in names if name.endswith((*ENDINGS, PARQUET)) and not name.startswith("."))
+    sets = sorted({re.sub(r"[0-9]+", "*", name) for name in names})
+    if len(sets) < 2 or len({name.endswith(PARQUET) for name in names}) == 2:
+        return [pattern]
+    say("sets", f"{', '.join(map(printable, sets))}; a run takes one of them as SHARDS")
+    return [os.path.join(pattern, name) for name in names]
 
 
 def _is_tar(path: str) -> bool:
@@ -397,8 +410,8 @@ def _compare_classes(shards: list[Facts], source: SourceConfig) -> list[str]:
     return problems
 
 
-def _show(report: dict[str, Any]) -> None:
-    """Print the report in a few lines."""
+def _show(report: dict[str, Any], channels: int) -> None:
+    """Print the report in a few lines. `channels` is the number of channels of decoded images."""
     say("shards", f"{report['shards']:,}, {decimal(report['bytes'])}, {report['images']:,} images")
     if report["formats"]:
         say("formats", ", ".join(f"{count:,} {kind}" for kind, count in report["formats"].items()))
@@ -427,6 +440,8 @@ def _show(report: dict[str, Any]) -> None:
             print("\n".join(f"  {printable(line)}" for line in lines[:MOST_SHOWN]))
             if len(lines) > MOST_SHOWN:
                 print(f"  and {len(lines) - MOST_SHOWN:,} more (--output FILE lists all of them)")
+            if kind == "corrupt" and (cure := cure_of_bands(lines, channels, "--channels")):
+                print(f"  {cure}")
 
 
 def _describe_classes(counts: Iterable[int | str]) -> str:
@@ -445,7 +460,7 @@ def main(argv: list[str] | None = None) -> int:
         if settings.output:
             with atomic_write(settings.output) as path:
                 path.write_text(json.dumps(report, indent=1) + "\n")
-        _show(report)
+        _show(report, settings.channels)
         if report["good"]:
             return 0
         unreadable = report["corrupt"] and len(report["corrupt"]) == report["images"]

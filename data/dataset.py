@@ -103,15 +103,22 @@ def cure_of(reasons: Sequence[str], source: Source, channels: int, flag: str = "
         channels: number of channels that are read.
         flag: flag that sets the number of channels; empty if it cannot be set.
     """
-    found = {int(match[1]) if (match := BANDS.search(reason)) else channels for reason in reasons}
-    if len(found) == 1 and (bands := found.pop()) != channels:
-        advice = f"Give {flag} {bands}." if flag else f"Use an encoder of {bands} channels."
-        return f"They have {bands} bands, but {channels} channels are read. {advice}"
+    if cure := cure_of_bands(reasons, channels, flag):
+        return cure
     if any(isinstance(shard, ImageFolder) for shard in source.shards):
         return "Replace these files, or remove them from the folder."
     if any(isinstance(shard, MapStyle) for shard in source.shards):
         return "Correct the images that the data set returns."
     return "Make the shards of these images again, without the damaged files."
+
+
+def cure_of_bands(reasons: Sequence[str], channels: int, flag: str = "") -> str:
+    """Return what to do about images of another number of bands than `channels`, or "" for other reasons."""
+    found = {int(match[1]) if (match := BANDS.search(reason)) else channels for reason in reasons}
+    if len(found) != 1 or (bands := found.pop()) == channels:
+        return ""
+    advice = f"Give {flag} {bands}." if flag else f"Use an encoder of {bands} channels."
+    return f"They have {bands} bands, but {channels} channels are read. {advice}"
 
 
 def in_blocks(sources: Sequence[Source], sampler: MixtureSampler) -> list[Source]:

@@ -66,7 +66,7 @@ def check_semaphores() -> None:
     if multiprocessing.current_process().daemon:
         raise WorkersError(
             "This process is daemonic, as the workers of multiprocessing.Pool are, and may not start loader workers. "
-            "Use --workers 0 (in Python: workers=0), or start it with concurrent.futures.ProcessPoolExecutor."
+            "Use --workers 0, or start it with concurrent.futures.ProcessPoolExecutor."
         )
     try:
         multiprocessing.get_context("fork").Lock()

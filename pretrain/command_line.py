@@ -65,6 +65,8 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         SettingsError: a name is unknown, a value is out of range, or the run would ignore a setting.
     """
+    if isinstance(run := values.get("resume"), (str, os.PathLike)):
+        values = {**values, "resume": True, "output": os.fspath(run)}
     return _complete(merge(RunConfig, values), lambda model, _: merge(model, values), "Python")
 
 

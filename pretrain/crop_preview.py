@@ -169,5 +169,6 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     stdio.protect()
+    sys.argv[0] = "tessera preview"
     with exit_on_user_error():
         main(sys.argv[1:])

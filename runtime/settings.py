@@ -483,6 +483,10 @@ def validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
             name = printable(next((one for one in prefixes if one in known), prefixes[0] if prefixes else "settings"))
             if problem["type"] == "extra_forbidden":
                 lines[f"unknown setting '{name}'{suggestion(name, names, str(values.get('method', '')))}"] = None
+            elif name in known and ("uple" in problem["msg"] or (problem["type"] == "missing" and name != prefixes[0])):
+                # a tuple of another length: pydantic reports its missing values one by one
+                wanted, given = _type_name(known[name].annotation), _shown(problem["input"])[:200]
+                lines[f"{name} takes {wanted} (got {given})"] = None
             elif problem["type"] == "missing":
                 lines[f"{name} is required"] = None
             else:

@@ -3,6 +3,7 @@
 Shape letters: B images of one batch, N images, C channels, S x S pixels, D features per image.
 """
 
+import gc
 import json
 import logging
 import os
@@ -108,6 +109,8 @@ def _process(*, run: bool = False) -> Iterator[None]:
             raise
         finally:
             close_files()
+            if run:
+                gc.collect()  # cycles of a run hold indices of shards open
 
 
 def in_python(message: str) -> str:

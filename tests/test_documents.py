@@ -48,7 +48,7 @@ from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.monitoring.sinks import SINKS
-from tessera.runtime.settings import flags, validate
+from tessera.runtime.settings import SettingsError, flags, validate
 from tests.installed import install_ijepa
 from tests.launched import ROOT
 
@@ -239,17 +239,23 @@ def test_a_command_of_a_page_has_existing_flags_and_files(block: Block) -> None:
         parse(words)
 
 
-def test_an_unknown_flag_on_a_page_is_found() -> None:
-    for line in (
-        "tessera pretrain --data photos --epoch 3", "tessera knn --checkpoint a --train b --val c --kk 3",
-        "tessera --config_file zero9 pretrain", "tessera export runs/mae --to timmm",
-        "accelerate launch pretrain/runn.py",
-        "tessera slurm submit --config a.yaml -- --sed 1", 'pip install -e ".[tim]"', "tesseract knn",
-        "python benchmarks/roofline.py --tops 3", "tessera preview --method mae --mae.ratio 0.6",
-    ):  # fmt: skip
+def test_an_unknown_flag_on_a_page_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    for line, error, said in (
+        ("tessera pretrain --data photos --epoch 3", SettingsError, "unknown flag --epoch; did you mean '--epochs'"),
+        ("tessera knn --checkpoint a --train b --val c --kk 3", SettingsError, "unknown flag --kk; did you mean '--k'"),
+        ("tessera preview --method mae --mae.ratios 1,2", SettingsError, "unknown flag --mae.ratios"),
+        ("tessera slurm submit --config a.yaml -- --sed 1", SettingsError, "unknown flag --sed; did you mean '--seed'"),
+        ("tessera --config_file zero9 pretrain", AssertionError, "zero9"),
+        ("tessera export runs/mae --to timmm", SystemExit, "invalid choice: 'timmm'"),
+        ("accelerate launch pretrain/runn.py", AssertionError, "pretrain/runn.py"),
+        ('pip install -e ".[tim]"', AssertionError, ".[tim]"),
+        ("tesseract knn", AssertionError, "no test looks it up"),
+        ("python benchmarks/roofline.py --tops 3", AssertionError, "tops"),
+    ):
         block = Block(ROOT / "README.md", 1, "bash", line, None, None)
-        with pytest.raises((Exception, SystemExit)):
+        with pytest.raises(error) as found:
             parse(block.commands()[0][0])
+        assert said in f"{found.value}{capsys.readouterr().err}", line
 
 
 @pytest.mark.parametrize("block", of_language("yaml"))
@@ -338,6 +344,8 @@ def shortened(words: list[str], trained: int) -> list[str]:
         words[words.index("--num_processes") + 1] = "2"
     if words[1:3] == ["slurm", "submit"]:
         words.insert(3, "--dry_run")
+    if words[1:2] == ["preview"] and {*OF_A_RUN} & {*words}:
+        words += ["--batch_size", "4"]
     if any(word in TRAINING for word in words) and not {"--dry_run", "--help"} & {*words}:
         words += [*SHORT, "--steps", str(2 + trained)] if "--resume" in words else SHORT
     return words
@@ -351,6 +359,7 @@ def typed(words: list[str], folder: Path, paths: list[str]) -> tuple[int | None,
     process.join(600)
     if process.is_alive():
         process.kill()
+        process.join()
     return process.exitcode, log.read_text()
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 
 from tessera.data import make_shards
@@ -132,6 +133,14 @@ def test_corrupt_images_are_named_and_the_others_counted(write_tar, png, report,
     report(write_tar("none.tar", [("0.png", b"no image")]), status=2)
 
 
+def test_images_of_other_bands_name_the_flag_that_works(tmp_path, capsys):
+    for n in range(2):
+        tifffile.imwrite(tmp_path / f"{n}.tif", noise(n, 5, 8, 8), photometric="minisblack", planarconfig="separate")
+    check(tmp_path, status=2)
+    assert "They have 5 bands, but 3 channels are read. Give --channels 5." in capsys.readouterr().out
+    check(tmp_path, "--channels=5")
+
+
 def test_shards_that_a_run_refuses_beside_good_ones(write_tar, write_shards, png, report, capsys):
     paths = write_shards([5, 6])
     content = Path(write_tar("whole.tar", [(f"{n}.png", png(n)) for n in range(9)])).read_bytes()
@@ -167,6 +176,11 @@ def test_ways_to_name_shards(write_shards, capsys):
     check(f"{folder}/*.tar", "--workers=1")
     check("--workers=1", f"{folder}/data-000000.tar", f"{folder}/data-{{000001..000001}}.tar")
     assert capsys.readouterr().out.count("shards        2,") == 3
+    (folder / "data-000001.tar").rename(folder / "held-000001.tar")
+    check(folder)
+    shown = capsys.readouterr().out
+    assert "sets          data-*.tar, held-*.tar; a run takes one of them as SHARDS\nshards        2," in shown
+    assert "a run accepts all shards" in shown
     check(f"{folder}/no-*.tar", status=2)
     check(status=2)
     check(f"{folder}/*.tar", "--decod=false", status=2)

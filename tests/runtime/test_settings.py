@@ -183,6 +183,9 @@ def test_every_wrong_value_has_a_line() -> None:
     assert len(lines) == 4
     assert any("'inner.fats'; did you mean 'inner.fast'?" in line for line in lines)
     assert "unknown setting 'zzz'" in lines
+    for words, given in ((["1"], "1"), (["1,2,3"], "1,2,3"), (["a,2,3"], "a,2,3")):
+        with pytest.raises(SettingsError, match=rf"^inner\.pair takes float,float \(got {given}\)$"):
+            load("--inner.pair", *words)
 
 
 def test_suggestions_ignore_capitals_and_are_close() -> None:

@@ -98,7 +98,6 @@ def test_evaluations_from_python(tmp_path: Path) -> None:
 
 def resources() -> tuple[int, int, int]:
     """Return the numbers of tensors, open files and threads of this process."""
-    gc.collect()
     tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
     return tensors, len(os.listdir("/proc/self/fd")), threading.active_count()
 
@@ -113,7 +112,7 @@ def test_a_run_of_another_method_continues_without_its_settings(
     losses = [line["loss"] for line in run.metrics if "loss" in line]
     shutil.rmtree(run.path / "checkpoints")
     held = resources()
-    again = tessera.pretrain(resume=True, output=str(run.path))
+    again = tessera.pretrain(resume=run.path)  # short for resume=True, output=PATH
     assert resources() == held
     assert again.config == run.config
     assert [line["loss"] for line in again.metrics if "loss" in line] == losses
