@@ -99,14 +99,8 @@ def difference(family: str, form: str, size: int, *, dynamic: bool, folder: Path
 
 
 def cases(method: int, family: int) -> list[tuple[str, int]]:
-    """Return the formats and image sizes of the exports of a run, by the indices of its method and family.
-
-    Two methods of each family export a graph, one to ONNX and one to `torch.export`, because graphs are slow.
-    """
-    forms = ["timm", "transformers"]
-    if (method + family) % 4 == 0:
-        forms.append("onnx" if method < 4 else "torch")
-    return [(form, SIZES[(method + 3 * family + 2 * index) % len(SIZES)]) for index, form in enumerate(forms)]
+    """Return the formats and image sizes of the exports of a run, by the indices of its method and family."""
+    return [(form, SIZES[(method + 3 * family + 2 * index) % len(SIZES)]) for index, form in enumerate(PEERS)]
 
 
 def small_run(method: str, family: str, folder: Path, **more: Any) -> None:

@@ -23,18 +23,21 @@ from tables import machine, publish, table
 from tessera.runtime.settings import Settings, parse
 
 RUNS = [
-    ("swin_tiny", "lejepa"),
-    ("vit_small", "mae"),
     ("vit_small", "dino"),
-    ("timm:resnet50", "lejepa"),
-    ("twins_svt_small", "lejepa"),
-    ("navit_small", "lejepa"),
     ("rope_vit_small", "dinov3"),
+    ("swin_tiny", "lejepa"),
+    ("twins_svt_small", "mae"),
+    ("navit_small", "lejepa"),
+    ("vit_small", "mae"),
     ("vit_small", "dinov2"),
     ("vit_small", "lejepa"),
     ("swin_tiny", "dino"),
+    ("timm:resnet50", "lejepa"),
+    ("sam_vit_b", "mae"),
 ]
 """Encoder and method of each run, at the default image size of the encoder."""
+FLAGS = {"dinov3": ["--dinov3.gram_start", "1"]}
+"""Further flags of methods. A Gram teacher from step 0 on would need an earlier run."""
 SCORED = "step 0:"
 """Start of the line that a run prints after its first score."""
 
@@ -138,6 +141,7 @@ def main(settings: Memory) -> None:
             run = folder / f"{encoder}-{method}".replace(":", "-")
             start = ["tessera", "pretrain", "--method", method, "--encoder", encoder, "--data", train, "--steps", "1"]
             start += ["--batch_size", str(settings.batch_size), "--workers", "1", "--output", str(run)]
+            start += FLAGS.get(method, [])
             step = max(peaks([*start, "--evaluation.view_images", "0"], folder))
             score, _ = peaks([*start, "--overwrite", "true"], folder)
             row = [encoder, method, f"{step / 1e9:.2f}", f"{score / 1e9:.2f}"]

@@ -135,7 +135,7 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """
     sin, cos = rope
     first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).type_as(x)
 
 
 class Attention(nn.Module):

@@ -57,7 +57,7 @@ class HeadNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gamma = at_least_float32(self.gamma)
-        return F.normalize(x.to(gamma.dtype), dim=-1) * (x.shape[-1] ** 0.5 * gamma)
+        return F.normalize(x.type_as(gamma), dim=-1) * (x.shape[-1] ** 0.5 * gamma)
 
 
 class Attention(nn.Module):
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         q = rearrange(self.q(queries), "... q (heads d) -> ... heads q d", heads=self.heads)
         k, v = rearrange(self.kv(tokens), "... t (two heads d) -> two ... heads t d", two=2, heads=self.heads)
         # Autocast computes the norms in float32, but the fused attention kernels need half precision.
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
         out = attention(q, k, v, scale=1.0, segments=segments)
         return self.proj(rearrange(out, "... heads q d -> ... q (heads d)"))
 

@@ -123,7 +123,9 @@ class RotaryPositions(nn.Module):
         )
         centres = 2 * torch.stack(places, -1).flatten(0, 1) - 1  # (N, 2)
         centres = (centres + shifts[:, None]) * factors[:, None]  # (L, N, 2)
-        angles = (2 * math.pi * centres[..., None] / self.periods.float()).flatten(2)  # (L, N, d / 2)
+        angles = (2 * math.pi * centres[..., None] / self.periods).flatten(
+            2
+        )  # (L, N, d / 2) float32, also in a half model
         return torch.stack([angles.sin(), angles.cos()], 1)
 
     def draw(self, grids: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:

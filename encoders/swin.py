@@ -139,7 +139,7 @@ class WindowAttention(nn.Module):
         sides = {"y": x.shape[1] // r, "x": x.shape[2] // c, "r": r, "heads": self.heads}
         pattern = f"b (y r) (x c) (three heads d) -> three {order} (r c) d"
         q, k, v = rearrange(self.qkv(x), pattern, three=3, **sides)
-        out = attention(q, k, v, scale=self.scale, bias=bias.to(q.dtype))
+        out = attention(q, k, v, scale=self.scale, bias=bias.type_as(q))
         return self.proj(rearrange(out, f"{order} (r c) d -> b (y r) (x c) (heads d)", **sides))
 
 

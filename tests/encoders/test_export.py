@@ -89,6 +89,25 @@ def test_each_family_exports_to_the_documented_formats(family: str, tmp_path: Pa
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]  # no temporary folder is left
 
 
+@pytest.mark.parametrize("family", ["RoPE-ViT", "Swin", "NaViT"])
+@torch.no_grad()
+def test_a_graph_follows_another_precision(family: str) -> None:
+    """These families convert tensors: RoPE its rotations, Swin its bias tables, NaViT its queries and keys."""
+    variant, settings = FAMILIES[family]
+    encoder = scramble(encoders.build(variant, **settings))
+    side = encoder.settings["image_size"]
+    images = images_of(2, encoder.channels, side, side)
+    expected = encoder(images).pooled
+    graph = exporting.trace(encoder, False).module()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [graph(images)[0]]
+    for dtype in (torch.float16, torch.bfloat16):
+        found.append(graph.to(dtype)(images.to(dtype))[0])
+        assert found[-1].dtype == dtype
+    for pooled in found:
+        assert (pooled.float() - expected).abs().max() < 0.05 * expected.abs().max()
+
+
 def test_a_fine_tuned_vit_exports_to_timm(tmp_path) -> None:
     """Its norm comes after the mean of the patch tokens, which timm applies to the pooled features only."""
     encoder = scramble(encoders.build("vit_micro", depth=2, pool="mean", positions="learned"), seed=1).eval()
