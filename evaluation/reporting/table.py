@@ -152,25 +152,30 @@ def verdict(table: Table) -> str:
         )
     if chosen.kind != "result":
         return ""
+    name, key = chosen.heading.removesuffix(", %"), chosen.title.removesuffix(", %")
     best, *others = [
-        (run.name, cell) for run, cell in zip(table.runs, chosen.cells, strict=True) if cell.value is not None
+        (run.name, f"{100 * cell.value:.1f}", run.scores[key])
+        for run, cell in zip(table.runs, chosen.cells, strict=True)
+        if cell.value is not None
     ]
-    name = chosen.heading.removesuffix(", %")
     if not others:
         before = next(
-            (
-                one.cells[0].text
-                for one in table.columns
-                if one.title == f"{chosen.title.removesuffix(', %')}, at step 0, %"
-            ),
+            (one.cells[0].text for one in table.columns if one.title == f"{key}, at step 0, %"),
             MISSING,
         )
-        return f"{best[0]}: {best[1].text} % ({name}){f', {before} % before training' if before != MISSING else ''}."
-    lead = 100 * ((best[1].value or 0) - (others[0][1].value or 0))
+        return f"{best[0]}: {best[1]} % ({name}){f', {before} % before training' if before != MISSING else ''}."
+    steps = [list(curve)[-1] for _, _, curve in (best, others[0])]
+    at = [f" at step {step}" if len(set(steps)) > 1 else "" for step in steps]
+    lead = 100 * (best[2][steps[0]] - others[0][2][steps[1]])
     if lead < 0.05:
-        return f"{best[0]} and {others[0][0]} are equally good: {best[1].text} % ({name})."
+        return f"{best[0]}{at[0]} and {others[0][0]}{at[1]} are equally good: {best[1]} % ({name})."
+    said = f"{best[0]}{at[0]} is best: {best[1]} % ({name}), {lead:.1f} points above {others[0][0]}{at[1]}."
+    if any(at):
+        common = [step for step in best[2] if step and step in others[0][2]]
+        both = " and ".join(f"{100 * curve[common[-1]]:.1f}" for _, _, curve in (best, others[0])) if common else ""
+        said += f" At step {common[-1]}, they have {both} %." if common else " They have no score at an equal step."
     chance = f" A lead below {CHANCE} points may be chance, unless there are many images." if lead < CHANCE else ""
-    return f"{best[0]} is best: {best[1].text} % ({name}), {lead:.1f} points above {others[0][0]}.{chance}"
+    return said + chance
 
 
 def make_columns(runs: Sequence[RunFolder]) -> list[Column]:
@@ -189,7 +194,8 @@ def score_columns(runs: Sequence[RunFolder]) -> list[Column]:
     headings = score_headings(runs)
     once: dict[str, Callable[[RunFolder, str], Cell]] = {"at step 0": _at_start, "forecast at the end": _expected}
     for name in sorted(headings, key=lambda name: -sum(name in run.scores for run in runs)):
-        cells = [_newest(run, name) for run in runs]
+        equal = len({max(run.scores[name]) for run in runs if name in run.scores}) == 1
+        cells = [_newest(run, name, equal=equal) for run in runs]
         columns.append(Column(f"{name}, %", "result", cells, short=f"{headings[name]}, %"))
         for kind, cell in list(once.items()):
             extra = Column(f"{name}, {kind}, %", "fact", [cell(run, name) for run in runs], short=f"{kind}, %")
@@ -218,13 +224,14 @@ def score_headings(runs: Sequence[RunFolder]) -> dict[str, str]:
     return {name: headings.get(name, name) for name in protocols}
 
 
-def _newest(run: RunFolder, name: str) -> Cell:
-    """Return the newest score of an evaluation. The step is added if the run has taken further steps since."""
+def _newest(run: RunFolder, name: str, *, equal: bool) -> Cell:
+    """Return the newest score of an evaluation. The step is added if the run has taken further steps since, or if it is
+    not `equal` for all runs."""
     if name not in run.scores:
         return Cell()
     step, score = list(run.scores[name].items())[-1]
     cell = _percent(score)
-    return cell._replace(text=f"{cell.text} (step {step})") if step < run.last_step else cell
+    return cell if equal and step >= run.last_step else cell._replace(text=f"{cell.text} (step {step})")
 
 
 def _at_start(run: RunFolder, name: str) -> Cell:

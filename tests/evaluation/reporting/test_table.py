@@ -70,6 +70,17 @@ def test_the_first_sentence_says_who_is_best(tmp_path: Path) -> None:
     assert close.startswith("best is best: 90.0 % (20-NN), 1.0 points above near. A lead below 3 points may be chance")
 
 
+def test_scores_of_different_steps_say_their_steps(tmp_path: Path) -> None:
+    for name, scores in {"long": {10: 0.4, 30: 0.7}, "short": {10: 0.6}, "other": {15: 0.2}}.items():
+        make_run(tmp_path / name, [record(step, 2.0, knn_top1=score) for step, score in scores.items()])
+    table = make_table(read_runs([tmp_path])[0])
+    assert column(table, "20-NN in training, val, %") == ["70.0 (step 30)", "60.0 (step 10)", "20.0 (step 15)"]
+    said = "long at step 30 is best: 70.0 % (20-NN), 10.0 points above short at step 10. At step 10, they have "
+    assert verdict(table) == f"{said}40.0 and 60.0 %."
+    table = make_table(read_runs([tmp_path / "long", tmp_path / "other"])[0])
+    assert verdict(table).endswith("above other at step 15. They have no score at an equal step.")
+
+
 def test_runs_without_a_common_score_are_not_ranked(tmp_path: Path) -> None:
     """The weaker run must not come first because its score is in the first column."""
     weak = make_run(tmp_path / "weak", [record(20, 2.0, knn_top1=0.2)])
