@@ -212,6 +212,8 @@ def check(settings: CheckShards) -> dict[str, Any]:
         folders.setdefault(folder_of(path) or ".", []).append(found[path])
     folders.pop(PIPE, None)
     for folder, shards in folders.items():
+        if all(facts.refused for facts in shards) and is_remote(folder):
+            continue  # the reasons are those of the shards
         if settings.write_index and not total.refused:
             _write_index(Path(folder), shards)
         try:

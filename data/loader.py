@@ -42,6 +42,7 @@ from tessera.data.shards import (
     open_shards,
     open_sources,
 )
+from tessera.data.shards.open import shown_paths
 from tessera.data.shards.source import refuse_mixed_classes
 from tessera.data.user_code import Augment
 from tessera.encoders.base import IMAGENET, Preprocessing
@@ -197,8 +198,10 @@ def mixture_sampler(
         sizes, epochs = [*(shards for shards, _ in grown), len(opened.shards)], [0, *(epoch for _, epoch in grown)]
         if sizes != sorted(set(sizes)) or sizes[0] < 1 or epochs != sorted(epochs):
             raise ShardError(
-                f"stream.growth gives source {number} {sizes[:-1]} shards before the epochs {epochs[1:]}, but it "
-                f"has {sizes[-1]} shards. Give all shards of the run in their old order, and new ones at the end."
+                f"{shown_paths([shard.path for shard in opened.shards])} has {sizes[-1]} shards, but stream.growth of "
+                f"this run counts {', '.join(map(str, sizes[:-1]))} shards up to the passes "
+                f"{', '.join(map(str, epochs[1:]))} over this data. Give all shards of the run in their old order, and "
+                "new ones at the end."
             )
         stages: list[tuple[int, ShuffledSampler]] = []
         for size, epoch in zip(sizes, epochs, strict=True):

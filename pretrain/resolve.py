@@ -301,8 +301,9 @@ def continued(config: RunConfig, sources: Sources, checkpoint: Path) -> tuple[Ru
         [*row] for row in weights if row[0] <= done
     ]:
         log.warning(
-            "the order of the samples changes, because the weights of steps that are done changed. The order stays if "
-            "only the weights of later steps change, as in {0: OLD, %d: NEW}.",
+            "the order of the samples changes, because the weights of the data are others for steps that are already "
+            "done. The run goes on with the new weights. To keep the order, change only the weights of later steps: "
+            "give each pattern the weights {0: OLD, %d: NEW}.",
             done + 2,
         )
     saved_stream: dict[str, Any] = saved.get("stream") or {}
@@ -333,8 +334,12 @@ def continued(config: RunConfig, sources: Sources, checkpoint: Path) -> tuple[Ru
         if not any(row[:2] == (number, count) for row in growth):
             growth.append((number, count, sampler.samplers[number].next_epoch(int(used[number]))))
         log.info(
-            "Source %d has %d shards instead of %d. All of them are used from its epoch %d on, counted from 0.",
-            *(number, len(lists[number].shards), count, growth[-1][2]),
+            "%s has %d shards, %d more than at the checkpoint. The new shards are used from pass %d over this data on "
+            "(the first pass is 1). Until then, the old shards are read in the old order.",
+            shown_paths([shard.path for shard in lists[number].shards]),
+            len(lists[number].shards),
+            len(lists[number].shards) - count,
+            growth[-1][2] + 1,
         )
     updated = config.model_copy(update={"stream": stream.model_copy(update={"growth": tuple(growth) or None})})
     same = {"shards": saved["shards"], "stream": stream.model_dump(mode="json")}
@@ -357,15 +362,15 @@ def notice_other_samples(sources: Sources, checkpoint: Path | None) -> list[str]
     hashes, counts = saved.get("samples"), saved.get("shard_counts") or []
     if not isinstance(hashes, list) or len(hashes) != len(found) or len(counts) != len(found):
         return found
-    for number, (source, before, count) in enumerate(zip(sources.lists, hashes, counts, strict=True)):
+    for source, before, count in zip(sources.lists, hashes, counts, strict=True):
         if not 0 < count <= len(source.shards):
             continue
         now = source.first(count).samples_hash()
         if now.partition(":")[0] == str(before).partition(":")[0] and now != before:
             log.warning(
-                "the samples of source %d differ from those of %s: names, labels, sizes or contents of images in %s "
-                "were changed. The run continues with the present samples. Restore the data if this is not intended.",
-                *(number, checkpoint, shown_paths([shard.path for shard in source.shards])),
+                "%s was changed since %s: images have other names, labels, sizes or contents. The run continues with "
+                "the images as they are now. If this is not intended, stop it and restore the data.",
+                *(shown_paths([shard.path for shard in source.shards]), checkpoint),
             )
     return found
 

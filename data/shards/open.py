@@ -227,7 +227,7 @@ def _listed(shards: Shards, source: SourceConfig) -> tuple[list[str], "_FolderIn
     indices = _FolderIndices(source)
     paths = _expand(shards, indices)
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(indices.read_beside, {folder_of(path): path for path in paths}.values()))
+        list(pool.map(indices.read_beside, {folder_of(path): path for path in reversed(paths)}.values()))
     return paths, indices
 
 
@@ -305,6 +305,12 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
         if not remote.is_remote(path) and not os.path.exists(path):
             where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
             raise ShardError(f"{path} does not exist{where}. Check the name of the file or folder.")
+        if remote.is_remote(path):
+            folder = remote.without_query(path).rstrip("/")
+            raise ShardError(
+                f"{path} is no tar, and remote folders are not listed. Give the tars, such as {folder}/*.tar on S3 or "
+                f"Google Storage, {folder}/train-{{000..099}}.tar, or {folder}/{FOLDER_INDEX}."
+            )
         raise ShardError(
             f"{path}: the file name must end in .tar, .tar.gz, .tgz or .parquet. Rename the file, or remove "
             "it from the list."
@@ -609,12 +615,16 @@ class _FolderIndices:
         """
         folder = folder_of(shard)
         path = f"{folder}/{FOLDER_INDEX}" if folder else FOLDER_INDEX
-        of_images = not remote.is_remote(shard) and os.path.isdir(shard)
-        if is_name(shard) or of_images or folder == remote.PIPE or shard in self.entries or path in self._visited:
+        no_tar = os.path.isdir(shard) or (
+            remote.is_remote(shard) and not remote.without_query(shard).endswith(ENDINGS)  # `shard_at` refuses it
+        )
+        if is_name(shard) or no_tar or folder == remote.PIPE or shard in self.entries or path in self._visited:
             return
         try:
             found = self._content(path)
         except ShardError as error:
+            if self.config.unreadable == "stop" and remote.is_remote(shard):
+                raise type(error)(f"{shard} cannot be used, because its folder cannot be read. {error}") from error
             if self.config.unreadable == "stop":
                 raise
             log.warning("the index is not used: %s", error)

@@ -123,11 +123,13 @@ def restore(path: Path, accelerator: Accelerator, engine: Engine, *, point: bool
             raise _damaged(path, [f"{states.name} contains no random states ({type(error).__name__})"]) from error
     else:
         log.info(
-            "%s was written by %d processes, but this run has %d. torch's generators start from the seed; samples, "
-            "crops, masks and drop path stay the same.",
+            "%s was written by %d processes, but this run has %d. Samples, crops, masks and drop path stay the same. "
+            "Other random numbers of the model, such as dropout, start anew, so losses may differ slightly from those "
+            "of %d processes.",
             path.name,
             trainer["processes"],
             accelerator.num_processes,
+            trainer["processes"],
         )
     return TrainState(**trainer["position"])
 
@@ -209,10 +211,22 @@ def check_fits(path: Path, settings: dict[str, Any]) -> None:
         log.warning("settings changed since %s: %s", path.name, ", ".join(changed))
     ordering = ("seed", "batch_size", "shards")
     differing = sorted(name for name in old | new if old.get(name) != new.get(name))
-    if reasons := [name for name in differing if name in ordering or name.startswith("stream.")]:
-        advice = " The order stays if new shards come after the old ones, as in --data OLD NEW."
-        advice = advice if "shards" in reasons else ""
-        log.warning("the order of the samples changes, because %s changed.%s", " and ".join(reasons), advice)
+    if names := [name for name in differing if name in ordering or name.startswith("stream.")]:
+        reasons = [
+            "the shards have other names or sizes" if one == "shards" else f"{one} is {new[one]}" for one in names
+        ]
+        cures = [
+            f"resume with --{name} {old[name]}" for name in names if name != "shards" and old.get(name) is not None
+        ]
+        cures += (
+            ["give the old shards first and new ones after them, as in --data OLD NEW"] if "shards" in names else []
+        )
+        log.warning(
+            "the order of the samples changes, because %s, but %s was written with other data or settings. The "
+            "run goes on with all images, but some may be used twice and others not at all in the present pass over "
+            "the data.%s",
+            *(" and ".join(reasons), path.name, f" To keep the order, {' and '.join(cures)}." if cures else ""),
+        )
     differ = [
         f"{name} is {old.get(name)} in the checkpoint and {new.get(name)} in this run"
         for name in old | new

@@ -155,7 +155,7 @@ def test_added_shards_join_with_the_next_epoch(write_shards):
 
 @pytest.mark.parametrize("growth", [((0, 3, 2),), ((0, 2, 3), (0, 2, 4)), ((0, 1, 3), (0, 2, 1)), ((0, 0, 1),)])
 def test_growth_that_does_not_fit_the_shards(write_shards, growth):
-    with pytest.raises(ShardError, match=r"stream\.growth gives source 0"):
+    with pytest.raises(ShardError, match=r"has . shards, but stream\.growth of this run counts"):
         part(write_shards([30, 41, 33]), 0, 1, growth=growth)
 
 

@@ -210,7 +210,7 @@ def test_other_samples_of_equal_names_and_counts_are_noticed(tmp_path, monkeypat
         caplog.clear()
         saved(before)
         resolving.notice_other_samples(sources, tmp_path)
-        assert ("the samples of source 0 differ" in caplog.text) == noticed
+        assert ("images have other names, labels, sizes or contents" in caplog.text) == noticed
         caplog.clear()
         for older in (None, [], ["index:0"]):  # runs of older versions, and data that now have another index
             saved(older)

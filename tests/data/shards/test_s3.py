@@ -114,7 +114,9 @@ def test_a_store_that_is_gone(monkeypatch, free_port):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     monkeypatch.setattr(remote, "BACKOFF", 0.01)
-    with pytest.raises(ShardError, match=r"s3://shards/index.json: .*failed attempts: 3"):
+    with pytest.raises(
+        ShardError, match=r"^s3://shards/a.tar cannot be used.* s3://shards/index.json: .*failed attempts: 3"
+    ):
         open_shards("s3://shards/a.tar", source=SourceConfig(retries=2, timeout=3))
 
 
@@ -123,8 +125,14 @@ def test_without_credentials(bucket, monkeypatch):
         monkeypatch.delenv(f"AWS_{name}")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("HOME", "/nowhere")
-    with pytest.raises(ShardError, match=r"s3://shards/index.json: .*[Cc]redentials"):
-        open_shards("s3://shards/a.tar", source=SourceConfig(retries=2, timeout=4))
+    with pytest.raises(
+        ShardError, match=r"^s3://shards/a.tar cannot be used.* s3://shards/index.json: .*[Cc]redentials"
+    ):
+        open_shards("s3://shards/{a,b}.tar", source=SourceConfig(retries=2, timeout=4))
+    with pytest.raises(
+        ShardError, match=r"s3://shards/folder is no tar, .* Give the tars, such as s3://shards/folder/\*"
+    ):
+        open_shards("s3://shards/folder", source=SourceConfig(retries=2, timeout=4))
 
 
 @pytest.mark.medium

@@ -64,7 +64,11 @@ def test_another_encoder_is_refused_and_another_sample_order_is_logged(
     assert "the order of the samples changes" not in caplog.text
     resume.check_fits(path, settings() | {"shards": "abd", "seed": 1})
     assert "changed since step-00000001: seed 0 -> 1, shards abc -> abd" in caplog.text
-    assert "the order of the samples changes" in caplog.text
+    assert (
+        "the order of the samples changes, because seed is 1 and the shards have other names or sizes, but "
+        "step-00000001 was written with" in caplog.text
+    )
+    assert "To keep the order, resume with --seed 0 and give the old shards first and new ones after" in caplog.text
     with pytest.raises(CheckpointError, match=r"encoder\.depth is 1 in the checkpoint and 2 in this run"):
         resume.check_fits(path, settings() | {"encoder": settings()["encoder"] | {"depth": 2}})
 
