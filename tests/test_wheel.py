@@ -108,14 +108,12 @@ SCENES = "--checkpoint runs/mae --train scenes/train --val scenes/val"
 DEPTHS = SCENES.replace("scenes", "depths")
 IMAGES = {"val_images": (360, 360)}
 TOP1 = IMAGES | {"top1": (0.5, 1.0)}
-MAIN = [
+ROWS = [
     Row(f"knn {SCORED} --k 5", "top-1", (f"{AT}/knn-*.json",), TOP1),
     Row("check_shards digits/train --output all.json", "a run accepts all", ("all.json",), {"images": (1437, 1437)}),
     Row("check_shards broken", "reasons for a run to stop", code=1),
     Row("export runs/mae vit.safetensors --to timm", "create_model", ("vit.safetensors",)),
     Row("report runs --output report.html --csv runs.csv", files=("report.html", "runs.csv")),
-]
-OTHERS = [
     Row("", "(?s)commands:.*Runs here: 1"),
     Row("--help", "(?s)commands:.*completion"),
     Row("pretrian", "Did you mean 'pretrain'", code=2),
@@ -220,15 +218,8 @@ def typed(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return folder, run
 
 
-def rows() -> list[Any]:
-    """Return the rows as parameters. The suite of each commit has the main commands."""
-    return [
-        pytest.param(row, id=row.words[:40], marks=pytest.mark.medium if row in MAIN else pytest.mark.slow)
-        for row in (*MAIN, *OTHERS)
-    ]
-
-
-@pytest.mark.parametrize("row", rows())
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.words[:40])
 def test_a_command_works_as_it_is_typed(row: Row, typed: tuple[Path, Typed]) -> None:
     folder, run = typed
     done = run(row.words)
@@ -244,5 +235,5 @@ def test_a_command_works_as_it_is_typed(row: Row, typed: tuple[Path, Typed]) -> 
 def test_the_table_has_every_command() -> None:
     table = re.findall(r"^\| (`.*?) \|", (ROOT / "README.md").read_text().partition("## Commands")[2], re.MULTILINE)
     assert {name for cell in table for name in re.findall(r"`(\w+)`", cell)} == COMMANDS.keys()
-    tried = {word for row in (*MAIN, *OTHERS) for word in row.words.split()[:3] if word in COMMANDS}
+    tried = {word for row in ROWS for word in row.words.split()[:3] if word in COMMANDS}
     assert tried == COMMANDS.keys()

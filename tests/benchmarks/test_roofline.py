@@ -78,7 +78,7 @@ def test_its_backward_pass_is_that_of_torch() -> None:
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dino", "mae"])
 def test_counts_of_a_step(method: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     made, fake_run = list[StreamChecks](), roofline.fake_run

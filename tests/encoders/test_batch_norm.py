@@ -103,6 +103,7 @@ def _models(rank: int) -> None:
             torch.testing.assert_close(buffer, theirs, msg=f"{name}: {key}")
 
 
+@pytest.mark.slow
 def test_models_of_timm_on_two_processes_equal_one(free_port: int) -> None:
     on_processes(_models, free_port, group=True)
 

@@ -69,7 +69,7 @@ def corners(path: Any, images: int, seed: int) -> str:
     return str(write_shard(path, pixels, labels.tolist(), path.stem))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_it_learns_from_the_tokens_of_every_encoder(variant: str, tmp_path: Any) -> None:
     train, val = corners(tmp_path / "train.tar", 160, 0), corners(tmp_path / "val.tar", 40, 1)

@@ -92,7 +92,7 @@ def test_the_crops_do_not_depend_on_batches(shards):
     assert found[0][1] == 12
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_two_processes_give_the_same(shards, tmp_path, free_port):
     options = {
         "checkpoint": save_encoder(tmp_path / "vit.safetensors"),

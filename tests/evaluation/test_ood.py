@@ -72,7 +72,7 @@ def test_too_few_images_are_refused(shards, tmp_path):
         run(OODSettings(**given | {"val": train}))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_two_processes_find_the_same(shards, tmp_path):
     train, val = data(shards)
     given = {"checkpoint": save_encoder(tmp_path / "vit.safetensors"), "train": train, "val": val, "k": 3}

@@ -71,7 +71,7 @@ def test_the_command_works_for_every_family(shards, tmp_path, variant):
     assert 0.3 < found["mean_average_precision"] < 1
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("scored", "queries"), [("val", 9), ("train", 13)])
 def test_two_processes_give_the_same(tmp_path, free_port, scored, queries):
     options = {"checkpoint": "pixels", "train": str(tmp_path / "train.tar"), "image_size": 16, "workers": 0}

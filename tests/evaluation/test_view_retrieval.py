@@ -83,7 +83,7 @@ def test_stages_run_before_the_crops(shards, tmp_path):
     assert plain != equal == 1 / 31
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_two_processes_give_the_same_without_labels(tmp_path, free_port):
     images = np.random.default_rng(0).integers(0, 256, (9, 1, 1, 3), dtype=np.uint8).repeat(16, 1).repeat(16, 2)
     write_shard(tmp_path / "train.tar", images, None)

@@ -46,7 +46,7 @@ def by_hand(checkpoint: str | Path, train: str, val: str, output: Path) -> float
     return knn.run(knn.KNNSettings(**settings, k=[20], output=str(output)))["top1"]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_engine")
 def test_scores_are_those_of_knn_and_of_the_run(
     start: str, others: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -34,6 +34,6 @@ def _one_graph_a_block(rank: int) -> None:
     assert counter.frame_count == 1, counter.frame_count  # both blocks share the graph
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_ddp_splits_no_compiled_block(free_port: int) -> None:
     on_processes(_one_graph_a_block, free_port, count=1, group=True)

@@ -76,7 +76,7 @@ def begin(start: Callable, paths: list[str]) -> Iterator[Callable]:
         yield lambda *given, **how: start(*given, PYTHONPATH=os.pathsep.join(paths), **how)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_engine")
 def test_a_run_is_resumed_exported_and_evaluated(uninstall: Callable[[], None], tmp_path: Path, capsys: Any) -> None:
     assert METHODS["ijepa"] is IJEPA

@@ -141,7 +141,7 @@ def test_the_evaluation_of_the_tutorial_is_a_command(tmp_path: Path) -> None:
     assert "class means" in report.read_text()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_program_of_ones_own_loop_runs(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "own_loop.py"), "2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

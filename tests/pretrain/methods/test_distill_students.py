@@ -135,7 +135,7 @@ def run(output: Path, *more: str) -> int:
     return main([*words.split(), "--data.std", "0.4,0.5,0.6", "--output", str(output), *more])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_run_exports_every_student_and_resumes_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     students = ["--distill.students", *OTHERS]
     assert run(tmp_path / "run", *students) == 0
