@@ -64,9 +64,17 @@ EVALUATIONS = "tessera.evaluations"
 
 
 def main() -> None:
-    """Run the command that the command line names."""
-    stdio.protect()
-    words = sys.argv[1:]
+    """Run the command that the command line names. Exit with code 130 after Ctrl-C, also while modules are imported."""
+    try:
+        stdio.protect()
+        run(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("\ntessera: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def run(words: list[str]) -> None:
+    """Run the command that the words of a command line name."""
     if words[:1] == ["--version"]:
         print(f"tessera {importlib.metadata.version('tessera-ssl')}")
         return

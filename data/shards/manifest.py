@@ -28,6 +28,9 @@ MANIFESTS = (".csv", ".tsv")
 MOST_NAMED = 3
 """Number of images that a warning names."""
 
+ROWS_AT_ONCE, LARGEST_ROWS = 64, 2**24
+"""Number of rows of a Parquet manifest that are expanded at once, and their maximum size in bytes."""
+
 Row = tuple[str, str | None]
 """Path of an image, and its label (None if the image has no label)."""
 
@@ -203,6 +206,8 @@ def _class_number(text: str) -> int | None:
 
 def _rows(path: Path, *, need_labels: bool = False) -> Iterator[Row]:
     """Yield the path and the label of each entry of a list or manifest."""
+    if path.exists() and not path.is_file():
+        raise ShardError(f"{path} is not a regular file. Give a file that is stored on a disk.")
     try:
         if path.suffix.lower() in MANIFESTS:
             yield from _csv_rows(path, need_labels)
@@ -253,7 +258,9 @@ def _parquet_rows(path: Path, need_labels: bool) -> Iterator[Row]:
     try:
         with parquet.ParquetFile(path) as file:
             at, label_at = _columns(path, file.schema_arrow.names, need_labels)
-            for batch in file.iter_batches(columns=[at] if label_at is None else [at, label_at]):
+            for batch in file.iter_batches(ROWS_AT_ONCE, columns=[at] if label_at is None else [at, label_at]):
+                if batch.nbytes > LARGEST_ROWS:  # a dictionary stores a value once, however many rows have it
+                    raise ShardError(f"{path} has {batch.nbytes:,} bytes in {len(batch)} rows. Correct the file.")
                 for row in batch.to_pylist():
                     label = None if label_at is None else row[label_at]
                     yield str(row[at]), None if label is None else str(label)

@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -287,7 +288,7 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
             `.tgz` or `.parquet`; the server does not respond; or a folder of images cannot be used.
     """
     local = not is_name(path) and not remote.is_remote(path)
-    if local and (os.path.isdir(path) or (path.lower().endswith(MANIFESTS) and os.path.isfile(path))):
+    if local and (os.path.isdir(path) or (path.lower().endswith(MANIFESTS) and os.path.exists(path))):
         return ImageFolder.at(path, config)
     if config.form.labels is not None:
         raise ShardError(f"--labels is for folders of images, but {path} is none. It stores its own labels.")
@@ -324,6 +325,8 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
         status = os.stat(path)
     except OSError as error:
         raise unreadable(path, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ShardError(f"{path} is not a regular file. Give a file that is stored on a disk.")
     if not status.st_size:
         raise ShardError(f"{path} has 0 bytes. {MAKE_SHARD_AGAIN}")
     # A file that replaces the shard may have the same modification time. Programs cannot set the change time, so the

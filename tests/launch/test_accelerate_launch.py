@@ -240,3 +240,18 @@ def test_a_wrong_flag_is_named_in_one_line(
     error = capsys.readouterr().err
     assert message in error.splitlines()[-1]
     assert len(error.splitlines()) == 1 or words[-1] != "knn"
+
+
+def test_ctrl_c_while_modules_are_imported_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupted)
+    monkeypatch.setattr(sys, "argv", ["tessera", "pretrain"])
+    monkeypatch.setattr(stdio, "protect", lambda: None)
+    with pytest.raises(SystemExit) as stopped:
+        command()
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "\ntessera: interrupted\n"

@@ -1,5 +1,6 @@
 """Labels from a CSV: beside a folder of images, and as SHARDS."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,23 @@ def test_a_list_of_images_with_labels_is_a_data_set(photos: Path) -> None:
     assert labels(open_shards(pairs)) == {"list/0": 0, "list/1": 1, "list/2": 2}
     with pytest.raises(ShardError, match=r"pairs of a path and a label\. Write them to a CSV"):
         open_shards([("a.png", 0)])
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.tsv", "x.parquet"])
+def test_only_regular_files_of_bounded_texts_are_read(photos: Path, name: str) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    file = photos.parent / name
+    os.mkfifo(file)
+    form = DEFAULT.with_form(SampleForm(labels=str(file)))
+    for shards, source in ((str(photos), form), (str(file), DEFAULT)):
+        with pytest.raises(ShardError, match=rf"{name} is not a regular file"):
+            open_shards(shards, source=source)
+    if name == "x.parquet":
+        file.unlink()
+        table = pa.table({"path": ["x" * 2**19] * 64, "label": ["cat"] * 64})
+        parquet.write_table(table, file, compression="zstd")
+        assert file.stat().st_size < 4000
+        with pytest.raises(ShardError, match=r"x.parquet has 33,.* bytes in 64 rows"):
+            open_shards(str(photos), source=form)
