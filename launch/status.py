@@ -25,7 +25,7 @@ METRICS = {"top1": "top-1", "mean_average_precision": "mAP", "mean_iou": "mean I
 MEANINGS = {
     "PENDING (Dependency)": "starts after pretraining has succeeded",
     "PENDING (DependencyNeverSatisfied)": "never starts, because pretraining did not succeed",
-    "PENDING (BeginTime)": "has stopped and saved, and starts again within minutes",
+    "PENDING (BeginTime)": "starts at a set time; a run that has stopped and saved, within minutes",
     "PENDING (JobHeld": "held; `scontrol release` lets it start",
     "PENDING": "waits in the queue for nodes",
     "RUNNING": "runs",

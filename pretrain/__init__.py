@@ -13,8 +13,8 @@ from typing import Any
 class _CallablePackage(ModuleType):
     @property
     def __doc__(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Text of `help(tessera.pretrain)`: that of the function, with its arguments."""
-        return self._function().__doc__
+        """Text of `help(tessera.pretrain)`: the signature and the text of the function."""
+        return f"pretrain{self.__signature__}\n\n{inspect.getdoc(self._function())}"
 
     @property
     def __signature__(self) -> inspect.Signature:

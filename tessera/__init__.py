@@ -7,7 +7,14 @@
 
 Keyword arguments have the names of the commands' settings. Pass a section of settings as a dictionary: the argument
 `optim={"lr": 1e-3}` corresponds to the flag `--optim.lr 1e-3`.
-`help(tessera.pretrain)`, `help(tessera.embed)` and so on describe the functions, which `tessera.interface` holds.
+
+- `pretrain(method, data, **settings)` trains an encoder and returns a `Run`.
+- `load(path)` returns the encoder of a run, a file or timm. `embed(encoder, data)` returns the features of images.
+- `knn(checkpoint, train, val)` and `linear_probe(checkpoint, train, val)` return the accuracy of an encoder.
+- `transform(encoder)` returns its preprocessing of Pillow images.
+- `training_batches(method, data, **settings)` and `OrderedShards(shards, batch_size=...)` feed other training loops.
+
+`help(tessera.pretrain)` and so on describe the arguments. `tessera COMMAND --help all` lists the settings.
 """
 
 import warnings

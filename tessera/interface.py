@@ -151,10 +151,10 @@ def pretrain(method: str | None = None, data: Any = None, **settings: Any) -> Ru
         data: SHARDS to train on, as a string, a list, or a mapping from SHARDS to weights. A map-style data set may
             stand in place of SHARDS, also as `evaluation={"val": DATASET}`. None for the data of the settings file, or
             of the run to resume, else the embedded digits.
-        settings: further settings of `pretrain/run.py`. A section is a dictionary, such as `dino={"global_size": 64}`,
-            or a value in the section's short form, such as `encoder="vit_small"`. `stages` is a list of webdataset
-            stages. `augment` is a torchvision v2 transform or a function, or a list of one for each view, and
-            `augment_replaces=True` uses it in place of the method's crops and colours (docs/own_data.md).
+        settings: further settings, which `tessera pretrain --help all` lists. A section is a dictionary, such as
+            `dino={"global_size": 64}`, or a value in its short form, such as `encoder="vit_small"`. `stages` is a
+            list of webdataset stages. `augment` is a torchvision v2 transform or a function, or a list of one for each
+            view, and `augment_replaces=True` uses it in place of the method's crops and colours (docs/own_data.md).
 
     Raises:
         SettingsError: a setting is unknown or invalid.
@@ -251,10 +251,10 @@ def knn(checkpoint: str | os.PathLike[str], train: Any, val: Any, **settings: An
 
     Args:
         checkpoint: run, run folder, checkpoint in a run folder, exported encoder, `timm:NAME`, or `pixels`
-            to use the pixels as features.
+            (with `image_size`) to use the pixels as features.
         train: labelled SHARDS in which neighbours are searched.
         val: labelled SHARDS that are classified.
-        settings: further settings of `evaluation/knn.py`.
+        settings: further settings, which `tessera knn --help` lists.
 
     Raises:
         UserError: a setting is wrong, the encoder cannot be used, or the shards cannot be read.

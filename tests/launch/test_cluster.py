@@ -245,7 +245,9 @@ def test_refusals_of_slurm_are_reported_at_submission(work: Work, options: list[
 def test_a_chain_is_cancelled_as_one(work: Work) -> None:
     output = work.folder / "cancelled"
     work.submit(output, "--after-pretraining", "probe,knn", "--sbatch=--begin=now+1hour")
-    assert work.slurm("status", output).stdout.count("PENDING") == 3
+    shown = work.slurm("status", output).stdout
+    assert shown.count("PENDING") == 3
+    assert shown.count("(Dependency)  starts after pretraining has succeeded") == 2
     again = work.slurm("submit", "--config", work.config, "--output", output, "--gpus", "0")
     assert again.returncode == 2
     assert "has jobs in the queue" in again.stderr

@@ -71,6 +71,9 @@ def test_messages_name_arguments_in_place_of_flags(flags: str, arguments: str) -
 
 def test_help_of_pretrain_is_that_of_the_function() -> None:
     assert "data: SHARDS to train on" in inspect.getdoc(tessera.pretrain)
+    assert inspect.getdoc(tessera.pretrain).startswith(
+        "pretrain(method: str | None = None, data: Any = None, **settings"
+    )
     assert list(inspect.signature(tessera.pretrain).parameters) == ["method", "data", "settings"]
 
 
