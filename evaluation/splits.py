@@ -7,8 +7,10 @@ import numpy as np
 from accelerate import Accelerator
 from torch import Tensor
 
+from tessera.data.given import kind
 from tessera.data.shards import ShardError, Shards, Source, SourceConfig, describe_remote, open_shards
 from tessera.data.shards.folder import ImageFolder
+from tessera.data.shards.map_style import MapStyle, parts_of
 from tessera.data.shards.source import Shard
 from tessera.data.shards.tar import IMAGES, Index
 from tessera.evaluation.features import EvaluationError
@@ -85,13 +87,34 @@ def open_labelled_splits(
     )
 
 
-def check_disjoint(train: Source, val: Source, flags: Flags = ("--train", "--val")) -> None:
+def check_training_images(data: Sequence[Source], val: Source, flag: str) -> None:
+    """Check that the images on which an encoder is trained are not those on which it is scored.
+
+    Remote training shards are compared as wholes only, because their images would have to be downloaded.
+
+    Args:
+        data: sources of the training.
+        val: scored images.
+        flag: flag of `val`, for messages.
+
+    Raises:
+        EvaluationError: as `check_disjoint`.
+        ShardError: the index of a shard cannot be read.
+    """
+    if not val.config.allow_overlap:
+        for one in data:
+            check_disjoint(one, val, ("--data", flag), download=False)
+
+
+def check_disjoint(train: Source, val: Source, flags: Flags = ("--train", "--val"), *, download: bool = True) -> None:
     """Check that the validation set has no image of the training set.
 
     Two shards count as equal if they have the same path, are the same file (such as a link), or have the same SHA-256
     in `index.json`. Two images of folders or manifests count as equal if they are the same file, whatever their names.
     Other pairs of images are compared only if their names and their sizes in bytes are equal. At most `MOST_COMPARED`
     of these pairs are read. If a set is a folder or a manifest, names are also compared without folders and extensions.
+    Items of data sets in Python are equal if both sets take them from the same object, for example with `Subset`. If
+    `download` is false, the images in remote training shards are not compared.
 
     Raises:
         EvaluationError: both sets contain equal shards, the same file, or equal images with the same name.
@@ -108,17 +131,19 @@ def check_disjoint(train: Source, val: Source, flags: Flags = ("--train", "--val
             name = "" if same[0] == shard.path else f" Its path in {of_train} is {same[0]}."
             raise EvaluationError(f"{shard.path} is in both {of_train} and {of_val}.{name} {remedy}")
 
-    def refuse(pairs: list[tuple[int, int]], kind: str, number: int, other: int) -> None:
+    def refuse(pairs: list[tuple[int, int]], what: str, number: int, other: int) -> None:
         raise EvaluationError(
-            f"The image {val.name(number)} of {of_val} is also in {of_train}, as {train.name(other)}. {kind} in both "
+            f"The image {val.name(number)} of {of_val} is also in {of_train}, as {train.name(other)}. {what} in both "
             f"sets: {len(pairs):,}. {remedy}"
         )
 
+    for kind_of_part, count in _same_items(train, val):
+        raise EvaluationError(f"{count:,} items of {kind_of_part} are in both {of_train} and {of_val}. {remedy}")
     if same_files := _same_files(train, val):
         refuse(same_files, "Image files", *same_files[0])
     for name in (bytes, _stem) if of_files else (bytes,):
         numbers = {(name(key), size): number for number, key, size in _samples(val)}
-        of_names = ((numbers.get((name(key), size)), number) for number, key, size in _samples(train))
+        of_names = ((numbers.get((name(key), size)), number) for number, key, size in _samples(train, download))
         pairs = list({number: other for number, other in of_names if number is not None}.items())
         for number, other in pairs[:: max(-(-len(pairs) // MOST_COMPARED), 1)]:
             try:
@@ -135,10 +160,15 @@ def _stem(key: bytes) -> bytes:
     return name if dot and extension.lower().decode(errors="replace") in IMAGES else name + dot + extension
 
 
-def _indices(opened: Source) -> Iterator[tuple[int, Shard, Index]]:
-    """Yield each shard with the index in the source of its first sample, and with its own index."""
+def _indices(opened: Source, download: bool = True) -> Iterator[tuple[int, Shard, Index]]:
+    """Yield each shard with the index in the source of its first sample, and with its own index.
+
+    If `download` is false, remote shards are left out.
+    """
     firsts = np.cumsum(opened.counts) - opened.counts
     for first, shard in zip(firsts.tolist(), opened.shards, strict=True):
+        if shard.is_remote and not download:
+            continue
         try:
             yield first, shard, shard.index()
         except ShardError:
@@ -146,15 +176,35 @@ def _indices(opened: Source) -> Iterator[tuple[int, Shard, Index]]:
                 raise  # otherwise, the loader skips the shard
 
 
-def _samples(opened: Source) -> Iterator[tuple[int, bytes, int]]:
+def _samples(opened: Source, download: bool = True) -> Iterator[tuple[int, bytes, int]]:
     """Yield the index of each sample in the source, its name, and the size in bytes of its image."""
-    for first, _, index in _indices(opened):
+    for first, _, index in _indices(opened, download):
         names, start = index.keys.tobytes(), 0  # samples of a map-style data set have no names to compare
         for number, (end, size) in enumerate(
             zip(index.ends.tolist(), index.images[: len(index.ends), 1].tolist(), strict=True), first
         ):
             yield number, names[start:end], size
             start = end
+
+
+def _same_items(train: Source, val: Source) -> Iterator[tuple[str, int]]:
+    """Yield the kind of each data set in Python of which both sources read the same items, and their number."""
+
+    def items(source: Source) -> dict[int, tuple[str, list[np.ndarray]]]:
+        found: dict[int, tuple[str, list[np.ndarray]]] = {}
+        for shard in source.shards:
+            for part, numbers in parts_of(shard.dataset) if isinstance(shard, MapStyle) else ():
+                numbers = np.arange(len(part)) if numbers is None else numbers
+                if isinstance(part, list):  # parts of a list, such as pairs[:100], are other lists of the same objects
+                    numbers = np.array([id(part[number]) for number in numbers.tolist()])
+                key = 0 if isinstance(part, list) else id(part)
+                found.setdefault(key, (kind(part), []))[1].append(numbers)
+        return found
+
+    known = items(val)
+    for key, (name, numbers) in (items(train) if known else {}).items():
+        if key in known and (same := np.intersect1d(np.concatenate(numbers), np.concatenate(known[key][1]))).size:
+            yield name, same.size
 
 
 def _same_files(train: Source, val: Source) -> list[tuple[int, int]]:

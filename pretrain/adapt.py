@@ -36,7 +36,7 @@ from tessera.evaluation.command import labelled_data
 from tessera.evaluation.features import resolve_checkpoint
 from tessera.evaluation.knn import KNNSettings, knn_ranks
 from tessera.evaluation.results import Evaluation, data_name, write_result
-from tessera.evaluation.splits import Flags, open_labelled_splits
+from tessera.evaluation.splits import Flags, check_training_images, open_labelled_splits
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.job import prepare, pretrain
@@ -97,7 +97,7 @@ def adapt(argv: list[str]) -> None:
     given, other = load_settings(argv)
     accelerator, _ = make_accelerator(given)
     with watched(AGAIN):
-        config, shards, *_ = prepare(given, accelerator)
+        config, shards, sources, _ = prepare(given, accelerator)
         if config.init_from is None or config.evaluation.val is None:
             missing = "--init_from WEIGHTS" if config.init_from is None else "--evaluation.val SHARDS"
             raise SettingsError(f"{missing} is missing. It names what is scored before and after the training.")
@@ -110,6 +110,10 @@ def adapt(argv: list[str]) -> None:
         if given.dry_run:
             pretrain(given)
             return
+        for _, val, (own, scored) in sets:
+            if own != "--data":  # otherwise, `correct` compares --data
+                opened = open_shards(val, source=config.labelled_access, progress=accelerator.is_main_process)
+                check_training_images(sources.lists, opened, scored)
         before = [correct(config.init_from, one, config, accelerator) for one in sets]
     output = pretrain(given)
     with watched(AGAIN):

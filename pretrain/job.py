@@ -17,6 +17,7 @@ from tessera.data.loader import Reading, training_batches
 from tessera.data.sampler import BatchSampler, batch_ranges, phases
 from tessera.data.shards import ShardError, Sources, WeightedShards, describe_remote, open_sources
 from tessera.data.workers import free_cores
+from tessera.evaluation.splits import check_training_images
 from tessera.pretrain.build import build_method, check_memory
 from tessera.pretrain.checkpoints import resume
 from tessera.pretrain.checkpoints.resume import TrainState
@@ -138,7 +139,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         log.info("%s at step %d of %d: %s", "continues" if plan else "resumed", position.step, config.steps, newest)
     if newest and position.step >= config.steps:
         log.warning("The run has done all of its %d steps. To train longer, give more --steps.", config.steps)
-    online, accuracy, dense = evaluations(config, method, prepared.shards, accelerator)
+    online, accuracy, dense = evaluations(config, method, prepared, accelerator)
     if plan is not None:
         scored = (online if config.evaluation.val else None) or accuracy
         plan = replace(plan, evaluated=scored and (scored.train, scored.val))
@@ -322,7 +323,7 @@ def workers(config: RunConfig, accelerator: Accelerator) -> int:
 
 
 def evaluations(
-    config: RunConfig, method: Method, shards: WeightedShards, accelerator: Accelerator
+    config: RunConfig, method: Method, prepared: Prepared, accelerator: Accelerator
 ) -> tuple[OnlineKNN | OnlineViews | None, Accuracy | None, OnlineSegmentation | None]:
     """Return the score of the features, the evaluation of a supervised method, and the segmentation of images with
     maps.
@@ -332,17 +333,22 @@ def evaluations(
     are named.
     """
     own, dense = config.evaluation, None
-    train: Any = list(shards) if isinstance(shards, dict) else shards
+    train: Any = list(prepared.shards) if isinstance(prepared.shards, dict) else prepared.shards
     if own.maps_train is not None or own.maps_val is not None:
         dense = OnlineSegmentation(own, method.image_size, accelerator, config.access)
+        check_training_images(prepared.sources.lists, dense.opened[1], "--evaluation.maps_val")
     access = config.access if own.val is None else config.labelled_access
     options = (method.image_size, accelerator, access)
     if method.supervised:
+        own = own.model_copy(update={"train": None})  # the classifier is trained on --data
         return None, None if own.val is None else Accuracy(own, train, *options), dense
     if own.val is None and not own.view_images:
         return None, None, dense
     score = OnlineViews if own.val is None else OnlineKNN
-    return score(own, own.train or train, *options), None, dense
+    online = score(own, own.train or train, *options)
+    if own.val is not None and own.train is not None:  # otherwise, `online` has compared --data
+        check_training_images(prepared.sources.lists, online.val, "--evaluation.val")
+    return online, None, dense
 
 
 def announce(given: RunConfig, config: RunConfig, images: int, engine: Engine) -> None:

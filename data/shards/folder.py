@@ -118,7 +118,7 @@ class ImageFolder(Shard):
                 f"{name} has no label, but labels are needed. Give --labels labels.csv with the columns path and "
                 "label, or move the images to at least two direct subfolders, one per class. If the validation images "
                 "are in this folder too, list the others in a CSV, and give it in place of the folder: --data "
-                "train.csv or --evaluation.train train.csv for a run, --train train.csv for an evaluation."
+                "train.csv for a run, --train train.csv for an evaluation."
             )
         return label
 

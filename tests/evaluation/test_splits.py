@@ -3,24 +3,30 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 
 from tessera import encoders
 from tessera.data import make_shards as make
 from tessera.data.crops import CenterCrop
 from tessera.data.loader import evaluation_batches
-from tessera.data.shards import SourceConfig
+from tessera.data.shards import SourceConfig, open_shards, open_sources
+from tessera.data.shards.tars import LocalTar
 from tessera.data.tools.pack import write_samples
 from tessera.evaluation import linear_probe
 from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.knn import KNNSettings, run
-from tessera.evaluation.splits import check_labels, open_labelled_splits, open_splits
+from tessera.evaluation.splits import check_labels, check_training_images, open_labelled_splits, open_splits
+from tessera.pretrain.command_line import load
 from tessera.pretrain.config import EvaluationConfig
+from tessera.pretrain.job import evaluations, prepare
 from tessera.pretrain.monitoring.online import OnlineKNN
 from tessera.runtime.collectives import RankError
 from tessera.runtime.processes import make_accelerator
@@ -277,3 +283,53 @@ def test_copies_of_files_are_refused_in_a_csv_and_in_shards(tmp_path):
     tars = str(tmp_path / "shards")
     for train, val in ((tars, csv), (scans, tars), (tars, scans)):
         assert "is also in --train" in refuses(train, val)
+
+
+def test_items_of_one_data_set_in_python_are_refused():
+    pairs = [(np.full((8, 8, 3), number, np.uint8), number % 2) for number in range(12)]
+    objects = [pairs, torchvision.datasets.FakeData(12, (3, 8, 8), 2)]
+    for dataset in objects:
+        first, second = (torch.utils.data.Subset(dataset, numbers) for numbers in (range(6), range(5, 12)))
+        for train, val, count in ((first, second, 1), (dataset, second, 7), (second, first, 1)):
+            both = torch.utils.data.ConcatDataset([train, torch.utils.data.Subset(pairs, [])])
+            assert f"{count} items of {type(dataset).__name__} are in both --train and --val" in refuses(both, val)
+        opened(first, torch.utils.data.Subset(dataset, range(6, 12)))
+    assert "3 items of list are in both" in refuses(pairs[:6], pairs[3:])
+    opened(pairs[:6], pairs[6:])
+
+
+def test_training_images_of_a_run_are_compared_with_scored_images(tmp_path, monkeypatch):
+    """Also those of a mixture. Images of remote shards are not downloaded."""
+    scans, others = photos(tmp_path / "scans", range(8)), photos(tmp_path / "other", range(20, 24))
+    val = open_shards(table(tmp_path / "val.csv", ["scans/ant/003.png"]))
+    sources = open_sources({others: 1, scans: 1}).lists
+    message = "scans/ant/003.png of --evaluation.val is also in --data, as scans/ant/003.png"
+    with pytest.raises(EvaluationError, match=message):
+        check_training_images(sources, val, "--evaluation.val")
+    check_training_images(sources[:1], val, "--evaluation.val")
+    check_training_images(sources, replace(val, config=SourceConfig(allow_overlap=True)), "--evaluation.val")
+    train, val = (open_shards(write(tmp_path / f"{name}.tar", [7])) for name in ("train", "val"))
+    with pytest.raises(EvaluationError, match=r"is also in --data, as train.tar/007"):
+        check_training_images([train], val, "--evaluation.val")
+    monkeypatch.setattr(LocalTar, "is_remote", True)
+    check_training_images([train], val, "--evaluation.val")
+
+
+@pytest.mark.parametrize("method", ["dino", "finetune"])
+def test_a_run_refuses_scored_images_in_its_data(tmp_path, method):
+    """Also with images of their own for the bank of k-NN; in this case, --data needs no labels."""
+    scans = photos(tmp_path / "scans", range(8))
+    files = sorted(str(path.relative_to(tmp_path)) for path in Path(scans).rglob("*.png"))
+    train, val = table(tmp_path / "train.csv", files[:-2:2]), table(tmp_path / "val.csv", files[1::2])
+    flags = ["--method", method, "--data", scans, "--evaluation.train", train, "--evaluation.val", val]
+    config = load([*flags, "--encoder", "vit_micro", "--steps", "2", "--batch_size", "4"])
+    prepared = prepare(config, make_accelerator())
+    fake = SimpleNamespace(image_size=16, supervised=method == "finetune")
+    with pytest.raises(EvaluationError, match=r"of --evaluation.val is also in --data, as scans/"):
+        evaluations(config, fake, prepared, make_accelerator())
+    good = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"val": train, "train": val})})
+    own = prepared._replace(sources=open_sources(train), shards=train)
+    with pytest.raises(EvaluationError, match=r"also in --data, as train.csv/scans|is in both --data and"):
+        evaluations(good, fake, own, make_accelerator())
+    swapped = prepared._replace(sources=open_sources(val), shards=val)
+    assert any(evaluations(good, fake, swapped, make_accelerator()))

@@ -111,7 +111,7 @@ def test_shards_that_are_added_join_with_the_next_epoch_and_the_run_can_be_repea
         assert main(["--resume", str(refused), "--data", *data]) == 2
         assert "Shards or stream settings were changed since" in capsys.readouterr().err
     assert main(["--resume", str(refused), "--data", old, new, other]) == 0
-    assert "Source 0 has 3 shards instead of 2" in caplog.text
+    assert "has 3 shards, 1 more than at the checkpoint" in caplog.text
     assert yaml.safe_load((refused / "config.yaml").read_text())["stream"]["growth"] == [[0, 1, 1], [0, 2, 2]]
 
 
@@ -146,4 +146,4 @@ def test_new_weights_an_added_shard_and_skipped_batches_at_a_resume_are_those_of
     assert "the order of the samples changes" not in caplog.text
     earlier = f'{{"{glob}": {{"0": 0.7, "2": 0.2}}, "{second}": 0.3}}'
     assert main(["--resume", str(interrupted_copy(begun, "earlier")), "--data", earlier, *order]) == 0
-    assert "The order stays if only the weights of later steps change, as in {0: OLD, 5: NEW}" in caplog.text
+    assert "give each pattern the weights {0: OLD, 5: NEW}" in caplog.text
