@@ -247,11 +247,12 @@ def run_parts() -> list[str]:
         "## Run folders",
         f"{machine()}, float32, {(time.process_time() - started) / 60:.0f} minutes of CPU time, with examples/ijepa on "
         "PYTHONPATH.",
-        f"The run folder of each method and family is exported at one of the sizes {', '.join(map(str, SIZES))}, which "
-        "alternate. The library of the format loads the export, and prepares and encodes a photograph of 640 x 427 "
-        "pixels by its own means (ONNX and `torch.export`: Pillow, as the file states). The largest difference from "
-        "the pooled features of `tessera.embed`, as a fraction of the largest feature. Pillow and torch round some "
-        "pixels differently by one of 255 levels, which is most of the difference. A dash is not measured.",
+        f"The run folder of each method and family is exported at one of the sizes {', '.join(map(str, SIZES))}, of "
+        "which each row has all. The library of the format loads the export, and prepares and encodes a photograph of "
+        "640 x 427 pixels by its own means (ONNX and `torch.export`: Pillow, as the file states). The largest "
+        "difference from the pooled features of `tessera.embed`, as a fraction of the largest feature. Pillow and "
+        "torch round some pixels differently by one of 255 levels, which is most of the difference. The random "
+        "attention of these NaViTs magnifies it: their own features of the pixels that Pillow rounds differ as much.",
         table(["family", "format", *methods], rows, text=2),
         "\n".join(f"{number}. {message}" for number, message in enumerate(messages, 1)),
     ]
