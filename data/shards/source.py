@@ -436,17 +436,20 @@ class Source:
         """Return a hash of the names of the samples, the sizes of their images, their labels, and some stored bytes.
 
         A copy of the data has the same hash. For shards that an `index.json` lists, the hash is computed from their
-        SHA-256 and from stored bytes. Hashes are comparable if they have the same beginning up to the colon.
+        SHA-256 and from stored bytes. Of remote shards without a SHA-256, it has the versions that their server states,
+        such as ETags. Hashes are comparable if they have the same beginning up to the colon.
         """
         digests = self.digests or (None,) * len(self.shards)
         listed, found = None in digests, hashlib.blake2b(digest_size=8)
-        for shard, size, digest in zip(self.shards, self.sizes, digests, strict=True):
-            found.update(f"{size} {shard.sha256 if digest is None else digest}\n".encode())
+        versions = [shard.version if shard.is_remote and not shard.sha256 else "" for shard in self.shards]
+        for shard, size, digest, version in zip(self.shards, self.sizes, digests, versions, strict=True):
+            found.update(f"{size} {shard.sha256 if digest is None else digest}{version}\n".encode())
         probed = np.unique(np.linspace(0, len(self.shards) - 1, MOST_SHARDS_PROBED).astype(np.int64)).tolist()
         with ThreadPoolExecutor(FETCHERS) as pool:
             for content in pool.map(lambda shard: self.shards[shard].probe(), probed):
                 found.update(content)
-        return f"{'index' if listed else 'names'}:{found.hexdigest()}"
+        kind = "index" if listed else "names"
+        return f"{kind}, versions:{found.hexdigest()}" if any(versions) else f"{kind}:{found.hexdigest()}"
 
     def content(self) -> str | None:
         """Return a hash of the sizes in bytes of all images, or None if the sizes are unknown or equal.

@@ -119,3 +119,13 @@ def test_waiting_for_a_server_hears_signals(write_shards, server, monkeypatch):
             signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - start < 8
     assert not preemption.stop_requested()
+
+
+def test_the_hash_of_remote_samples_has_the_versions_of_the_server(write_shards, server):
+    paths = write_shards([6])
+    url = f"{server.url}/data-000000.tar"
+    first, same = (open_shards(url).samples_hash() for _ in range(2))
+    os.utime(paths[0], (1, 1))  # the server states another version
+    other = open_shards(url).samples_hash()
+    assert first == same != other
+    assert first.partition(":")[0] == other.partition(":")[0] == "names, versions"
