@@ -127,10 +127,13 @@ def status(output: Path) -> None:
     else:
         print("no results of evaluations yet")
     if all(is_over(known[job.id]) for job in jobs) and not (output / "encoder.safetensors").exists():
-        print(
-            f"\nNo job is left, and the training is not finished. To continue it, call `tessera slurm submit --resume "
-            f"{quoted(str(output))}` with the same --nodes, --gpus and other options."
+        begun = (output / "config.yaml").exists()
+        how = (
+            f"To continue it, call `tessera slurm submit --resume {quoted(str(output))}`"
+            if begun
+            else "Submit it again"
         )
+        print(f"\nNo job is left, and the training is not finished. {how} with the same options, such as --gpus.")
 
 
 def _position(output: Path) -> str:

@@ -372,7 +372,10 @@ def test_status_of_jobs_that_slurm_forgot(slurm: Slurm) -> None:
     slurm.commands.answer({"squeue --noheader": [(1, "", "slurm_load_jobs error: Invalid job id specified\n")]})
     shown = slurm.does("status", "run")
     assert "no longer knows" in shown
-    assert f"To continue it, call `tessera slurm submit --resume {slurm.folder}/run` with the same" in shown
+    assert "not finished. Submit it again with the same" in shown
+    (slurm.folder / "run" / "config.yaml").write_text("steps: 500")
+    continued = f"To continue it, call `tessera slurm submit --resume {slurm.folder}/run` with the same"
+    assert continued in slurm.does("status", "run")
     slurm.commands.add("sacct", (slurm.folder / "commands" / "squeue").read_text())
     slurm.commands.answer({"sacct --noheader": [(0, "101|CANCELLED by 0\n", "")]})
     assert "CANCELLED" in slurm.does("status", "run")
