@@ -53,10 +53,7 @@ def test_the_measured_differences_are_small_and_agree_with_the_documented_table(
 
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(name, marks=pytest.mark.medium if name in ("ViT", "Swin") else pytest.mark.slow)
-        for name in FAMILIES
-    ],
+    [pytest.param(name, marks=pytest.mark.medium if name == "ViT" else pytest.mark.slow) for name in FAMILIES],
 )
 @torch.no_grad()
 def test_each_family_exports_to_the_documented_formats(family: str, tmp_path: Path) -> None:
