@@ -319,8 +319,8 @@ def stored_labels(dataset: Any, form: SampleForm) -> list[Any] | None:
     if isinstance(dataset, list):
         seconds = (one[1] if isinstance(one, tuple | list) and len(one) > 1 else None for one in dataset)
         return [one if _is_scalar(one) else None for one in seconds]
-    features = getattr(dataset, "features", None)
-    key = next((key for key in _label_keys(form) if key in (features or ())), None)
+    features = getattr(dataset, "features", None) or {}
+    key = next((key for key in _label_keys(form) if key in features), None)
     if key is None or form.label_field or "string" not in str(getattr(features[key], "dtype", "")):
         return None
     return list(dataset.with_format(None)[key])
