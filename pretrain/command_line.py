@@ -3,6 +3,7 @@
 import glob
 import itertools
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ from tessera.runtime.settings import (
     validate,
 )
 from tessera.runtime.user_error import printable
+
+log = logging.getLogger(__name__)
 
 PRETRAINED = ",pretrained"
 """End of `--encoder timm:NAME,pretrained`, which is short for `--encoder timm:NAME --init_from timm:NAME`."""
@@ -161,7 +164,10 @@ def _complete(
     model = settings_model(variant, start if start.pop("variant", None) == variant else None)
     if variant != saved and config and settings_file(config).parent == PRESETS and "encoder" in named_file:
         of_family = settings_of(model)  # the preset has settings of its own encoder
-        named_file["encoder"] = {n: v for n, v in named_file["encoder"].items() if f"encoder.{n}" in of_family}
+        others = [name for name in named_file["encoder"] if f"encoder.{name}" not in of_family]
+        if others and os.environ.get("RANK", "0") == "0":
+            log.warning("%s has no settings %s. Those of %s are left out.", variant, ", ".join(others), config)
+        named_file["encoder"] = {n: v for n, v in named_file["encoder"].items() if n not in others}
     chosen = {"encoder": {"variant": variant}}
     own_values = given(model, method)
     if pretrained:

@@ -132,6 +132,7 @@ def resolve(config: DINOv3Config, optim: OptimConfig, size: RunSize) -> tuple[DI
     }
     continued = config.gram_start == 0  # the run continues an earlier run, whose teacher is the Gram teacher
     defaults = teacher_defaults(size, horizon=500 / 3)
+    del defaults["centering"]  # always Sinkhorn-Knopp, as published
     # Sinkhorn spreads the rows of a forward pass of all processes evenly over the prototypes, so the number of rows
     # limits the number of prototypes. Published: 262,144 prototypes for 8,192 rows.
     most = 2 ** round(math.log2(32 * 2 * size.batch_size // size.accumulate))

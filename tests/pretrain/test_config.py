@@ -215,7 +215,9 @@ def test_the_preset_of_dinov3_has_the_published_settings_for_imagenet() -> None:
     assert encoder.reg_token is None
     assert encoder.settings["rope_rescale"] is None
     method = config.method_config
-    assert (method.momentum, method.momentum_end) == (0.992, 1.0)
+    assert (method.momentum, method.momentum_end, method.centering) == (0.992, 1.0, "sinkhorn")
+    without_preset = resolve(load([*SHARDS, "--method", "dinov3"]), 1_281_167).method_config
+    assert without_preset.centering == "sinkhorn"
     assert config.optim.reach_lr_in_warmup
 
 

@@ -34,11 +34,14 @@ def test_a_published_recipe_stays_the_same_on_other_data(preset: str) -> None:
     assert {name for name in recipe if any(other[name] != recipe[name] for other in others)} == set()
 
 
-def test_a_preset_takes_an_encoder_of_another_family() -> None:
+def test_a_preset_takes_an_encoder_of_another_family(caplog: pytest.LogCaptureFixture) -> None:
     assert load(["--config", "imagenet_dinov2_vit_large", "--data", "x.tar"]).encoder_settings["layer_scale"] == 1e-5
     config = load(["--config", "imagenet_dinov2_vit_large", "--data", "x.tar", "--encoder", "swin_tiny"])
     assert config.encoder_settings == {"variant": "swin_tiny", "drop_path": 0.3}
     assert (config.method, config.optim.lr) == ("dinov2", 4e-3)
+    (left_out,) = caplog.messages
+    assert left_out.startswith("swin_tiny has no settings ")
+    assert left_out.endswith(". Those of imagenet_dinov2_vit_large are left out.")
 
 
 def shown(value: Any) -> str:
