@@ -15,8 +15,9 @@ from tessera.data.batches import Batches
 from tessera.data.given import is_name
 from tessera.data.loader import Reading, training_batches
 from tessera.data.sampler import BatchSampler, batch_ranges, phases
-from tessera.data.shards import ShardError, Sources, WeightedShards, describe_remote, open_sources
+from tessera.data.shards import ShardError, Source, Sources, WeightedShards, describe_remote, open_sources
 from tessera.data.workers import free_cores
+from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.splits import check_training_images
 from tessera.pretrain.build import build_method, check_memory
 from tessera.pretrain.checkpoints import resume
@@ -139,7 +140,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         log.info("%s at step %d of %d: %s", "continues" if plan else "resumed", position.step, config.steps, newest)
     if newest and position.step >= config.steps:
         log.warning("The run has done all of its %d steps. To train longer, give more --steps.", config.steps)
-    online, accuracy, dense = evaluations(config, method, prepared, accelerator)
+    online, accuracy, dense = evaluations(config, method, prepared, accelerator, continues=newest is not None)
     if plan is not None:
         scored = (online if config.evaluation.val else None) or accuracy
         plan = replace(plan, evaluated=scored and (scored.train, scored.val))
@@ -323,20 +324,30 @@ def workers(config: RunConfig, accelerator: Accelerator) -> int:
 
 
 def evaluations(
-    config: RunConfig, method: Method, prepared: Prepared, accelerator: Accelerator
+    config: RunConfig, method: Method, prepared: Prepared, accelerator: Accelerator, *, continues: bool = False
 ) -> tuple[OnlineKNN | OnlineViews | None, Accuracy | None, OnlineSegmentation | None]:
     """Return the score of the features, the evaluation of a supervised method, and the segmentation of images with
     maps.
 
     The first is None for a supervised method, and the second for all other methods. If `evaluation.val` is not set, the
     first needs no labels (None if `evaluation.view_images` is 0), and the second is None. The third is None if no maps
-    are named.
+    are named. A run that continues is warned of scored images in its training data, which earlier versions allowed. A
+    new run is refused.
     """
+
+    def compare(val: Source, flag: str) -> None:
+        try:
+            check_training_images(prepared.sources.lists, val, flag)
+        except EvaluationError as error:
+            if not continues:
+                raise
+            log.warning("%s", error)
+
     own, dense = config.evaluation, None
     train: Any = list(prepared.shards) if isinstance(prepared.shards, dict) else prepared.shards
     if own.maps_train is not None or own.maps_val is not None:
         dense = OnlineSegmentation(own, method.image_size, accelerator, config.access)
-        check_training_images(prepared.sources.lists, dense.opened[1], "--evaluation.maps_val")
+        compare(dense.opened[1], "--evaluation.maps_val")
     access = config.access if own.val is None else config.labelled_access
     options = (method.image_size, accelerator, access)
     if method.supervised:
@@ -347,7 +358,7 @@ def evaluations(
     score = OnlineViews if own.val is None else OnlineKNN
     online = score(own, own.train or train, *options)
     if own.val is not None and own.train is not None:  # otherwise, `online` has compared --data
-        check_training_images(prepared.sources.lists, online.val, "--evaluation.val")
+        compare(online.val, "--evaluation.val")
     return online, None, dense
 
 
