@@ -11,6 +11,9 @@ The ending of the file selects its format: .npz (NumPy), .safetensors or .parque
     labels     (N,)           class indices, -1 for a sample without a label; left out if no sample has one
     classes    (K,)           class names, if there are any; in .safetensors and .parquet, a JSON list in the metadata
 
+Each command numbers the classes of its own shards. Compare the labels of two files by their names, `classes[labels]`.
+Images that cannot be decoded are left out, and counted at the end.
+
 With `--blocks n`, `features`, `tokens` and `registers` have another axis of length n after N, with the features after
 each of the last n blocks. A row of a .parquet file holds the values of one image as flat lists, and the metadata of a
 column holds the shape of a list.
@@ -104,6 +107,8 @@ def run(settings: EmbedSettings) -> None:
             message = f"Cannot write {names[number]}: {error.strerror}. Free space, and start again."
             raise EvaluationError(message) from error
         print(f"{len(arrays['keys']):,} images written to {names[number]}", flush=True)
+    if skipped := len(shards.skipped):
+        print(f"images that cannot be decoded, and are left out: {skipped:,}", flush=True)
 
 
 def _arrays(

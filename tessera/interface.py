@@ -215,9 +215,30 @@ def load(path: str | os.PathLike[str]) -> Encoder:
     return encoders.load(path if published.is_name(path) else resolve_checkpoint(path))
 
 
+class Embedded(LabelledFeatures):
+    """Features, labels and names of the images that could be read, and the names of their classes."""
+
+    classes: tuple[str, ...] | None = None
+    """Name of each class number in `labels`; None if no image has a label or the classes have no names."""
+
+
 @_process()
-def embed(encoder: Encoder, data: Any, *, labels: bool | str | Path = True, **options: Any) -> LabelledFeatures:
-    """Encode all images in SHARDS, and return `features` (N, D), `labels` (N,) and the names `keys` of the images.
+def embed(
+    encoder: Encoder,
+    data: Any,
+    *,
+    labels: bool | str | os.PathLike[str] = True,
+    classes: Sequence[str] | None = None,
+    **options: Any,
+) -> Embedded:
+    """Encode the images in SHARDS: `features` (N, D), `labels` (N,), names `keys` of the images, and `classes`.
+
+    Each call numbers the classes of its own SHARDS. To compare the labels of two calls, give the class names of the
+    first: `tessera.embed(encoder, "val.csv", classes=first.classes)`.
+
+    A key is `SOURCE/PATH`: the name of the folder, CSV or tar, and the path of the image relative to the folder of the
+    CSV, such as `val.csv/plates/a.png`, or the name of the sample in the tar. Images that cannot be decoded are left
+    out, with a warning that counts them, so N may be smaller than the number of rows of a CSV. Join by `keys`.
 
     Args:
         encoder: encoder of the images.
@@ -225,11 +246,13 @@ def embed(encoder: Encoder, data: Any, *, labels: bool | str | Path = True, **op
         labels: CSV with the labels of the images in folders, as for `pretrain` and `knn`. True reads the labels of
             SHARDS, and False reads none. Labels are class numbers in the order of the class names. Missing labels
             are -1.
+        classes: class names in the order of the class numbers. None numbers the classes of SHARDS.
         options: arguments of `evaluation.features.extract`, such as `batch_size`.
 
     Raises:
         ShardError: the shards cannot be read.
-        EvaluationError: `encoder` is not an encoder, or does not accept images of this size.
+        EvaluationError: `encoder` is not an encoder, or does not accept images of this size; or `classes` lacks a class
+            of SHARDS, or the classes of SHARDS have no names.
     """
     if not isinstance(encoder, Encoder):
         given = "run.encoder" if isinstance(encoder, Run) else "tessera.load(PATH)"
@@ -240,7 +263,32 @@ def embed(encoder: Encoder, data: Any, *, labels: bool | str | Path = True, **op
         source = source.with_form(source.form._replace(labels=os.fspath(labels)))
     shards = replace(open_shards(data, source=source), optional_labels=True)
     read = labels is not False and shards.count_labels() > 0
-    return extract(encoder.to(accelerator.device), shards, accelerator, labels=read, **options)
+    names = shards.class_names() if read else None
+    if read and classes is not None:
+        shards = replace(shards, classes=tuple(classes), numbers=_numbers(names, classes))
+        names = shards.classes
+    found = Embedded(*extract(encoder.to(accelerator.device), shards, accelerator, labels=read, **options))
+    found.classes = names
+    if skipped := len(shards.skipped):
+        log.warning(f"{len(found.keys):,} of {len(found.keys) + skipped:,} images; {skipped:,} skipped")
+    return found
+
+
+def _numbers(own: Sequence[str] | None, classes: Sequence[str]) -> tuple[int, ...]:
+    """Return the index in `classes` of each of the class names `own`.
+
+    Raises:
+        EvaluationError: `classes` lacks a name, or there are no names.
+    """
+    if own is None:
+        raise EvaluationError("The labels are numbers without names, so they are not renumbered. Leave out classes.")
+    places = {name: number for number, name in enumerate(classes)}
+    if unknown := [name for name in own if name not in places]:
+        raise EvaluationError(
+            f"The class {unknown[0]!r} is not in classes ({len(unknown)} of {len(own)} classes are missing there). "
+            "Add its name at the end of classes, or leave its images out."
+        )
+    return tuple(places[name] for name in own)
 
 
 @_process()

@@ -1,10 +1,12 @@
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from PIL import Image
@@ -172,3 +174,35 @@ def test_labels_of_a_csv_are_written_if_an_image_has_none(tmp_path):
     assert found.labels.tolist() == [1, 0, -1, -1]
     assert list(found.keys) == [f"scans/{name}.png" for name in "abcd"]
     assert embed(encoder, str(tmp_path / "all.csv"), labels=False, workers=0).labels.tolist() == [-1, -1, -1]
+
+
+def test_results_of_two_csvs_are_joined_by_name(tmp_path, caplog, capsys):
+    for number, name in enumerate("abcd"):
+        (tmp_path / "scans").mkdir(exist_ok=True)
+        Image.new("RGB", (16, 16), (60 * number, 0, 0)).save(tmp_path / "scans" / f"{name}.png")
+    (tmp_path / "scans" / "e.png").write_text("no image")
+    (tmp_path / "train.csv").write_text("path,label\nscans/a.png,ash\nscans/b.png,elm\nscans/c.png,oak\n")
+    (tmp_path / "val.csv").write_text("path,label,height\nscans/e.png,oak,2\nscans/d.png,oak,7\nscans/c.png,elm,3\n")
+    encoder = encoders.build("vit_micro", depth=1)
+    train, alone = (embed(encoder, tmp_path / f"{name}.csv", workers=0) for name in ("train", "val"))
+    assert (train.classes, alone.classes) == (("ash", "elm", "oak"), ("elm", "oak"))
+    caplog.clear()
+    val = embed(encoder, tmp_path / "val.csv", classes=train.classes, workers=0)
+    found = {key: val.classes[label] for key, label in zip(val.keys, val.labels, strict=True)}
+    assert found == {"val.csv/scans/d.png": "oak", "val.csv/scans/c.png": "elm"}
+    assert (val.classes, sorted(val.labels.tolist())) == (train.classes, [1, 2])
+    assert "2 of 3 images; 1 skipped" in caplog.text
+    frame = pandas.read_csv(tmp_path / "val.csv").set_index("path").loc[[key.split("/", 1)[1] for key in val.keys]]
+    assert frame["label"].tolist() == [val.classes[label] for label in val.labels]
+    features, labels, _ = pickle.loads(pickle.dumps(val))
+    assert torch.equal(features, val.features)
+    assert torch.equal(labels, val.labels)
+    with pytest.raises(EvaluationError, match=r"The class 'ash' is not in classes \(1 of 3"):
+        embed(encoder, tmp_path / "train.csv", classes=alone.classes, workers=0)
+    (tmp_path / "numbers.csv").write_text("path,label\nscans/a.png,0\nscans/b.png,1\n")
+    assert embed(encoder, tmp_path / "numbers.csv", workers=0).classes is None
+    with pytest.raises(EvaluationError, match="numbers without names"):
+        embed(encoder, tmp_path / "numbers.csv", classes=train.classes, workers=0)
+    data = {"data": str(tmp_path / "val.csv"), "output": str(tmp_path / "val.npz")}
+    run(EmbedSettings(checkpoint="pixels", image_size=16, workers=0, **data))
+    assert capsys.readouterr().out.endswith("images that cannot be decoded, and are left out: 1\n")
