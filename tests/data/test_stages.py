@@ -184,6 +184,7 @@ def test_ordered_shards(tars, monkeypatch):
     assert [left + right for left, right in zip(*ranks, strict=True)] == whole
 
 
+@pytest.mark.slow
 def test_stages_of_ordered_shards_may_drop(tars):
     whole = pipeline(tars, stages=STAGES)
     assert all(int(key[-1]) % 2 for step in whole for _, key, _ in step)

@@ -176,6 +176,7 @@ def test_a_worker_long_at_work_is_described(monkeypatch):
     assert states.describe() == ("worker 0 has not started", True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["del batches", "raise SystemExit(75)"])
 def test_stopped_workers_do_not_change_the_exit_code(end, write_shards):
     (path,) = write_shards([20])

@@ -193,6 +193,7 @@ def test_the_varlen_kernel_is_given_what_it_takes(takes_scale, monkeypatch):
         torch.testing.assert_close(packed_attention.attention_varlen(q, k, v, scale, segments), expected)
 
 
+@pytest.mark.slow
 def test_packed_blocks_compile_and_those_of_one_size_whole():
     torch.compiler.reset()
     block = Block(16, 2, mlp_ratio=2, qkv_bias=True, norm_eps=1e-6, layer_scale=None, drop_path=0.0)

@@ -396,14 +396,12 @@ def test_recomputed_activations_change_nothing(variant):
     assert torch.equal(*found)
 
 
-def compiled_case(variant, recompute):
-    """A case of a test that compiles, which takes seconds. Only the first two families are in the default suite."""
-    mark = pytest.mark.medium if variant in ("vit_micro", "swin_micro") else pytest.mark.slow
-    return pytest.param(variant, recompute, marks=mark)
-
-
 @pytest.mark.parametrize(
-    ("variant", "recompute"), [*(compiled_case(name, False) for name in MICRO), compiled_case("vit_micro", True)]
+    ("variant", "recompute"),
+    [
+        pytest.param(*case, marks=pytest.mark.medium if case == ("vit_micro", False) else pytest.mark.slow)
+        for case in (*((name, False) for name in MICRO), ("vit_micro", True))
+    ],
 )
 def test_compiled_blocks_change_nothing(variant, recompute):
     """Of one stage where there are several."""
@@ -421,10 +419,11 @@ def test_compiled_blocks_change_nothing(variant, recompute):
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "recompute"),
-    [compiled_case(name, recompute) for name in PACKING for recompute in (False, True)]
-    + [compiled_case("vit_micro", "selective"), compiled_case("rope_vit_micro", "selective")],
+    [(name, recompute) for name in PACKING for recompute in (False, True)]
+    + [("vit_micro", "selective"), ("rope_vit_micro", "selective")],
 )
 def test_compiled_blocks_of_crops_of_two_sizes_pin_no_memory(variant, recompute, monkeypatch):
     """With drop path. torch cannot compile `pin_memory`, which copies to a GPU need."""

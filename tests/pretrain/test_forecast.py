@@ -68,6 +68,7 @@ def test_real_steps_and_a_real_loader_are_measured(tmp_path: str, capsys: pytest
     assert re.search(r"loader, images/s [1-9][\d,]*", shown)
 
 
+@pytest.mark.slow
 def test_steps_of_a_named_gpu_are_counted(tmp_path: str, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     one, eight = (

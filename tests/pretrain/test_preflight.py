@@ -268,6 +268,7 @@ def test_crops_that_the_encoder_does_not_take_are_refused_before_the_start(argum
         dry_forward(dino(config))
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_fit_in_memory_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

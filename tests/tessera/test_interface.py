@@ -125,7 +125,7 @@ def test_a_run_of_another_method_continues_without_its_settings(
         tessera.pretrain("dino", resume=True, output=str(run.path))  # a choice, although it is the default
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_callers_state_neither_changes_a_run_nor_is_changed(tmp_path: Path) -> None:
     train, val = demo_shards()
 
@@ -150,7 +150,7 @@ def test_the_callers_state_neither_changes_a_run_nor_is_changed(tmp_path: Path) 
     assert torch.equal(torch.get_rng_state(), generators[1])
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_ctrl_c_returns_the_run_and_sigterm_ends_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,7 +239,7 @@ def test_the_command_works_among_files_of_the_same_names(crowded: Path, processe
     assert "Traceback" not in refused.stderr
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_help_says_what_each_setting_means() -> None:
     for command in ("knn", "embed", "pretrain"):
         words = [sys.executable, "-m", "tessera", command, "--help", *(["all"] if command == "pretrain" else [])]
