@@ -248,6 +248,7 @@ def _decoded_pixels(image: Undecoded, channels: int, max_pixels: int) -> Tensor:
             raise ImageError(f"a damaged image: {error}") from error
         return _upright(_converted(image, channels), _orientation_of_object(image))
     pixels = np.asarray(image)
+    pixels = pixels if pixels.flags.writeable else pixels.copy()  # torch warns of arrays that are read-only
     if isinstance(image, Tensor) and pixels.ndim == 3:
         pixels = pixels.transpose(1, 2, 0)
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels  # (H, W, C)

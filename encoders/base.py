@@ -205,9 +205,14 @@ class Encoder(nn.Module):
         if not images.is_floating_point():
             raise EncoderError(f"Images must be normalised floats, not {images.dtype}.")
         if images.ndim != 4 or images.shape[1] != self.channels:
+            cure = "For another number of channels, build the encoder with channels=N."
+            if images.ndim == 3:
+                cure = "Add a batch axis: images[None]."
+            elif images.shape[-1] == self.channels:
+                cure = "Move the channels to the second axis: images.movedim(-1, 1)."
             raise EncoderError(
                 f"{type(self).__name__} takes images of shape (B, {self.channels}, H, W), not {tuple(images.shape)}. "
-                "For another number of channels, build the encoder with channels=N."
+                f"{cure}"
             )
         if min(self.grid(*images.shape[-2:])) < 1:
             raise EncoderError(

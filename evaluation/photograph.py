@@ -3,6 +3,7 @@
 Shape letters: H x W pixels of an image, S x S pixels of a crop.
 """
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -15,7 +16,7 @@ from tessera.data.resample import cut
 from tessera.encoders.base import Encoder
 from tessera.encoders.certificate import Photograph
 from tessera.encoders.preprocessing import image_size
-from tessera.evaluation.features import input_size, resize_size
+from tessera.evaluation.features import EvaluationError, input_size, resize_size
 from tessera.runtime.isolation import own_modes
 
 HEIGHT, WIDTH = 427, 640
@@ -40,7 +41,14 @@ def preparation(encoder: Encoder, side: int | None = None) -> Callable[[Image.Im
 
     @own_modes()
     def prepare(image: Image.Image) -> Tensor:
-        picture = Picture(image)
+        try:
+            picture = Picture(image)
+        except TypeError as error:
+            if isinstance(image, str | os.PathLike):
+                raise EvaluationError(
+                    f"A path was given. Give the image: PIL.Image.open({str(image)!r:.200})."
+                ) from None
+            raise EvaluationError(f"The image cannot be prepared: {error}".replace("Return", "Give")) from None
         (view,) = crop.draw(picture.size)
         out = torch.empty(1, size, size, 3, dtype=torch.uint8)
         cut(picture.pixels(), view, out)

@@ -158,7 +158,7 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
     """Copy the settings and submit all jobs of a run. With `--dry_run`, only print the commands.
 
     Raises:
-        LaunchError: an option is missing or wrong, the folder holds another run, SLURM is not installed, or SLURM
+        LaunchError: an option is missing or wrong, the folder holds a run, SLURM is not installed, or SLURM
             refuses a job.
     """
     if options.gpus is None:
@@ -324,7 +324,7 @@ def check_folder(output: Path, resume: bool) -> None:
     """Raise `LaunchError` if a new run would overwrite another run."""
     occupied = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
     if occupied and not resume:
-        raise LaunchError(f"{output} holds another run. Continue that run with --resume, or choose another --output.")
+        raise LaunchError(f"{output} holds a run. Continue it with --resume, or choose another --output.")
 
 
 def check_queue(output: Path) -> None:

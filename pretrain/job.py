@@ -176,7 +176,7 @@ def continue_run(prepared: Prepared, output: Path) -> tuple[RunConfig, Path | No
     """Return the settings of a run, the checkpoint that it continues, and the settings that it stores. Collective.
 
     Raises:
-        SettingsError: the folder holds another run, or no run to continue.
+        SettingsError: the folder holds a run, or no run to continue.
         CheckpointError: the checkpoint does not fit the run.
     """
     config, sources, same = prepared.config, prepared.sources, dict[str, Any]()

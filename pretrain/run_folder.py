@@ -135,8 +135,7 @@ def newest_checkpoint(config: RunConfig, output: Path) -> Path | None:
         raise SettingsError("--overwrite deletes the run that --resume would continue. Give only one of them.")
     if holds_run and not config.resume and not config.overwrite:
         raise SettingsError(
-            f"{shown} holds another run. Continue that run with --resume, delete it with --overwrite, or choose "
-            "another --output."
+            f"{shown} holds a run. Continue it with --resume, delete it with --overwrite, or choose another --output."
         )
     if config.resume and not holds_run and config.data.shards is None and config.config is None:
         raise SettingsError(f"{shown} holds no run to continue. To start a run there, also give --data or --config.")

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 from PIL import Image
 from torch import Tensor
+from torch.nn import Module
 
 import tessera.evaluation.knn as knn_command
 import tessera.evaluation.linear_probe as probe_command
@@ -54,12 +55,15 @@ _FLAG = re.compile(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Run:
-    """The folder of a pretraining run."""
+    """The folder of a pretraining run, such as `tessera.Run("runs/photos")`."""
 
     path: Path
-    """Folder of the run. After a dry run, which writes nothing, the folder may not exist."""
+    """Absolute path of the folder. After a dry run, which writes nothing, the folder may not exist."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        object.__setattr__(self, "path", Path(path).absolute())
 
     def __fspath__(self) -> str:
         """Return the folder, so that functions that take a path also take a run."""
@@ -389,7 +393,16 @@ def _values(method: str | None, data: Any, settings: dict[str, Any], name: Calla
         settings["data"] = section
     if isinstance(evaluation := settings.get("evaluation"), Mapping):
         settings["evaluation"] = {**evaluation, **_with_names(evaluation, ("train", "val"), name)}
-    return settings if method is None else {"method": method, **settings}
+    return _texts(settings if method is None else {"method": method, **settings})
+
+
+def _texts(value: Any) -> Any:
+    """Return settings with texts in place of the paths that they contain."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {_texts(key): _texts(one) for key, one in value.items()}
+    return type(value)(map(_texts, value)) if type(value) in (list, tuple) else value
 
 
 @contextmanager
@@ -397,9 +410,14 @@ def _named(
     checkpoint: str | os.PathLike[str], train: Any, val: Any, settings: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield the settings of an evaluation. Data sets and functions keep their names meanwhile."""
+    if isinstance(checkpoint, Module):
+        raise EvaluationError(
+            "An encoder in memory was given. Give a run folder, a run or a file. For an encoder in memory, use "
+            "tessera.embed(encoder, SHARDS), and classify its features."
+        )
     with naming() as name:
-        shards = {"train": with_names(train, name), "val": with_names(val, name)}
-        yield {"checkpoint": os.fspath(checkpoint)} | shards | dict(settings) | _code_names(settings, ("stages",), name)
+        given = {"checkpoint": checkpoint, "train": with_names(train, name), "val": with_names(val, name), **settings}
+        yield _texts(given | _code_names(settings, ("stages",), name))
 
 
 def _code_names(settings: Mapping[str, Any], keys: Sequence[str], name: Callable[[Any], str]) -> dict[str, list[str]]:

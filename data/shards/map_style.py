@@ -189,6 +189,12 @@ def check_map_style(dataset: Any) -> None:
         ShardError: the object is read as a stream, so that a run could not be resumed, or it is no data set.
     """
     name = kind(dataset)
+    if name == "DataFrame":
+        write = "to_csv('train.csv', index=False)" if hasattr(dataset, "to_csv") else "write_csv('train.csv')"
+        raise ShardError(
+            f"data: a {name} is no data set. Save it as CSV with the columns path and label, frame.{write}, and give "
+            "data='train.csv'."
+        )
     if isinstance(dataset, DataLoader):
         raise ShardError(
             f"data: a {name} cannot be resumed at an exact sample. Give its data set: data=LOADER.dataset."

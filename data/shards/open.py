@@ -34,6 +34,7 @@ from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, Sh
 from tessera.data.shards.manifest import MANIFESTS
 from tessera.data.shards.notes import OTHER_IMAGES, PARTS, Note, describe, named_notes, valid_notes
 from tessera.data.shards.source import DEFAULT, Shard, Source, SourceConfig
+from tessera.data.shards.tar import IMAGES
 from tessera.data.shards.tars import GZIPPED, LocalTar, PackedTar, RemoteTar, Tar, folder_of
 from tessera.runtime.progress import track
 from tessera.runtime.user_error import CONTROL, printable
@@ -311,6 +312,10 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
             raise ShardError(
                 f"{path} is no tar, and remote folders are not listed. Give the tars, such as {folder}/*.tar on S3 or "
                 f"Google Storage, {folder}/train-{{000..099}}.tar, or {folder}/{FOLDER_INDEX}."
+            )
+        if path.lower().endswith(tuple(f".{extension}" for extension in (*IMAGES, *OTHER_IMAGES))):
+            raise ShardError(
+                f"{path} is an image. Give its folder, or a CSV with a column `path` that lists the images."
             )
         raise ShardError(
             f"{path}: the file name must end in .tar, .tar.gz, .tgz or .parquet. Rename the file, or remove "

@@ -250,7 +250,7 @@ def test_shards_may_be_flags(slurm: Slurm) -> None:
 def test_another_run_is_not_touched(slurm: Slurm) -> None:
     (slurm.folder / "run").mkdir()
     (slurm.folder / "run" / "config.yaml").touch()
-    assert "holds another run" in slurm.refused()
+    assert "holds a run" in slurm.refused()
     slurm.accepted("--resume")
     assert "--resume" in flags_of(slurm.submitted()[0])
 

@@ -135,7 +135,7 @@ def test_a_dry_run_continues_where_the_run_does_and_refuses_what_it_refuses(
     resumed = ["--resume", str(output), "--dry_run"]
     caplog.set_level("INFO")
     for more, refused in (
-        ([], "holds another run"),
+        ([], "holds a run"),
         (["--resume", "--data", val], "is in both --data and --evaluation.val"),
         (["--resume", "--dino.prototypes", "64"], "does not fit this run"),
         (["--resume", "--encoder.depth", "2"], "is a checkpoint of another run"),

@@ -27,7 +27,7 @@ def test_a_folder_with_a_run_is_refused_unless_it_is_continued_or_deleted(tmp_pa
     newest.mkdir(parents=True)
     (newest / "complete").touch()
     output = ["--output", str(tmp_path)]
-    with pytest.raises(SettingsError, match="holds another run"):
+    with pytest.raises(SettingsError, match="holds a run"):
         newest_checkpoint(settings(*output), tmp_path)
     with pytest.raises(SettingsError, match="Give only one of them"):
         newest_checkpoint(settings(*output, "--overwrite", "--resume"), tmp_path)

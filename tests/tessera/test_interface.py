@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from tessera import encoders
 from tessera.__main__ import next_step
 from tessera.data.demo import demo_shards
 from tessera.data.make_shards import main as make_shards
-from tessera.interface import in_python
+from tessera.interface import _values, in_python
 from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.run import main
 from tessera.runtime.user_error import UserError
@@ -193,6 +194,29 @@ def test_the_batches_are_those_of_the_run() -> None:
     torch.testing.assert_close(again.views[0].images, batches[0].views[0].images, rtol=0, atol=0)
 
 
+def test_paths_are_accepted_in_every_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"init_from": Path("a/b"), "evaluation": {"val": Path("v"), "train": [Path("x"), "y"]}, "steps": 2}
+    texts = {"init_from": "a/b", "evaluation": {"val": "v", "train": ["x", "y"]}, "steps": 2}
+    for data, shards in (
+        (Path("t"), "t"),
+        ([Path("t"), "u"], ["t", "u"]),
+        ({Path("t"): 0.5, "u": {0: 1.0}}, {"t": 0.5, "u": {0: 1.0}}),
+        ({"shards": Path("t")}, "t"),
+    ):
+        assert _values(None, data, dict(given), str) == texts | {"data": {"shards": shards}}
+    monkeypatch.chdir(tmp_path)
+    run = tessera.Run("runs/plates")
+    monkeypatch.chdir("/")
+    assert run.path == tmp_path / "runs" / "plates"
+    (run.path / "checkpoints").mkdir(parents=True)
+    (run.path / "config.yaml").write_text("steps: 7\n")
+    assert tessera.Run(run.path).config == {"steps": 7}
+    with pytest.raises(UserError, match="holds a run"):
+        tessera.pretrain("dino", output=run.path, dry_run=True, **SMALL)
+    with pytest.raises(UserError, match=r"in memory, use tessera\.embed"):
+        tessera.knn(encoders.build("vit_micro", depth=1), "train", "val")
+
+
 def test_one_prepared_image_equals_the_evaluation(tmp_path: Path) -> None:
     encoder = encoders.build("vit_micro", depth=1, image_size=24).eval()
     (tmp_path / "images" / "cat").mkdir(parents=True)
@@ -206,6 +230,20 @@ def test_one_prepared_image_equals_the_evaluation(tmp_path: Path) -> None:
     with torch.inference_mode():
         torch.testing.assert_close(encoder(prepared[None]).pooled, found.features, rtol=1e-5, atol=1e-5)
     assert found.labels.tolist() == [-1]  # one folder of images has no classes
+    with warnings.catch_warnings(action="error"):
+        array = np.asarray(Image.open(tmp_path / "images" / "cat" / "a.png").convert("RGB"))  # read-only
+        assert tessera.transform(encoder)(array).shape == (3, 24, 24)
+    wrong = {
+        "Give the image: PIL.Image.open('a.jpg')": "a.jpg",
+        "Give values from 0": np.zeros((9, 9, 3)),
+        "Give a P": 3,
+    }
+    for message, image in wrong.items():
+        with pytest.raises(UserError, match=re.escape(message)):
+            tessera.transform(encoder)(image)
+    for message, images in {"images[None]": prepared, "movedim(-1, 1)": prepared.movedim(0, -1)[None]}.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            encoder(images)
     encoder.preprocessing = encoders.Preprocessing((0.5,), (0.5,))
     with pytest.raises(ValueError, match="takes 1 channels"):
         tessera.transform(encoder)
@@ -235,7 +273,7 @@ def test_the_command_works_among_files_of_the_same_names(crowded: Path, processe
     assert f"{processes[-1] if processes else 1} process(es)" in done.stderr
     refused = called(crowded, "-m", "tessera", *processes, "pretrain", *TINY, "--output", "run")
     assert refused.returncode == 2
-    assert "holds another run" in refused.stderr.strip().splitlines()[-1]  # nothing is printed after it
+    assert "holds a run" in refused.stderr.strip().splitlines()[-1]  # nothing is printed after it
     assert "Traceback" not in refused.stderr
 
 

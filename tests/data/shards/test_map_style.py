@@ -5,6 +5,7 @@ import random
 import time
 
 import numpy as np
+import pandas
 import pytest
 import torch
 import torchvision
@@ -200,6 +201,7 @@ REFUSED = {
     "a <genexpr> is read as a stream": lambda: (pixels(n) for n in range(3)),
     "a WebDataset is read as a stream": lambda: webdataset.WebDataset("x.tar", shardshuffle=False, resampled=True),
     "a Endless is no data set": Endless,
+    "to_csv('train.csv', index=False), and give data='train.csv'": lambda: pandas.DataFrame({"path": ["a.png"]}),
     "Give its data set: data=LOADER.dataset": lambda: torch.utils.data.DataLoader(Items(KINDS["array"])),
     "'train' has no weight": lambda: {"train": Items(KINDS["array"])},
     "a int is no data set": lambda: 3,
