@@ -54,7 +54,12 @@ def imported(module: str) -> ModuleType:
     """Import and return a module. Other packages that it imports add no warning filters to those of the program."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in notebooks without ipywidgets
-        return import_module(module)
+        try:
+            return import_module(module)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                "Interrupted while PyTorch was imported, which leaves it in parts. Restart the kernel or Python."
+            ) from None
 
 
 def __dir__() -> list[str]:

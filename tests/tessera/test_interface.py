@@ -180,7 +180,7 @@ def test_ctrl_c_returns_the_run_and_sigterm_ends_the_program(
     assert stop.value.code == 75
     assert "it received SIGTERM. Step 2 is done" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
-    again = tessera.pretrain(resume=True, output=folder)
+    again = tessera.pretrain(resume=True, output=run.path)
     assert again.finished
     assert again.metrics[-1]["step"] == 3
 
@@ -192,6 +192,15 @@ def test_the_batches_are_those_of_the_run() -> None:
     assert [tuple(view.images.shape) for view in batches[0].views] == [(32, 3, 16, 16), (32, 3, 12, 12)]
     again = next(iter(tessera.training_batches("dino", **SMALL)))
     torch.testing.assert_close(again.views[0].images, batches[0].views[0].images, rtol=0, atol=0)
+
+
+def test_an_interrupted_import_says_to_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(module: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tessera, "import_module", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="Restart the kernel"):
+        tessera.pretrain()
 
 
 def test_paths_are_accepted_in_every_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
