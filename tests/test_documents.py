@@ -435,7 +435,8 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for place, name in ((tessera, "pretrain"), (tessera, "training_batches"), (tessera.methods, "build")):
         monkeypatch.setattr(place, name, shorter(getattr(place, name)))
     yield tmp_path
-    VARIANTS.pop("conv_small", None)
+    for name in ("conv_small", "my_net"):
+        VARIANTS.pop(name, None)
     SINKS.pop("losses", None)
 
 
