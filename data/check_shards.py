@@ -31,7 +31,7 @@ from rich.filesize import decimal
 from tessera.data.dataset import cure_of_bands
 from tessera.data.decode import FORMATS, ImageError, decode
 from tessera.data.maps import IGNORED, checked_map
-from tessera.data.shards.failures import CORRECT_INDEX, REPLACE_INDEX, RESTORE_SHARD, SampleError, ShardError
+from tessera.data.shards.failures import CORRECT_INDEX, REPLACE_INDEX, RESTORE_SHARD, SampleError, ShardError, merged
 from tessera.data.shards.index import (
     CLASSES,
     FOLDER_INDEX,
@@ -437,7 +437,7 @@ def _show(report: dict[str, Any], channels: int) -> None:
     if report["good"]:
         print("a run accepts all shards" if report["decoded"] else "a run accepts the headers and labels")
     for kind, title in PROBLEMS.items():
-        if lines := report[kind]:
+        if lines := merged(report[kind]):
             print(f"{len(lines):,} {title}:")
             print("\n".join(f"  {printable(line)}" for line in lines[:MOST_SHOWN]))
             if len(lines) > MOST_SHOWN:

@@ -26,6 +26,7 @@ from tessera.data.shards.failures import (
     MOST_LISTED,
     ResourceError,
     ShardError,
+    merged,
     unreadable,
     warn_once,
 )
@@ -419,8 +420,9 @@ def _report(errors: dict[int, ShardError], total: int, config: SourceConfig) -> 
     """Raise a `ShardError` that lists the unusable shards, or log the list if the settings skip unreadable shards."""
     if not errors:
         return
-    listed = "\n  ".join(str(errors[place]) for place in sorted(errors)[:MOST_LISTED])
-    more = f"\n  and {len(errors) - MOST_LISTED} more" if len(errors) > MOST_LISTED else ""
+    lines = merged(str(errors[place]) for place in sorted(errors))
+    listed = "\n  ".join(lines[:MOST_LISTED])
+    more = f"\n  and {len(lines) - MOST_LISTED} more" if len(lines) > MOST_LISTED else ""
     message = f"{len(errors)} of {total} shards cannot be used:\n  {listed}{more}"
     exhausted = any(isinstance(error, ResourceError) for error in errors.values())
     if config.unreadable == "stop" or len(errors) == total or exhausted:

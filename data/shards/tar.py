@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tessera.data.shards.failures import MAKE_SHARD_AGAIN, ShardError, unreadable
+from tessera.data.shards.failures import MAKE_SHARD_AGAIN, NO_IMAGES, ShardError, unreadable
 from tessera.data.shards.notes import (
     CHOSEN,
     LINK,
@@ -49,6 +49,7 @@ LARGEST_LABEL = 2**22 - 1
 LONGEST_NUMBER = 18  # maximum number of characters of a label
 LONGEST_EXTENSION = 64  # number of bytes of an extension that are compared
 MOST_CLASSES = 1000  # number of classes and extensions that notes of one tar distinguish
+MOST_NAMES = 5  # number of different names of images that are taken for parts of samples, not for dots in their keys
 LONGEST_SHOWN = 200  # maximum number of characters of the name of a member in a message
 LONGEST_PLAIN = 92  # from this length on, a key may be in an additional header, because the name field has 100 bytes
 
@@ -329,6 +330,8 @@ def scan_tar(path: str | int, shard: str, image: str | None = None, label: str |
         found.append(Note(MAPPED, len(mapped), shown(mapped[0])))
     if image is None:
         _refuse_several_images(samples, shard)
+    if unread.names and not any(name in members for name in images for _, members in samples):
+        _refuse_names(unread.names, shard)
     return _index(samples, size, shard, images, label or LABEL, found)
 
 
@@ -350,6 +353,8 @@ class _Unread:
     def __init__(self, chosen: bool):
         self._chosen = chosen
         self._counts, self._firsts = Counter[str](), dict[str, str]()
+        self.names = Counter[str]()
+        """Names of members that look like images, after the first dot of the file name: `left.jpg`."""
         self._beside: dict[int, bytes] = {}  # sample -> name of an image that the user has not chosen
 
     def add(self, member: Member, sample: int) -> None:
@@ -362,6 +367,8 @@ class _Unread:
             self._beside.setdefault(sample, member.name)
         elif member.type in REGULAR:
             self._count(NAME if extension in IMAGES else f".{extension}", member)
+            if extension in IMAGES and (name := split_name(member.name)) and len(self.names) <= MOST_NAMES:
+                self.names[shown(name[1].lower())] += 1
 
     def _count(self, kind: str, member: Member) -> None:
         self._counts[kind] += 1
@@ -412,6 +419,18 @@ def _refuse_several_images(samples: Members, shard: str) -> None:
                 f"{shard}: a sample has several images, {names}. Choose one of them with data.image, for example "
                 f"--data.image {several[0]} (--image {several[0]} for other commands)."
             )
+
+
+def _refuse_names(names: Counter[str], shard: str) -> None:
+    """Raise `ShardError` if all images of a tar have names with several dots, of which few differ."""
+    if len(names) > MOST_NAMES:
+        return  # the names of samples hold dots
+    several = [name for name, _ in names.most_common()]
+    raise ShardError(
+        f"{shard}{NO_IMAGES}s of the usual names, such as KEY.jpg, but "
+        f"{' and '.join(f'KEY.{name}' for name in several)}. Choose one with --data.image {several[0]} (--image "
+        f"{several[0]} for check_shards, preview and evaluations), or write the tar again without a dot in KEY."
+    )
 
 
 def read_sample(descriptor: int, start: int, end: int, key: bytes) -> dict[int, tuple[str, bytes]]:
@@ -506,8 +525,8 @@ def _index(
         names = " or ".join(f"KEY.{extension}" for extension in extensions)
         reasons = " ".join(["", *describe(notes)])
         if extensions is not IMAGES:
-            raise ShardError(f"{shard} holds no image {names}. Choose another name of the image.{reasons}")
-        raise ShardError(f"{shard} holds no images. Name image files {names}, without a dot in KEY.{reasons}")
+            raise ShardError(f"{shard}{NO_IMAGES} {names}. Choose another name of the image.{reasons}")
+        raise ShardError(f"{shard}{NO_IMAGES}s. Name image files {names}, without a dot in KEY.{reasons}")
     return Index(
         keys=np.frombuffer(b"".join(keys), dtype=np.uint8),
         ends=np.cumsum([len(key) for key in keys]),

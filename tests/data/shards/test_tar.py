@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import webdataset
 
+from tessera.data import check_shards
 from tessera.data.shards import SourceConfig, cache, open_shards, tar
 from tessera.data.shards.cache import cache_folder
 from tessera.data.shards.failures import ShardError, warn_once
@@ -120,9 +121,31 @@ def test_members_that_cannot_be(write_tar, png, monkeypatch):
     large = write_tar("large.tar", [("a.txt", bytes(101)), ("a.jpg", bytes(101))])
     with pytest.raises(ShardError, match=r"large.tar holds a.jpg with 101 bytes, but at most 100 are allowed"):
         shard_at(large).index()
-    dotted = write_tar("dotted.tar", [("a.v2.jpg", png(0))])
-    with pytest.raises(ShardError, match="without a dot in KEY"):
+    dotted = write_tar("dotted.tar", [(f"img.{number:04d}.jpg", png(0)) for number in range(9)])
+    with pytest.raises(ShardError, match=r"Name image files .*without a dot in KEY"):
         shard_at(dotted).index()
+
+
+def test_images_of_other_names_are_named_once(write_tar, png, capsys):
+    """The message tells the members that look like images, and how to choose one, for the first of the shards."""
+    keys = [(f"{number}a", f"{number}b") for number in range(3)]
+    names = ("left.jpg", "right.png", "cls")
+    paths = [
+        write_tar(f"{some[0]}.tar", [(f"{key}.{name}", png(0)) for key in some for name in names]) for some in keys
+    ]
+    message = r"0a.tar holds no images of .* KEY.left.jpg and KEY.right.png. Choose one with --data.image left.jpg"
+    with pytest.raises(ShardError, match=message) as caught:
+        open_shards(paths)
+    assert str(caught.value).count("holds no image") == 1
+    assert "Further shards like this: 2" in str(caught.value)
+    assert check_shards.main([*paths, "--workers", "1"]) == 1
+    shown = capsys.readouterr().out
+    assert "1 reasons for a run to stop" in shown
+    assert "--image left.jpg for check_shards" in shown
+    assert "sorted by name" not in shown
+    with pytest.raises(ShardError, match="Further shards like this: 2"):
+        open_shards(paths, source=SourceConfig().with_form(SampleForm("top.jpg")))
+    assert open_shards(paths, source=SourceConfig().with_form(SampleForm("left.jpg"))).images == 6
 
 
 def test_a_missing_end_mark_is_a_warning(write_tar, png, caplog):
