@@ -16,6 +16,7 @@ from tessera.data.collate import Collator
 from tessera.data.dataset import MOST_NAMED, EvaluationDataset, TrainDataset
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError
+from tessera.data.shards.failures import skipped
 from tessera.data.shared_memory import BufferRing, SharedBatch
 from tessera.data.workers import POLL, WorkerStates, receive, start_worker
 from tessera.runtime.machine import memory
@@ -81,12 +82,10 @@ class Batches:
     def _log_skipped(self, name: str) -> None:
         """Log a corrupt image, unless it was logged before. Each of the first `MOST_NAMED` images is logged; later ones
         are only logged when the number of different images has doubled."""
-        dataset = self.dataset
-        seen = (dataset.sources[0] if isinstance(dataset, TrainDataset) else dataset.source).skipped
-        if name in seen:
+        if name in skipped:
             return
-        seen.add(name)
-        count = len(seen)
+        skipped.add(name)
+        count = len(skipped)
         if count <= MOST_NAMED or count & (count - 1) == 0:
             log.warning("skipped %s (%d %s so far)", name, count, "image" if count == 1 else "different images")
 

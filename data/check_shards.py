@@ -43,7 +43,7 @@ from tessera.data.shards.index import (
     write_folder,
     write_table,
 )
-from tessera.data.shards.notes import DAMAGE, Note, describe, named_notes, parse_notes
+from tessera.data.shards.notes import DAMAGE, Note, describe, named_notes, parse_notes, shown_classes
 from tessera.data.shards.open import ENDINGS, PARQUET, expand, load_folder_index, missing_parts, shard_at
 from tessera.data.shards.remote import PIPE, is_remote, without_query
 from tessera.data.shards.source import DEFAULT, SampleForm, Shard, SourceConfig, shared_class_names
@@ -137,6 +137,8 @@ class Facts:
     """Histogram of image sizes. Maps an upper bound of the longer side, a power of two, to the number of images."""
     classes: Counter[int] = field(default_factory=Counter)
     """Number of samples of each class number."""
+    class_names: Counter[str] = field(default_factory=Counter)
+    """Number of samples of each class that has a name."""
     map_values: Counter[int] = field(default_factory=Counter)
     """Number of pixels of each value of the decoded segmentation maps."""
     depths: Counter[int] = field(default_factory=Counter)
@@ -220,7 +222,8 @@ def check(settings: CheckShards) -> dict[str, Any]:
             total.refused += _compare_index(folder, shards, settings.source)
         except ShardError as error:
             total.refused.append(str(error))
-    total.bad_labels += _compare_classes([found[path] for path in paths if not found[path].refused], settings.access)
+    usable = [found[path] for path in paths if not found[path].refused]
+    total.bad_labels += _compare_classes(usable, settings.access, total.class_names)
     return {"shards": len(paths), **total.report()}
 
 
@@ -385,8 +388,9 @@ def _compare_index(folder: str, shards: list[Facts], source: SourceConfig) -> li
     return differences + [f"{path} lists the shard {url}, which does not exist. {REPLACE_INDEX}" for url in missing]
 
 
-def _compare_classes(shards: list[Facts], source: SourceConfig) -> list[str]:
-    """Return messages if folders or files number their classes differently, or a label has no class name."""
+def _compare_classes(shards: list[Facts], source: SourceConfig, counts: Counter[str]) -> list[str]:
+    """Return messages if folders or files number their classes differently, or a label has no class name. Add the
+    number of samples of each class name to `counts`."""
     groups: dict[str, list[Facts]] = {}
     for facts in shards:
         groups.setdefault(folder_of(facts.path) if _is_tar(facts.path) else facts.path, []).append(facts)
@@ -397,6 +401,8 @@ def _compare_classes(shards: list[Facts], source: SourceConfig) -> list[str]:
             names, largest = named[-1].class_names(), max((one for facts in group for one in facts.classes), default=-1)
         except ShardError as error:
             return [str(error)]
+        for label, name in enumerate(names or ()):
+            counts[name] += sum(facts.classes[label] for facts in group)
         if names is not None and largest >= len(names):
             where = named[-1].names_classes
             where, cure = (f"{where or '.'}/{CLASSES}", " of the file") if _is_tar(group[0].path) else (where, "")
@@ -423,6 +429,8 @@ def _show(report: dict[str, Any], channels: int) -> None:
             values = ", ".join(f"{value:.4f}" for value in report["pixels"][name])
             say(name, f"{values}  (each channel, in [0, 1], over all pixels)")
     say("labels", f"{report['labelled']:,} images, {_describe_classes(report['classes'])}")
+    if report["class_names"]:
+        say("class names", shown_classes(report["class_names"].items()))
     if report["depths"]:
         bounds = ", ".join(f"{count:,} up to {bound}" for bound, count in report["depths"].items())
         say("largest depth", f"{bounds}, in the unit of the maps")

@@ -28,6 +28,7 @@ from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.given import PREFIX, naming
 from tessera.data.shards import DEFAULT, open_shards
+from tessera.data.shards.failures import forget_warnings
 from tessera.data.shards.open import with_names
 from tessera.data.shards.tars import close_files
 from tessera.encoders import published
@@ -51,7 +52,8 @@ ARGUMENTS = {*RunConfig.model_fields, *knn_command.KNNSettings.model_fields, *pr
 """Names of the settings that are arguments of the functions below."""
 _FLAG = re.compile(
     r"`[^`\n]*`|\b(?:tessera [a-z_]+|accelerate launch) [^\n]*"  # a command line stays as it is
-    r"|(?<![\w-])--(?P<name>[a-z_]+(?:\.[a-z_]+)*)(?:[ =](?P<value>true|false|[A-Z]+\b|\d+(?:\.\d+)?))?"
+    r"|(?<![\w-])--(?P<name>[a-z_]+(?:\.[a-z_]+)*)(?:[ =](?P<value>true|false|[A-Z]+\b|\d+(?:\.\d+)?)"
+    r"|=(?P<text>[\w.]*\w))?"
 )
 
 
@@ -105,6 +107,7 @@ class Run:
 @contextmanager
 def _process(*, run: bool = False) -> Iterator[None]:
     """Isolate the body from the calling program, and close the files that it keeps open for later reads."""
+    forget_warnings()
     with isolated(run=run):
         try:
             yield
@@ -125,6 +128,7 @@ def in_python(message: str) -> str:
 
     def argument(found: re.Match[str]) -> str:
         name, value = found["name"] or "", found["value"]
+        value = f'"{found["text"]}"' if found["text"] else value
         section, _, key = name.partition(".")
         if section not in ARGUMENTS:
             return found[0]

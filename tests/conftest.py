@@ -36,6 +36,14 @@ LEFT_OUT = pytest.StashKey[int]()
 """Number of tests that the chosen suite does not contain."""
 
 
+@pytest.fixture(autouse=True)
+def new_run() -> None:
+    """Let each test log what an earlier test of the process has logged."""
+    from tessera.data.shards.failures import forget_warnings
+
+    forget_warnings()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("suites", "suites (default: all tests that are not marked `slow`)")
     for name, (destination, meaning) in SUITES.items():

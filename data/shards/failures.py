@@ -94,7 +94,17 @@ def unreadable(path: str, error: BaseException, remedy: str = RESTORE_SHARD) -> 
     )
 
 
+skipped: set[str] = set()
+"""Corrupt images of the present run that were left out, with the reasons."""
+
+
 @functools.cache
-def warn_once(message: str) -> None:
-    """Log a warning once. Later calls with the same message log nothing."""
-    log.warning(message)
+def warn_once(message: str, level: int = logging.WARNING) -> None:
+    """Log a message once per run. Later calls with the same message log nothing."""
+    log.log(level, message)
+
+
+def forget_warnings() -> None:
+    """Let a run that begins log again what an earlier run of the process has logged."""
+    warn_once.cache_clear()
+    skipped.clear()

@@ -32,6 +32,8 @@ class ImageFolder(Shard):
 
     classes: tuple[str, ...] | None = None
     """Names of the classes; None if the images have no classes, or the manifest numbers them."""
+    class_counts: tuple[tuple[str, int], ...] = ()
+    """Name and number of images of each class; empty if the classes have no names."""
 
     @classmethod
     def at(cls, path: str, config: SourceConfig = DEFAULT) -> "ImageFolder":
@@ -46,7 +48,9 @@ class ImageFolder(Shard):
         size = int(listing.sizes[listing.usable].sum())
         below = os.path.join(os.path.dirname(path), "")
         notes = tuple(note._replace(first=note.first and below + note.first) for note in listing.notes())
-        folder = cls(path, size, listing.fingerprint(), config=config, classes=classes, notes=notes)
+        counts = tuple(listing.class_counts())
+        facts = {"classes": classes, "class_counts": counts, "notes": notes}
+        folder = cls(path, size, listing.fingerprint(), config=config, **facts)
         folder._mapped(lambda: _index(listing))
         return folder
 
@@ -132,8 +136,8 @@ def holds_images(folder: str, extensions: Sequence[str] = IMAGES) -> bool:
 def _list(path: str, form: SampleForm) -> Listing:
     try:
         if not path.endswith("/"):
-            return list_file(Path(path), root=None, labels="auto", only=form.labelled_only)
-        listing = list_folder(Path(path), labels="auto")
+            return list_file(Path(path), root=None, labels="auto", only=form.labelled_only, inside=False)
+        listing = list_folder(Path(path), labels="auto", manifest=None if form.labels is None else Path(form.labels))
         if form.labels is not None:
             add_labels(listing, Path(form.labels), only=form.labelled_only)
         return listing

@@ -17,7 +17,19 @@ import numpy as np
 
 from tessera.data.shards.failures import ShardError, is_exhausted
 from tessera.data.shards.index import composed
-from tessera.data.shards.notes import LOST, MASK, OTHER_IMAGES, PAIR, UNUSABLE, Note
+from tessera.data.shards.notes import (
+    ALIKE,
+    BARE,
+    HIDDEN,
+    LOST,
+    MASK,
+    MASKS,
+    OTHER_IMAGES,
+    PAIR,
+    SINGLE,
+    UNUSABLE,
+    Note,
+)
 from tessera.data.shards.tar import IMAGES, LARGEST_MEMBER, MAPS
 from tessera.runtime.user_error import printable
 
@@ -38,11 +50,8 @@ REASONS = {
 }
 """Maps a code to the reason why a file is left out. `Listing.sizes` and `Maps.sizes` contain the code in place of the
 size."""
-ACCOMPANYING = {
-    *("", ".txt", ".csv", ".tsv", ".json", ".jsonl", ".xml", ".yaml", ".yml", ".toml", ".md", ".html", ".pdf", ".log"),
-    *(".db", ".ini", ".py", ".ipynb", ".sh", ".index"),
-}
-"""Extensions of files that accompany images, such as descriptions. They are left out without a note."""
+SYSTEM_FILES = (b".ds_store", b"thumbs.db", b"desktop.ini", b"index.json", b"classes.json")
+"""Names of files of operating systems and of this program. They are left out without a note."""
 _MASK = re.compile(
     rb"(.+)[ _.-](?:masks?|seg|segmentation|labels?|gt|groundtruth|annotations?)(?:[ _.-]?[0-9]+)?"
     rb"|(?:mask|label|gt)[ _-](.+)"
@@ -152,11 +161,36 @@ class Listing:
 
     def notes(self) -> list[Note]:
         """Return notes on the files that are left out, and on files that may not be images of their class."""
-        named = [note if self.classes else note._replace(group="") for note in self.found if note.kind != LOST]
-        lost = [note for note in self.found if note.kind == LOST and self.classes]
-        left_out = [Note(UNUSABLE, count, group=reason) for count, reason in self.unusable()]
+        of_folders = (LOST, MASKS)
+        named = [
+            note if self.classes else note._replace(group="") for note in self.found if note.kind not in of_folders
+        ]
+        classes = [note for note in self.found if note.kind in of_folders and self.classes]
+        left_out = []
         # `manifest.add_labels` names the images that have no label in the manifest
-        return [*(note for note in left_out if note.group != REASONS[UNLABELLED]), *named, *lost]
+        for code in np.unique(self.sizes[(self.sizes <= 0) & (self.sizes != UNLABELLED)]).tolist():
+            entries = np.flatnonzero(self.sizes == code)
+            first = os.fsdecode(self.path(int(entries[0])))
+            left_out.append(Note(UNUSABLE, len(entries), first, REASONS[code]))
+        return [*left_out, *named, *classes, *self._class_notes()]
+
+    def class_counts(self) -> list[tuple[str, int]]:
+        """Return (name, number of usable images) of each class; nothing if the classes have no names."""
+        labels = self.labels[self.usable]
+        counts = np.bincount(labels[labels >= 0], minlength=len(self.classes or ()))
+        return [(name, int(count)) for name, count in zip(self.classes or (), counts, strict=False)]
+
+    def _class_notes(self) -> list[Note]:
+        """Return notes on names of classes that may be misspelt."""
+        alike: dict[str, list[str]] = {}
+        counts = [(name, count) for name, count in self.class_counts() if count]
+        for name, _ in counts:
+            alike.setdefault("".join(name.split()).casefold(), []).append(name)
+        notes = [Note(ALIKE, 1, group=" and ".join(map(repr, names))) for names in alike.values() if len(names) > 1]
+        single = [name for name, count in counts if count == 1]
+        if 2 * len(single) < len(counts):  # otherwise the whole set is small, not a label misspelt
+            notes += [Note(SINGLE, 1, group=name) for name in single]
+        return notes
 
     def fingerprint(self) -> str:
         """Return a hash of all relative paths, sizes, modification times, labels and maps, without the root folder."""
@@ -225,7 +259,7 @@ def _trains(name: str) -> bool:
     return bool(TRAINING_SETS & {*re.findall("[a-z]+", name.lower())})
 
 
-def list_folder(folder: Path, *, labels: str, besides: Path | None = None) -> Listing:
+def list_folder(folder: Path, *, labels: str, besides: Path | None = None, manifest: Path | None = None) -> Listing:
     """List the images in a folder and its subfolders, sorted by name.
 
     The images of a folder come before the images of its subfolders. Files and folders whose names begin with a dot are
@@ -237,6 +271,7 @@ def list_folder(folder: Path, *, labels: str, besides: Path | None = None) -> Li
             chooses "folders" if all images are exactly one folder deep and there are several folders, otherwise "none".
             "auto" refuses a folder with subfolders such as train and val.
         besides: subfolder to skip; None to skip no subfolder.
+        manifest: file with the labels, which is not counted if it is in the folder.
 
     Raises:
         ShardError: there are no images; `labels` is "folders" and an image is not in a class folder; or `labels` is
@@ -245,7 +280,7 @@ def list_folder(folder: Path, *, labels: str, besides: Path | None = None) -> Li
     if labels == "auto":
         _refuse_separate_sets(folder)
     root = os.path.realpath(os.fsencode(folder))
-    walk = _Walk(root, None if besides is None else os.path.realpath(os.fsencode(besides)))
+    walk = _Walk(root, *(None if one is None else os.path.realpath(os.fsencode(one)) for one in (besides, manifest)))
     listing = Listing.of(root, walk.files())
     listing.other_files = walk.other_files
     listing.refuse_empty(f"no images below {folder}")
@@ -259,6 +294,9 @@ def list_folder(folder: Path, *, labels: str, besides: Path | None = None) -> Li
     if labels == "folders" or (labels == "auto" and depths == [1] and len(names) > 1):
         read = {os.fsdecode(path.partition(b"/")[0]) for path in paths}
         listing.found += [Note(LOST, 1, group=name) for name in sorted({*walk.folders, *names} - read)]
+        noted = {note.group for note in listing.found if note.kind == MASK}
+        of_masks = (one for one in sorted(names - noted) if os.fsencode(one.lower()) in OF_MASKS)
+        listing.found += [Note(MASKS, 1, group=one) for one in of_masks]
         listing.number_classes(sorted(names, key=class_order))
         return listing
     listing.labels = np.full(len(listing), NO_LABEL)
@@ -276,10 +314,11 @@ class _Walk:
     Args:
         root: folder of images, without symbolic links.
         besides: subfolder to skip; None to skip no subfolder.
+        manifest: file that is not counted; None for no such file.
     """
 
-    def __init__(self, root: bytes, besides: bytes | None):
-        self._root, self._besides = root, besides
+    def __init__(self, root: bytes, besides: bytes | None, manifest: bytes | None):
+        self._root, self._besides, self._manifest = root, besides, manifest
         self.other_files = Counter[str]()
         self.folders: list[str] = []
         """Names of the folders in the root folder."""
@@ -300,6 +339,7 @@ class _Walk:
         masks: set[bytes] = set()  # folders that probably hold maps
         for here, folders, names in os.walk(self._root, followlinks=True, onerror=self._refuse):
             above, found = parents.pop(here), sorted(name for name in folders if not name.startswith(b"."))
+            hidden = sorted(name for name in (*folders, *names) if name.startswith(b"."))
             folders.clear()
             of_images = any(name.lower() in OF_IMAGES for name in found)
             for path in (os.path.join(here, name) for name in found):
@@ -320,6 +360,9 @@ class _Walk:
             self._note_images(prefix, images, label, here in masks)
             for name in sorted({*shown}.difference(images)):
                 self._note_other(prefix + name, name.lower(), label)
+            for name in hidden:
+                if name.lower() not in SYSTEM_FILES:
+                    self._note(HIDDEN, prefix + name, label)
 
     def _refuse(self, error: OSError) -> None:
         _refuse_exhausted(error)
@@ -342,8 +385,9 @@ class _Walk:
         found = next((one for one in _MAPS if lower.endswith(one)), None)
         extension = printable(os.fsdecode(found or os.path.splitext(lower)[1]))
         self.other_files[extension or "without extension"] += 1
-        if found is None and extension not in ACCOMPANYING:
-            self._note(extension, path, label)
+        of_system = os.path.basename(lower) in SYSTEM_FILES or os.path.join(self._root, path) == self._manifest
+        if found is None and not of_system:
+            self._note(extension or BARE, path, label)
 
     def _note(self, kind: str, path: bytes, label: str | None) -> None:
         count = self._notes.setdefault((kind, label or ""), [0, os.fsdecode(path)])

@@ -8,14 +8,15 @@ order of their names.
 import csv
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from tessera.data.shards.failures import ShardError, warn_once
+from tessera.data.shards.index import composed
 from tessera.data.shards.listing import MISSING, NO_LABEL, UNLABELLED, File, Listing, file_facts
-from tessera.data.shards.notes import LOST
+from tessera.data.shards.notes import LOST, MASKS
 from tessera.data.shards.tar import LARGEST_LABEL, whole_number
 from tessera.runtime.user_error import printable
 
@@ -35,27 +36,29 @@ Row = tuple[str, str | None]
 """Path of an image, and its label (None if the image has no label)."""
 
 
-def list_file(path: Path, *, root: Path | None, labels: str, only: bool = False) -> Listing:
+def list_file(path: Path, *, root: Path | None, labels: str, only: bool = False, inside: bool = True) -> Listing:
     """List the images in a list or manifest.
 
-    A list has one path per line, optionally followed by a tab and a label. All paths must lie in the root folder.
+    A list has one path per line, optionally followed by a tab and a label.
 
     Args:
         path: a list, or a CSV or Parquet manifest with a column `path` and optionally a column `label`.
         root: root folder, to which the paths are relative; None for the folder of the list or manifest.
         labels: "auto" reads the labels, and "none" ignores them.
         only: leave out the images that have no label, if others have one.
+        inside: refuse paths outside the root folder, because names in shards are relative to it.
 
     Raises:
         ShardError: the list or manifest cannot be read or contains no existing images; a column is missing; a path lies
-            outside the root folder or occurs twice; a label is negative or too large; or `labels` has another value.
+            outside the root folder (if `inside` is true) or occurs twice; a label is negative or too large; or
+            `labels` has another value.
     """
     if labels not in ("auto", "none"):
         raise ShardError(
             f"--labels {labels} is for a folder of images, but {path} is a list or manifest. Leave --labels out."
         )
     folder = os.path.realpath(os.fsencode(root or path.parent))
-    listing = Listing.of(folder, _files(path, folder))
+    listing = Listing.of(folder, _files(path, folder, inside))
     missing = [listing.path(int(entry)) for entry in np.flatnonzero(listing.sizes == MISSING)]
     absent = f" These files do not exist: {_some(missing)}.{_spelling(folder, missing)}" if missing else ""
     listing.refuse_empty(f"{path} lists no existing images below {os.fsdecode(folder)}.{absent}".removesuffix("."))
@@ -105,7 +108,9 @@ def add_labels(listing: Listing, path: Path, *, only: bool = False) -> None:
         warn_once(
             f"Entries of {path} whose image does not exist: {_some(sorted(lost))}.{_spelling(root, sorted(lost))}"
         )
-    listing.found = [note._replace(group="") for note in listing.found if note.kind != LOST]  # folders are no classes
+    listing.found = [  # folders are no classes
+        note._replace(group="") for note in listing.found if note.kind not in (LOST, MASKS)
+    ]
     if only:
         listing.sizes[(listing.labels < 0) & (listing.sizes > 0)] = UNLABELLED
     _set_labels(listing, path, "auto")
@@ -152,9 +157,9 @@ def _label_table(path: Path, size: int, modified: int) -> tuple[tuple[str, ...],
         raise ShardError(f"--labels {path} must be a .csv, .tsv or .parquet file with the columns path and label.")
     texts: dict[str, int] = {}
     known: dict[bytes, int] = {}
-    real = functools.lru_cache(maxsize=None)(os.path.realpath)
+    real, listed = functools.lru_cache(maxsize=None)(os.path.realpath), functools.lru_cache(maxsize=None)(_names)
     for number, (name, label) in enumerate(_rows(path, need_labels=True), 1):
-        full = os.path.normpath(os.path.join(os.fsencode(path.absolute().parent), os.fsencode(name)))
+        full = _spelled(os.path.normpath(os.path.join(os.fsencode(path.absolute().parent), os.fsencode(name))), listed)
         full = os.path.join(real(os.path.dirname(full)), os.path.basename(full))
         if full in known:
             raise ShardError(f"{path}: entry {number}, {name!r}, is repeated. List each image once.")
@@ -162,11 +167,37 @@ def _label_table(path: Path, size: int, modified: int) -> tuple[tuple[str, ...],
     return tuple(texts), {full: label for full, label in known.items() if label >= 0}
 
 
-def _files(path: Path, folder: bytes) -> Iterator[File]:
-    seen = set()
+def _names(folder: bytes) -> dict[str, list[bytes]]:
+    """Return the names in a folder, by their Unicode form NFC. Return an empty dict if it cannot be listed."""
+    names: dict[str, list[bytes]] = {}
+    try:
+        for name in os.listdir(folder):
+            names.setdefault(composed(os.fsdecode(name)), []).append(name)
+    except OSError:
+        pass  # the file is reported as missing
+    return names
+
+
+def _spelled(path: bytes, listed: Callable[[bytes], dict[str, list[bytes]]]) -> bytes:
+    """Return the path of the file whose path is equal in Unicode's form NFC, if there is exactly one, else `path`.
+
+    macOS writes a letter with its accent as two characters, and other systems as one.
+    """
+    if path.isascii() or b"\0" in path or os.path.lexists(path):
+        return path
+    folder, name = os.path.split(path)
+    folder = _spelled(folder, listed)
+    same = listed(folder).get(composed(os.fsdecode(name)), [])
+    return os.path.join(folder, same[0] if len(same) == 1 else name)
+
+
+def _files(path: Path, folder: bytes, inside: bool) -> Iterator[File]:
+    seen, listed = set(), functools.lru_cache(maxsize=None)(_names)
     for number, (name, label) in enumerate(_rows(path), 1):
-        full = os.path.normpath(os.path.join(folder, os.fsencode(name)))
-        if os.path.commonpath([full, folder]) != folder or b"\0" in full:
+        full = _spelled(os.path.normpath(os.path.join(folder, os.fsencode(name))), listed)
+        if b"\0" in full:
+            raise ShardError(f"{path}: entry {number}, {name!r}, has a NUL character. Correct the path.")
+        if inside and os.path.commonpath([full, folder]) != folder:
             raise ShardError(
                 f"{path}: entry {number}, {name!r}, is outside the root folder {os.fsdecode(folder)}. "
                 "Set --root to a folder that contains all entries."

@@ -5,6 +5,7 @@ run can print them (`Source.notes`).
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -19,38 +20,53 @@ MOST_KINDS = 10
 """Maximum number of kinds of notes that are printed."""
 MOST_GROUPS = 5
 """Maximum number of classes that are printed for each kind of notes."""
+MOST_CLASSES = 10
+"""Maximum number of class names that are printed."""
 OTHER = "."
 """First character of the kinds that are file name extensions."""
 OTHER_IMAGES = ("bmp", "dib", "gif", "heic", "heif", "avif", "jp2", "jxl", "j2k", "ppm", "pgm", "tga", "exr", "dcm")
 """File name extensions of images that are not supported. Such images in a shard cause a warning."""
 NAME, LINK, ORPHAN, TWICE, REST, CHOSEN, MAPPED = "name", "link", "orphan", "twice", "rest", "chosen", "maps"
 LOST, PAIR, MASK, PARTS, UNUSABLE, LABELS = "class", "pair", "mask", "parts", "unusable", "labels"
+HIDDEN, BARE, MASKS, ALIKE, SINGLE = "hidden", "bare", "masks", "alike", "single"
 DAMAGE = (ORPHAN, TWICE, REST)
 """Kinds that a tar has if it was joined, updated or sorted wrongly. A run warns of them, and a check fails."""
 SENTENCES = {
-    NAME: "{count} images are not read. A name must be KEY.EXTENSION, without a dot in KEY and with an extension of "
-    "images",
-    LINK: "{count} images are links, which are not read. Write the tar again with `tar --hard-dereference -h`",
-    ORPHAN: "{count} labels or maps belong to no image. The members of a sample must follow one another: write the tar "
-    "again, sorted by name",
-    TWICE: "{count} samples have the name of an earlier sample. All of them are read. Programs such as `tar -r` leave "
-    "old versions of a file in the tar",
-    REST: "{count} bytes after the end mark of the tar are not read. They may be another tar, because `cat` does not "
-    "join tars: use `tar -A`, or give both files",
-    CHOSEN: "{count} samples have images, but not the image that data.image names (--image of other commands). They "
-    "are left out: {groups}",
-    MAPPED: "{count} samples have several maps. Only the first of KEY.seg.png, KEY.depth.png, KEY.depth.npy is read",
-    LOST: "{count} of the class folders hold no image that can be read: {groups}",
-    PAIR: "{count} images have the name of another image but another extension. Both are read. If one is a map or a "
-    "copy, move it out of the folder",
-    MASK: "{count} images look like masks of other images, by their names. They are read as images. Move them out of "
-    "the folder if they are masks",
-    PARTS: "{count} parts of the data set are missing, by the file names {groups}",
-    UNUSABLE: "{count} files are left out: {groups}",
-    LABELS: "{count} samples are used without a label: {groups}",
+    NAME: "{count} [image is|images are] not read. A name must be KEY.EXTENSION, without a dot in KEY and with an "
+    "extension of images",
+    LINK: "{count} [image is a link, which is|images are links, which are] not read. Write the tar again with "
+    "`tar --hard-dereference -h`",
+    ORPHAN: "{count} [label or map belongs|labels or maps belong] to no image. The members of a sample must follow one "
+    "another: write the tar again, sorted by name",
+    TWICE: "{count} [sample has|samples have] the name of an earlier sample. All of them are read. Programs such as "
+    "`tar -r` leave old versions of a file in the tar",
+    REST: "{count} [byte|bytes] after the end mark of the tar [is|are] not read. They may be another tar, because "
+    "`cat` does not join tars: use `tar -A`, or give both files",
+    CHOSEN: "{count} [sample has images|samples have images], but not the image that data.image names (--image of "
+    "other commands). [It is|They are] left out: {groups}",
+    MAPPED: "{count} [sample has|samples have] several maps. Only the first of KEY.seg.png, KEY.depth.png, "
+    "KEY.depth.npy is read",
+    LOST: "{count} of the class folders [holds|hold] no image that can be read: {groups}",
+    PAIR: "{count} [image has|images have] the name of another image but another extension. Both are read. If one is a "
+    "map or a copy, move it out of the folder",
+    MASK: "{count} [image looks like a mask of another image, by its name. It is read as an image. Move it out of the "
+    "folder if it is a mask|images look like masks of other images, by their names. They are read as images. Move them "
+    "out of the folder if they are masks]",
+    PARTS: "{count} [part|parts] of the data set [is|are] missing, by the file [name|names] {groups}",
+    UNUSABLE: "{count} [file is|files are] left out: {groups}",
+    LABELS: "{count} [sample is|samples are] used without a label: {groups}",
+    HIDDEN: "{count} hidden [file or folder is|files or folders are] left out, because [its name begins|their names "
+    "begin] with a dot",
+    BARE: "{count} [file|files] without an extension [is|are] left out",
+    MASKS: "{count} class [folder has|folders have] a name of folders of masks: {groups}. [It is|They are] read as "
+    "[a class|classes]. Move [it|them] out of the folder if [it holds|they hold] masks",
+    ALIKE: "class names are equal except for capitals and spaces: {groups}. They are different classes. If this is a "
+    "mistake, correct the labels",
+    SINGLE: "{count} [class has|classes have] one image only: {groups}",
 }
-"""Maps the kind of a note to its sentence. A kind that begins with `OTHER` has the sentence `OF_OTHER_KIND`."""
-OF_OTHER_KIND = "{count} {kind} files are left out{of_classes}, because this format is not read{cure}"
+"""Maps the kind of a note to its sentence. `[one|several]` is the text for a count of one, and for other counts.
+A kind that begins with `OTHER` has the sentence `OF_OTHER_KIND`."""
+OF_OTHER_KIND = "{count} {kind} [file is|files are] left out{of_classes}, because this format is not read{cure}"
 
 
 class Note(NamedTuple):
@@ -86,14 +102,26 @@ def _sentence(kind: str, count: int, groups: Counter[str], first: str) -> str:
     else:
         shown = [printable(name) for name, _ in named[:MOST_GROUPS]]
     listed = ", ".join(shown) + (", ..." if len(named) > MOST_GROUPS else "")
-    sentence = (OF_OTHER_KIND if kind.startswith(OTHER) else SENTENCES[kind]).format(
-        cure=" (convert to PNG)" if kind[1:] in OTHER_IMAGES else "",
+    cure = " (convert to PNG)" if kind[1:] in OTHER_IMAGES else ""
+    if kind in (".csv", ".tsv"):
+        cure = " here. If it has the labels, give it with --labels"
+    template = OF_OTHER_KIND if kind.startswith(OTHER) else SENTENCES[kind]
+    sentence = re.sub(r"\[(.*?)\|(.*?)\]", r"\1" if count == 1 else r"\2", template).format(
+        cure=cure,
         count=f"{count:,}",
         kind=printable(kind),
         groups=listed,
         of_classes=f" ({listed})" if listed else "",
     )
-    return f"{sentence}. The first is {printable(first)}." if first else f"{sentence}."
+    of_first = "Its name is" if count == 1 else "The first is"
+    return f"{sentence}. {of_first} {printable(first)}." if first else f"{sentence}."
+
+
+def shown_classes(counts: Iterable[tuple[str, int]]) -> str:
+    """Return the names of the first classes, each with its number of images."""
+    found = [*counts]
+    shown = [f"{printable(name)} ({count:,})" for name, count in found[:MOST_CLASSES]]
+    return ", ".join(shown) + (", ..." if len(found) > MOST_CLASSES else "")
 
 
 def named_notes(shard: str, notes: Iterable[Note]) -> tuple[Note, ...]:

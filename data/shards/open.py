@@ -33,7 +33,7 @@ from tessera.data.shards.failures import (
 from tessera.data.shards.folder import ImageFolder, holds_images
 from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, ShardEntry, parse_folder
 from tessera.data.shards.manifest import MANIFESTS
-from tessera.data.shards.notes import OTHER_IMAGES, PARTS, Note, describe, named_notes, valid_notes
+from tessera.data.shards.notes import OTHER_IMAGES, PARTS, Note, describe, named_notes, shown_classes, valid_notes
 from tessera.data.shards.source import DEFAULT, Shard, Source, SourceConfig
 from tessera.data.shards.tar import IMAGES
 from tessera.data.shards.tars import GZIPPED, LocalTar, PackedTar, RemoteTar, Tar, folder_of
@@ -192,6 +192,11 @@ def _open_patterns(shards: Shards, progress: bool, source: SourceConfig) -> Sour
     if os.environ.get("RANK", "0") == "0":
         for line in describe(notes):
             warn_once(f"{shown_paths(paths)}: {line}")
+        for one in found:
+            if isinstance(one.shard, ImageFolder) and (counts_of := one.shard.class_counts):
+                warn_once(
+                    f"{one.shard.path}: {len(counts_of):,} classes: {shown_classes(counts_of)}", level=logging.INFO
+                )
     return Source(
         [one.shard for one in found],
         counts,

@@ -253,7 +253,7 @@ def _image_column(schema: Any, path: str, given: str | None) -> str:
         several = [column.removesuffix(".bytes") for column in found]
         raise ShardError(
             f"{path} has several columns of encoded images: {', '.join(several)}. Choose one with data.image, for "
-            f"example --data.image {several[0]}."
+            f"example --data.image={several[0]}."
         )
     if not found:
         raise ShardError(

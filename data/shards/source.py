@@ -395,9 +395,6 @@ class Source:
     """True to let `label` return -1 for a sample without a label."""
     readers: int = 1
     """Number of sources that are read in this process. They share the limits of kept indices equally."""
-    skipped: set[str] = field(default_factory=set)
-    """Names of the corrupt images that this process has skipped, with reasons. Copies of the source share the set, so
-    that each image is logged once, however often the source is read."""
 
     def __post_init__(self) -> None:
         self._ends = np.cumsum(self.counts).tolist()

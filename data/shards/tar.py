@@ -417,7 +417,7 @@ def _refuse_several_images(samples: Members, shard: str) -> None:
             names = " and ".join(f"{shown(key)}.{name}" for name in several)
             raise ShardError(
                 f"{shard}: a sample has several images, {names}. Choose one of them with data.image, for example "
-                f"--data.image {several[0]} (--image {several[0]} for other commands)."
+                f"--data.image={several[0]} (--image={several[0]} for other commands)."
             )
 
 

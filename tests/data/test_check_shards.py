@@ -240,8 +240,8 @@ def test_tars_that_were_joined_updated_or_sorted_wrongly(write_tar, png, report,
     path = write_tar("x.tar", members + more.get(kind, []))
     said = {
         "joined": "bytes after the end mark of the tar are not read",
-        "repeated": "1 samples have the name of an earlier sample",
-        "orphan": "1 labels or maps belong to no image",
+        "repeated": "1 sample has the name of an earlier sample",
+        "orphan": "1 label or map belongs to no image",
     }[kind]
     if kind == "joined":
         Path(path).write_bytes(2 * Path(path).read_bytes())

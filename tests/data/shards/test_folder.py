@@ -55,7 +55,7 @@ def test_images_and_labels_are_those_of_a_shard(photos, shards, caplog):
         assert folder.label(sample) == tar.label(sample)
     assert folder.class_names() == tar.class_names() == ("10", "ant", "bee")
     assert folder.name(0) == "photos/10/11.v1.jpg"
-    assert f"{photos}/: 1 files are left out: the file is empty." in caplog.text
+    assert f"{photos}/: 1 file is left out: the file is empty. Its name is {photos}/" in caplog.text
     assert expand(photos) == expand(f"{photos}/") == [f"{photos}/"]
     assert count_classes(open_sources(expand(photos))) == 3
     found, expected = (evaluation_batches(one, CenterCrop(16), batch_size=8) for one in (photos, shards))
@@ -152,4 +152,4 @@ def test_folders_that_are_refused(photos, tmp_path, capsys):
     assert check_shards([str(photos), "--workers=1"]) == 0
     said = capsys.readouterr().out
     assert "23 images, 3 classes from 0 to 2" in said
-    assert "left out      1 .bmp files are left out (1 of class ant)" in said
+    assert "left out      1 .bmp file is left out (1 of class ant)" in said

@@ -7,7 +7,8 @@ import tarfile
 
 import pytest
 
-from tessera.data.shards.failures import ShardError
+from tessera.data.shards import open_shards
+from tessera.data.shards.failures import ShardError, forget_warnings
 from tessera.data.shards.index import parse_classes
 from tessera.data.shards.listing import list_folder
 from tessera.data.shards.notes import describe
@@ -268,19 +269,25 @@ def notes(folder):
     return describe(listing.notes()), listing.classes
 
 
+OTHERS = ("cat/a.txt", "cat/a.xyz", "cat/.b.jpg", "cat/README", "Thumbs.db", "cat/.DS_Store", "index.json")
+
+
 def test_formats_and_classes_that_are_left_out(photos):
     files = {"cat/a.jpg": 0, "dog/a.bmp": 0, "dog/b.BMP": 0, "fox/a.JFIF": 0, "fox/b.jpe": 0, "fox/c.heic": 0}
-    folder = photos({name: picture(n) for n, name in enumerate(files)} | {"cat/a.txt": b"", "cat/a.xyz": b""})
+    folder = photos({name: picture(n) for n, name in enumerate(files)} | dict.fromkeys(OTHERS, b""))
     (folder / "owl").mkdir()
     found, classes = notes(folder)
     assert classes == ["cat", "dog", "fox"]  # the number of fox does not depend on the format of the dogs
     assert list_folder(folder, labels="auto").labels.tolist() == [0, 2, 2]
     assert found == [
-        "1 .xyz files are left out (1 of class cat), because this format is not read. The first is cat/a.xyz.",
+        "1 file without an extension is left out. Its name is cat/README.",
+        "1 .txt file is left out (1 of class cat), because this format is not read. Its name is cat/a.txt.",
+        "1 .xyz file is left out (1 of class cat), because this format is not read. Its name is cat/a.xyz.",
+        "1 hidden file or folder is left out, because its name begins with a dot. Its name is cat/.b.jpg.",
         "2 .bmp files are left out (2 of class dog), because this format is not read (convert to PNG). "
         "The first is dog/a.bmp.",
-        "1 .heic files are left out (1 of class fox), because this format is not read (convert to PNG). "
-        "The first is fox/c.heic.",
+        "1 .heic file is left out (1 of class fox), because this format is not read (convert to PNG). "
+        "Its name is fox/c.heic.",
         "2 of the class folders hold no image that can be read: dog, owl.",
     ]
 
@@ -288,7 +295,7 @@ def test_formats_and_classes_that_are_left_out(photos):
 def test_without_classes_no_class_is_named(photos):
     folder = photos({"x/y/a.jpg": picture(0), "x/a.gif": b""})
     assert notes(folder) == (
-        ["1 .gif files are left out, because this format is not read (convert to PNG). The first is x/a.gif."],
+        ["1 .gif file is left out, because this format is not read (convert to PNG). Its name is x/a.gif."],
         None,
     )
 
@@ -298,9 +305,13 @@ def test_without_classes_no_class_is_named(photos):
     [
         (["a.jpg", "a_mask.png", "b.jpg", "b-seg.png"], ["2 images look like masks", "The first is a_mask.png"]),
         (["benign (1).png", "benign (1)_mask.png", "benign (1)_mask_1.png"], ["2 images look like masks"]),
-        (["images/a.jpg", "masks/a.png"], ["1 images look like masks", "The first is masks/a.png"]),
-        (["t/Images/a.jpg", "t/annotations/x/a.png"], ["1 images look like masks"]),
-        (["a.jpg", "a.png"], ["1 images have the name of another image but another extension"]),
+        (["images/a.jpg", "masks/a.png"], ["1 image looks like a mask", "Its name is masks/a.png"]),
+        (["t/Images/a.jpg", "t/annotations/x/a.png"], ["1 image looks like a mask"]),
+        (["a.jpg", "a.png"], ["1 image has the name of another image but another extension"]),
+        (
+            ["masks/a.jpg", "cat/b.jpg"],
+            ["1 class folder has a name of folders of masks: masks. It is read"],
+        ),
         (["face_mask.jpg", "mask_1.jpg", "gt.png", "labels/a.jpg", "cat/a.jpg"], []),
     ],
 )
@@ -308,6 +319,23 @@ def test_images_that_may_be_masks(photos, files, said):
     found, _ = notes(photos({name: picture(n) for n, name in enumerate(files)}))
     assert len(found) == bool(said)
     assert all(text in found[0] for text in said)
+
+
+def test_class_names_that_may_be_misspelt(photos, caplog):
+    names = [f"{name}/{n}.jpg" for name in ("golf ball", "tench", "church") for n in range(2)] + ["GOLF  BALL/a.jpg"]
+    folder = photos({name: picture(n) for n, name in enumerate(names)})
+    assert notes(folder)[0] == [
+        "class names are equal except for capitals and spaces: 'GOLF  BALL' and 'golf ball'. They are different "
+        "classes. If this is a mistake, correct the labels.",
+        "1 class has one image only: GOLF  BALL.",
+    ]
+    for _ in range(2):
+        caplog.clear()
+        forget_warnings()  # another run in the same process
+        with caplog.at_level("INFO"):
+            open_shards(str(folder))
+        assert "4 classes: GOLF  BALL (1), church (2), golf ball (2), tench (2)" in caplog.text
+        assert "1 class has one image only" in caplog.text
 
 
 def test_a_class_in_two_unicode_forms(photos, tmp_path):

@@ -54,6 +54,26 @@ def test_integers_are_class_numbers_and_absolute_paths_and_links_are_followed(ph
     assert list(labels(opened(tmp_path / "link", text)).values()) == [3, 0, 1, 2]
 
 
+def test_a_manifest_in_another_folder(photos: Path, tmp_path: Path) -> None:
+    tables = tmp_path / "tables"
+    tables.mkdir()
+    (tables / "train.csv").write_text(f"path,label\n{photos}/a.png,cat\n../photos/deep/d.png,dog\n")
+    source = open_shards(str(tables / "train.csv"))
+    assert labels(source) == {"train.csv/../photos/a.png": "cat", "train.csv/../photos/deep/d.png": "dog"}
+    assert source.image(1) == (photos / "deep" / "d.png").read_bytes()
+
+
+def test_names_in_the_other_unicode_form(photos: Path, tmp_path: Path) -> None:
+    (photos / "deep").rename(photos / "B\u00e4r")
+    (photos / "a.png").rename(photos / "u\u0308.png")
+    text = "path,label\nphotos/\u00fc.png,cat\nphotos/Ba\u0308r/d.png,dog\n"
+    found = labels(opened(photos, text))
+    assert found == {"photos/u\u0308.png": "cat", "photos/B\u00e4r/d.png": "dog"}
+    assert [*labels(open_shards(str(tmp_path / "labels.csv"))).values()] == ["cat", "dog"]
+    (photos / "\u00fc.png").write_bytes((photos / "b.png").read_bytes())  # both forms: the exact one is read
+    assert "photos/\u00fc.png" in labels(opened(photos, text, name="other.csv"))
+
+
 def test_images_without_a_label_are_counted_and_named(photos: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = "path,label\nphotos/a.png,cat\nphotos/b.png,\nphotos/gone.png,dog\nelsewhere/x.png,dog\n"
     source = opened(photos, text)

@@ -181,7 +181,7 @@ def test_names_cannot_forge_lines_of_the_log(write_tar, png, caplog):
     assert index.key(0) == "a\\x1b[31m\\n2026-01-01 WARNING corrupt image b\\r"
     open_shards(path)
     (warning,) = caplog.messages
-    assert ".heic files are left out" in warning
+    assert ".heic file is left out" in warning
     assert not {"\n", "\r", "\x1b"} & set(warning)
     Path(path).write_bytes(Path(path).read_bytes()[:560])
     with pytest.raises(ShardError) as caught:

@@ -208,23 +208,23 @@ def test_columns_that_may_be_meant(tmp_path):
     with pytest.raises(ShardError, match=r"several columns named image"):
         open_shards(file([image, image], ["image", "image"]))
     several = file([image, image], ["png", "jpg"])
-    with pytest.raises(ShardError, match=r"several columns of encoded images: jpg, png. .*--data.image jpg"):
+    with pytest.raises(ShardError, match=r"several columns of encoded images: jpg, png. .*--data.image=jpg"):
         open_shards(several)
     assert open_shards(several, source=SourceConfig().with_form(SampleForm("png"))).images == 1
     labels = pa.array([3]), pa.array([4])
     both = file([image, *labels], ["image", "label", "cls"])
     assert not open_shards(both).all_labelled()
     assert describe(open_shards(both).notes) == [
-        "1 samples are used without a label: there are the columns label and cls. Choose one with data.label (--label "
+        "1 sample is used without a label: there are the columns label and cls. Choose one with data.label (--label "
         "of other commands)."
     ]
     with pytest.raises(ShardError, match=r"if the file has only one of them; name another column with data.label"):
         open_shards(both).require_labels()
     assert open_shards(both, source=SourceConfig().with_form(SampleForm(None, "cls"))).label(0) == 4
     (line,) = describe(open_shards(both, source=SourceConfig().with_form(SampleForm(None, "fine"))).notes)
-    assert line == "1 samples are used without a label: there is no column fine, which data.label names."
+    assert line == "1 sample is used without a label: there is no column fine, which data.label names."
     (line,) = describe(open_shards(file([image, pa.array(["cat"])], ["image", "label"])).notes)
-    assert line.startswith("1 samples are used without a label: the column label holds string, not integers.")
+    assert line.startswith("1 sample is used without a label: the column label holds string, not integers.")
     assert open_shards(file([image, pa.nulls(1)], ["image", "label"])).notes == ()
 
 

@@ -216,15 +216,15 @@ def test_images_that_are_not_read_are_said(write_tar, caplog):
     names = ("a.jpg", "b.1.jpg", "c.heic", "d.txt", "e.cls", "f.heic", "g.bmp")
     path = write_tar("a.tar", [(name, b"0") for name in names])
     name, heic, bmp, orphan = said(path, caplog)
-    assert name.startswith("1 images are not read. A name must be KEY.EXTENSION")
-    assert name.endswith("The first is a.tar/b.1.jpg.")
+    assert name.startswith("1 image is not read. A name must be KEY.EXTENSION")
+    assert name.endswith("Its name is a.tar/b.1.jpg.")
     assert (
         heic
         == "2 .heic files are left out, because this format is not read (convert to PNG). The first is a.tar/c.heic."
     )
-    assert "1 .bmp files" in bmp
-    assert orphan.startswith("1 labels or maps belong to no image")
-    assert orphan.endswith("The first is a.tar/e.")
+    assert "1 .bmp file is" in bmp
+    assert orphan.startswith("1 label or map belongs to no image")
+    assert orphan.endswith("Its name is a.tar/e.")
     assert keys(shard_at(path).index()) == ["a"]
 
 
@@ -263,11 +263,11 @@ def test_repeated_names_are_said(write_tar, caplog):
 def test_several_images_of_a_sample(write_tar, caplog):
     image, mask = ("a.webp", b"image"), ("a.png", b"m")
     path = write_tar("a.tar", [mask, image, ("b.webp", b"other"), ("b.png", b"m"), ("c.png", b"m")])
-    with pytest.raises(ShardError, match=r"several images, a.png and a.webp. .*--data.image png \(--image png"):
+    with pytest.raises(ShardError, match=r"several images, a.png and a.webp. .*--data.image=png \(--image=png"):
         open_shards(path)
     (line,) = said(path, caplog, image="webp")
-    assert line.startswith("1 samples have images, but not the image that data.image names (--image of other commands)")
-    assert line.endswith("They are left out: 1 .png. The first is a.tar/c.png.")
+    assert line.startswith("1 sample has images, but not the image that data.image names (--image of other commands)")
+    assert line.endswith("It is left out: 1 .png. Its name is a.tar/c.png.")
     opened = open_shards(path, source=SourceConfig().with_form(SampleForm("webp")))
     assert [opened.image(number) for number in range(opened.images)] == [b"image", b"other"]
     assert said(path, caplog, image=".PNG") == []
@@ -282,7 +282,7 @@ def test_samples_without_the_chosen_image_are_counted_by_kind_and_class(write_ta
     groups = "2 .jpg of class 7, 2 .jpg, 1 .tif of class 7. The first is a.tar/b.jpg."
     assert chosen.startswith("5 samples have images, but not the image that data.image names")
     assert chosen.endswith(groups)
-    assert orphan.endswith("The first is a.tar/c.")
+    assert orphan.endswith("Its name is a.tar/c.")
     with pytest.raises(ShardError, match=r"holds no image KEY.webp. .* 6 samples have images, .* 2 .jpg of class 7"):
         open_shards(path, source=SourceConfig().with_form(SampleForm("webp")))
 
@@ -299,7 +299,7 @@ def test_whole_number(text, number):
 def test_several_maps_of_a_sample_are_said(write_tar, caplog):
     path = write_tar("a.tar", [("a.jpg", b"0"), ("a.depth.png", b"d"), ("a.seg.png", b"s"), ("b.jpg", b"0")])
     (line,) = said(path, caplog)
-    assert line.startswith("1 samples have several maps. Only the first of KEY.seg.png")
+    assert line.startswith("1 sample has several maps. Only the first of KEY.seg.png")
 
 
 @pytest.mark.parametrize("name", ["a.tar.index", "index.json", "classes.json"])
