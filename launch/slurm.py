@@ -164,7 +164,13 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
     if options.gpus is None:
         options.gpus = 0 if options.processes else 1
     if options.resume not in (None, True):
-        options.output, options.resume = options.output or Path(options.resume), True
+        run = Path(options.resume)
+        if options.output and options.output.expanduser().resolve() != run.expanduser().resolve():
+            raise LaunchError(
+                f"--resume {run} and --output {options.output} contradict each other. To continue {run}, leave --output "
+                f"out. To start a new run from its weights, leave --resume out and give -- --init_from {run}."
+            )
+        options.output, options.resume = run, True
     settings, kept = settings_of_run(options)
     after, every = evaluation_names(options.after_pretraining), evaluation_names(options.every_checkpoint)
     for name in set(every) & set(FINAL_ONLY):

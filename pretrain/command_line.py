@@ -69,6 +69,7 @@ def from_values(values: Mapping[str, Any]) -> RunConfig:
         SettingsError: a name is unknown, a value is out of range, or the run would ignore a setting.
     """
     if isinstance(run := values.get("resume"), (str, os.PathLike)):
+        check_one_folder(os.fspath(run), values.get("output"))
         values = {**values, "resume": True, "output": os.fspath(run)}
     return _complete(merge(RunConfig, values), lambda model, _: merge(model, values), "Python")
 
@@ -93,16 +94,42 @@ def settings_file(config: str) -> Path:
 
 
 def expand_resume(argv: Sequence[str]) -> list[str]:
-    """Return a command line in which `--resume RUN` is written as `--resume --output RUN`."""
+    """Return a command line in which `--resume RUN` is written as `--resume --output RUN`.
+
+    Raises:
+        SettingsError: `--output` names another folder.
+    """
     words: list[str] = []
     for word in argv:
         if word.startswith("--resume=") and word.partition("=")[2].lower() not in ("true", "false"):
-            words += ["--resume", "--output", word.partition("=")[2]]
+            run = word.partition("=")[2]
+            words += ["--resume", "--output", run]
         elif words[-1:] == ["--resume"] and not word.startswith("--") and word.lower() not in ("true", "false"):
-            words += ["--output", word]
+            run = word
+            words += ["--output", run]
         else:
             words.append(word)
+            continue
+        check_one_folder(run, peek(argv, "output"))
     return words
+
+
+def check_one_folder(run: str, output: object) -> None:
+    """Check that `output`, if it is given, is the folder of the run to continue.
+
+    Raises:
+        SettingsError: it is another folder.
+    """
+    if (
+        isinstance(output, (str, os.PathLike))
+        and Path(output).expanduser().resolve() != Path(run).expanduser().resolve()
+    ):
+        shown, other = printable(run), printable(os.fspath(output))
+        raise SettingsError(
+            f"--resume {shown} and --output {other} contradict each other. To continue {shown}, leave --output out. To "
+            f"start a new run from its weights, give --init_from {shown} and --output {other} without --resume; "
+            f"--config {shown}/config.yaml gives it the same settings."
+        )
 
 
 def _complete(

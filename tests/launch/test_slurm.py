@@ -258,6 +258,7 @@ def test_another_run_is_not_touched(slurm: Slurm) -> None:
 def test_a_run_that_continues_keeps_its_settings(slurm: Slurm) -> None:
     run = slurm.folder / "run"
     assert "run holds no run to continue" in slurm.fails("submit", "--resume", "run")
+    assert "--output x contradict each other" in slurm.fails("submit", "--resume", "run", "--output", "x")
     slurm.accepted("--after-pretraining", "knn", "--", "--steps", "5000", "--evaluation.val", "w.tar")
     slurm.commands.answer({"squeue --noheader": [(0, "101|FAILED|None\n102|CANCELLED|None\n", "")]})
     (run / "config.yaml").write_text(f"{SETTINGS.replace('v.tar', 'w.tar')}steps: 5000\n")

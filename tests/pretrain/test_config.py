@@ -89,6 +89,14 @@ def test_resume_takes_the_folder_of_the_run() -> None:
         assert expand_resume(unchanged.split()) == unchanged.split()
     config = load([*SHARDS, "--resume", "runs/a"])
     assert (config.resume, config.output) == (True, "runs/a")
+    assert load([*SHARDS, "--output", "runs/b/../a", "--resume", "runs/a"]).output == "runs/a"  # the same folder
+    for words in ("--resume runs/a --output runs/b", "--output=runs/b --resume=runs/a"):
+        with pytest.raises(
+            SettingsError, match=r"leave --output out\. To start .* give --init_from runs/a and --output"
+        ):
+            load([*SHARDS, *words.split()])
+    with pytest.raises(SettingsError, match="--resume runs/a and --output runs/b contradict each other"):
+        from_values({"data": {"shards": "d.tar"}, "resume": Path("runs/a"), "output": "runs/b"})
 
 
 def test_settings_from_python_equal_those_of_the_command_line(tmp_path: Path) -> None:
