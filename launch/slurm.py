@@ -167,8 +167,8 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
         run = Path(options.resume)
         if options.output and options.output.expanduser().resolve() != run.expanduser().resolve():
             raise LaunchError(
-                f"--resume {run} and --output {options.output} contradict each other. To continue {run}, leave --output "
-                f"out. To start a new run from its weights, leave --resume out and give -- --init_from {run}."
+                f"--resume {run} and --output {options.output} contradict each other. To continue {run}, leave "
+                f"--output out. To start a new run from its weights, leave --resume out and give -- --init_from {run}."
             )
         options.output, options.resume = run, True
     settings, kept = settings_of_run(options)

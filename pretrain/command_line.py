@@ -120,16 +120,18 @@ def check_one_folder(run: str, output: object) -> None:
     Raises:
         SettingsError: it is another folder.
     """
-    if (
-        isinstance(output, (str, os.PathLike))
-        and Path(output).expanduser().resolve() != Path(run).expanduser().resolve()
-    ):
-        shown, other = printable(run), printable(os.fspath(output))
-        raise SettingsError(
-            f"--resume {shown} and --output {other} contradict each other. To continue {shown}, leave --output out. To "
-            f"start a new run from its weights, give --init_from {shown} and --output {other} without --resume; "
-            f"--config {shown}/config.yaml gives it the same settings."
-        )
+    if not isinstance(output, (str, os.PathLike)) or _absolute(output) == _absolute(run):
+        return
+    shown, other = printable(run), printable(os.fspath(output))
+    raise SettingsError(
+        f"--output={other} contradicts the run to continue, {shown}. To continue it, leave --output out. To start "
+        f"a new run from its weights, give --init_from={shown} and --output={other} without --resume; --config="
+        f"{shown}/config.yaml gives it the same settings."
+    )
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    return Path(path).expanduser().resolve()
 
 
 def _complete(
