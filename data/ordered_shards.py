@@ -40,6 +40,8 @@ class OrderedShards(IterableDataset[dict[str, Any]]):
             later batch is yielded. Random numbers are seeded by position.
         stream: settings of the order of samples.
         source: settings for access to shards.
+        image: name of the image in a sample, such as `left.jpg`; None for the usual names.
+        label: name of the label in a sample, or `NAME:FIELD` for a field of a JSON object; None for the usual names.
 
     Raises:
         ShardError: the shards cannot be used.
@@ -57,9 +59,11 @@ class OrderedShards(IterableDataset[dict[str, Any]]):
         stages: Sequence[Stage] = (),
         stream: StreamConfig = StreamConfig(),  # noqa: B008 - the default is immutable
         source: SourceConfig = DEFAULT,
+        image: str | None = None,
+        label: str | None = None,
     ) -> None:
         self.batch_size, self.first_step, self.steps, self.seed = batch_size, first_step, steps, seed
-        form = SampleForm(source.form.image, source.form.label, load_stages(stages))
+        form = SampleForm(image, label, load_stages(stages))
         sources, weights = open_sources(shards, progress=False, source=source.with_form(form))
         self._sampler = mixture_sampler(sources, weights, seed, stream, batch_size)
         self._sources = in_blocks(sources, self._sampler)

@@ -23,6 +23,7 @@ from tessera.data.crops import CenterCrop
 from tessera.data.dataset import Decoding, EvaluationDataset
 from tessera.data.pictures import colours
 from tessera.data.shards import ShardError, Source, SourceConfig, open_shards
+from tessera.data.shards.source import SampleForm
 from tessera.encoders.base import Preprocessing
 from tessera.evaluation.features import (
     EvaluationError,
@@ -90,7 +91,8 @@ def examine(
     Args:
         runs: runs to show.
         accelerator: accelerator of the process.
-        val: SHARDS of the images. None selects the validation shards of each run.
+        val: SHARDS of the images. None selects the validation shards of each run. Their images and labels have the names
+            that `data.image` and `data.label` of each run set.
         images: number of shown images (Q).
         neighbours: number of neighbours per image.
         bank: maximum number of images in which neighbours are searched (N).
@@ -99,20 +101,23 @@ def examine(
     problems = []
     for run in runs:
         if shards := val or run.settings.get("evaluation.val"):
-            by_shards.setdefault(json.dumps(shards), []).append(run)
+            names = [run.settings.get(f"data.{one}") for one in ("image", "label")]
+            by_shards.setdefault(json.dumps([shards, *names]), []).append(run)
         else:
             problems.append(f"{run.name}: neighbours are not shown, because the run has no evaluation.val. Give --val.")
-    by_content: dict[str, tuple[str, Source, list[RunFolder]]] = {}
+    by_content: dict[tuple[str, SampleForm], tuple[str, Source, list[RunFolder]]] = {}
     for key, some in by_shards.items():
-        shards = json.loads(key)
+        shards, *names = json.loads(key)
+        form = SampleForm(*(one if isinstance(one, str) else None for one in names))
         try:
             # the settings of a run may come from a stranger, so that only --val can name a command to run
-            opened = open_shards(shards, progress=False, source=SourceConfig(commands=None if val else False))
+            access = SourceConfig(commands=None if val else False).with_form(form)
+            opened = open_shards(shards, progress=False, source=access)
             opened = replace(opened, classes=opened.class_names() if opened.all_labelled() else None)
         except ShardError as error:
-            problems.append(f"{', '.join(run.name for run in some)}: neighbours are not shown. {error}")
+            problems.append(f"{', '.join(run.name for run in some)}: neighbours are not shown. {_line(error)}")
             continue
-        by_content.setdefault(opened.content() or key, (data_name(shards), opened, []))[2].extend(some)
+        by_content.setdefault((opened.content() or key, form), (data_name(shards), opened, []))[2].extend(some)
     groups = []
     for name, opened, some in by_content.values():
         encoded: dict[str, _Encoded] = {}
@@ -120,7 +125,7 @@ def examine(
             try:
                 encoded[run.name] = _encode(run, opened, images, bank, accelerator)
             except UserError as error:
-                problems.append(f"{run.name}: neighbours are not shown. {error}")
+                problems.append(f"{run.name}: neighbours are not shown. {_line(error)}")
         if encoded:
             colours_of_runs = common_colours([one.projected for one in encoded.values()])
             seen = [
@@ -129,6 +134,11 @@ def examine(
             ]
             groups.append(Group(name, len(next(iter(encoded.values())).tiles), seen))
     return groups, problems
+
+
+def _line(error: Exception) -> str:
+    """Return the message of an error in one line."""
+    return " ".join(str(error).split("\n  "))
 
 
 def evenly_spaced(count: int, total: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from tessera import encoders
 from tessera.evaluation.features import extract
 from tessera.evaluation.reporting.neighbours import examine
 from tessera.evaluation.reporting.runs import read_runs
-from tests.evaluation.conftest import save_encoder, write_shard
+from tests.evaluation.conftest import save_encoder, saved, write_shard, write_tar
 from tests.evaluation.reporting.made import make_run, record
 
 COPIES = {"a": "first", "b": "copy"}
@@ -27,8 +27,8 @@ def accelerator() -> Accelerator:
     return Accelerator()
 
 
-def run_with_encoder(folder: Path, val: str) -> Path:
-    make_run(folder, [record(20, 1.0)], evaluation={"val": val, "k": 20})
+def run_with_encoder(folder: Path, val: str, **settings: Any) -> Path:
+    make_run(folder, [record(20, 1.0)], evaluation={"val": val, "k": 20}, **settings)
     save_encoder(folder / "encoder.safetensors", **ENCODER)
     return folder
 
@@ -68,6 +68,26 @@ def test_runs_on_copies_of_the_same_images_share_a_gallery(tmp_path: Path, accel
     folders = [run_with_encoder(tmp_path / name, str(tmp_path / of / "val-*.tar")) for name, of in COPIES.items()]
     (group,), _ = examine(read_runs(folders)[0], accelerator, images=2, neighbours=2)
     assert [seen.run for seen in group.seen] == ["a", "b"]
+
+
+def test_the_image_and_the_label_are_those_of_the_run(tmp_path: Path, accelerator: Accelerator) -> None:
+    members = []
+    for key in range(4):
+        for side in ("left", "right"):
+            pixels = np.full((16, 16, 3), 10 * key + (side == "right"), dtype=np.uint8)
+            members.append((f"{key}.{side}.png", saved(pixels, "PNG")))
+        members.append((f"{key}.json", b'{"kind": 7}'))
+    for number in range(2):
+        write_tar(tmp_path / f"val-{number}.tar", members)
+    val = str(tmp_path / "val-*.tar")
+    good = run_with_encoder(tmp_path / "good", val, data={"image": "right.png", "label": "json:kind"})
+    usual = run_with_encoder(tmp_path / "usual", val)
+    (group,), (problem,) = examine(read_runs([good, usual])[0], accelerator, images=2, neighbours=1)
+    assert [seen.run for seen in group.seen] == ["good"]
+    tile = group.seen[0].rows[0][0]
+    assert (tile.label, tile.pixels.min(), tile.pixels.max()) == ("7", 1, 1)
+    assert problem.startswith("usual: neighbours are not shown. 2 of 2 shards cannot be used: ")
+    assert "\n" not in problem
 
 
 def test_runs_that_cannot_be_examined_are_named(tmp_path: Path, shards: Path, accelerator: Accelerator) -> None:
