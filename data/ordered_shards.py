@@ -63,7 +63,7 @@ class OrderedShards(IterableDataset[dict[str, Any]]):
         label: str | None = None,
     ) -> None:
         self.batch_size, self.first_step, self.steps, self.seed = batch_size, first_step, steps, seed
-        form = SampleForm(image, label, load_stages(stages))
+        form = SampleForm(image or source.form.image, label or source.form.label, load_stages(stages))
         sources, weights = open_sources(shards, progress=False, source=source.with_form(form))
         self._sampler = mixture_sampler(sources, weights, seed, stream, batch_size)
         self._sources = in_blocks(sources, self._sampler)

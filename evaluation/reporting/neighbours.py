@@ -91,8 +91,8 @@ def examine(
     Args:
         runs: runs to show.
         accelerator: accelerator of the process.
-        val: SHARDS of the images. None selects the validation shards of each run. Their images and labels have the names
-            that `data.image` and `data.label` of each run set.
+        val: SHARDS of the images. None selects the validation shards of each run. Their images and labels have the
+            names that `data.image` and `data.label` of each run set.
         images: number of shown images (Q).
         neighbours: number of neighbours per image.
         bank: maximum number of images in which neighbours are searched (N).

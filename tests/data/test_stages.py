@@ -198,6 +198,9 @@ def test_other_names_of_members(tars):
     usual, left = open_shards(tars), open_shards(tars, source=form(image="left.jpg", label="json:object.kind"))
     assert [left.image(n) for n in range(left.images)] == [picture(100 + n) for n in range(sum(COUNTS))]
     assert [left.label(n) for n in range(left.images)] == [n % 3 for n in range(sum(COUNTS))]
+    source = OrderedShards(tars, batch_size=4, steps=1, image="left.jpg", label="json:object.kind")
+    pictures = [left.image(n) for n in range(left.images)]
+    assert all(sample["left.jpg"] in pictures for sample in source)
     assert usual.image(3) == picture(3)
     assert count_classes(open_sources(tars, source=form(label="json:object.kind"))) == 3
     staged = form(image="left.jpg", label="json:n", stages=(wds.decode("pil"),))
