@@ -163,6 +163,10 @@ def check_size(found: tuple[int, int, int], own: tuple[int, int, int], variants:
     )
 
 
+NO_SCALE = "it has no layer scale (give --encoder.layer_scale 1e-5 to the training)"
+"""Difference of an encoder that was trained without layer scale, which cannot be added afterwards."""
+
+
 def check_equivalent(differences: Mapping[str, bool], library: str) -> None:
     """Raise `WeightsError` if an encoder differs from the models of a library.
 

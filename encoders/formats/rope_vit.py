@@ -12,6 +12,7 @@ from tessera.encoders import vit
 from tessera.encoders.blocks import Block, MaskedKeyBiasLinear, NormedPatchEmbed, SwiGLU
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.formats.loading import (
+    NO_SCALE,
     Report,
     Source,
     State,
@@ -265,7 +266,7 @@ def unlike_dinov3(encoder: ViT) -> dict[str, bool]:
     block = modules_of(encoder.blocks, Block)[0]
     rope = rotary_positions(encoder)
     return {
-        "it has no layer scale": not hasattr(block.ls1, "gamma"),
+        NO_SCALE: not hasattr(block.ls1, "gamma"),
         "class_token is not set": encoder.cls_token is None,
         "distillation_token is set": encoder.dist_token is not None,
         'pool is "all"': encoder.pool == "all",

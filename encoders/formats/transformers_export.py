@@ -8,7 +8,7 @@ from torch import Tensor
 from tessera.encoders.base import Encoder
 from tessera.encoders.blocks import Block, NormedPatchEmbed, SwiGLU, swiglu_width
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.formats.loading import State, check_equivalent
+from tessera.encoders.formats.loading import NO_SCALE, State, check_equivalent
 from tessera.encoders.formats.rope_vit import has_masked_bias, rope_base, unlike_dinov3
 from tessera.encoders.layers import modules_of
 from tessera.encoders.navit import NaViT
@@ -104,7 +104,7 @@ def _unlike_dinov2(encoder: ViT) -> dict[str, bool]:
     """
     block, ratio = modules_of(encoder.blocks, Block)[0], encoder.settings["mlp_ratio"]
     return {
-        "it has no layer scale": not hasattr(block.ls1, "gamma"),
+        NO_SCALE: not hasattr(block.ls1, "gamma"),
         "distillation_token is set": encoder.dist_token is not None,
         "patch_norm is set": isinstance(encoder.patch_embed, NormedPatchEmbed),
         "qk_norm is set": block.attn.qk_norm,
