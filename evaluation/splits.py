@@ -123,7 +123,13 @@ def check_disjoint(train: Source, val: Source, flags: Flags = ("--train", "--val
     of_train, of_val = flags
     of_files = any(isinstance(shard, ImageFolder) for one in (train, val) for shard in one.shards)
     remedy = f"Choose other shards for {of_val}, or allow this with --source.allow_overlap true."
-    if of_files:
+    if of_files and of_train == "--data":
+        remedy = (
+            "Give a CSV of the other images: --data=train.csv (columns path and label). If pretraining on the scored "
+            "images is intended, allow it with --source.allow_overlap true. A self-supervised method then sees these "
+            "images without their labels: say so where you report the scores."
+        )
+    elif of_files:
         remedy = f"To keep images out of {of_train}, give a CSV that lists the others: {of_train} train.csv. {remedy}"
     known = {identity: shard.path for shard in train.shards for identity in shard.identities()}
     for shard in val.shards:

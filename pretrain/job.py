@@ -185,7 +185,8 @@ def continue_run(prepared: Prepared, output: Path) -> tuple[RunConfig, Path | No
         config, same = continued(config, sources, newest)
     counts = [len(source.shards) for source in sources.lists]
     order = {"shards": prepared.fingerprint, "shard_counts": counts, "mixture": phases(sources.weights)}
-    order["samples"] = notice_other_samples(sources, newest)
+    order["images"] = prepared.images
+    order["samples"] = notice_other_samples(sources, newest, same.get("shards", prepared.fingerprint))
     settings = config.model_dump(mode="json") | order
     if newest:
         resume.check_fits(newest, settings | same)

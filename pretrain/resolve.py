@@ -346,18 +346,19 @@ def continued(config: RunConfig, sources: Sources, checkpoint: Path) -> tuple[Ru
     return updated, same
 
 
-def notice_other_samples(sources: Sources, checkpoint: Path | None) -> list[str]:
+def notice_other_samples(sources: Sources, checkpoint: Path | None, order: str) -> list[str]:
     """Return a hash of the samples of each source. Warn if they are not those of the checkpoint. Collective.
 
     The order of samples depends on the names and counts of shards only (`fingerprint`), so a run continues although a
-    shard was replaced by other samples. Checkpoints of older versions have no such hashes.
+    shard was replaced by other samples. Checkpoints of older versions have no such hashes. If the hash of the order,
+    `order`, is another one than in the checkpoint, `check_fits` warns.
     """
     found = run_on_all_ranks(lambda: [one.samples_hash() for one in sources.lists] if rank() == 0 else [])
     found = broadcast_object(found)
     if checkpoint is None:
         return found
     saved = read_trainer(checkpoint)["settings"]  # collective, so before the other processes return
-    if rank():
+    if rank() or saved.get("shards") != order:
         return found
     hashes, counts = saved.get("samples"), saved.get("shard_counts") or []
     if not isinstance(hashes, list) or len(hashes) != len(found) or len(counts) != len(found):

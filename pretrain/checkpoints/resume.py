@@ -51,7 +51,7 @@ LARGEST_COUNT = 2**53
 """Largest number of steps or images in trainer.json. JSON readers represent larger numbers inexactly."""
 NOT_COMPARED = (
     "resume", "config", "output", "dry_run", "overwrite", "workers", "source.commands", "loader.crops", "shard_counts",
-    "mixture", "samples", "gpu", "gpus",
+    "mixture", "samples", "gpu", "gpus", "shards", "images",
 )  # fmt: skip
 """Settings that may change between a run and its continuation without a warning."""
 
@@ -212,15 +212,11 @@ def check_fits(path: Path, settings: dict[str, Any]) -> None:
     ordering = ("seed", "batch_size", "shards")
     differing = sorted(name for name in old | new if old.get(name) != new.get(name))
     if names := [name for name in differing if name in ordering or name.startswith("stream.")]:
-        reasons = [
-            "the shards have other names or sizes" if one == "shards" else f"{one} is {new[one]}" for one in names
-        ]
+        reasons = [_of_data(old, new) if one == "shards" else f"{one} is {new[one]}" for one in names]
         cures = [
             f"resume with --{name} {old[name]}" for name in names if name != "shards" and old.get(name) is not None
         ]
-        cures += (
-            ["give the old shards first and new ones after them, as in --data OLD NEW"] if "shards" in names else []
-        )
+        cures += ["restore the data, or list the old shards first and new ones after them"] if "shards" in names else []
         log.warning(
             "the order of the samples changes, because %s, but %s was written with other data or settings. The "
             "run goes on with all images, but some may be used twice and others not at all in the present pass over "
@@ -237,6 +233,16 @@ def check_fits(path: Path, settings: dict[str, Any]) -> None:
             f"{path} is a checkpoint of another run: {'; '.join(differ)}. Resume with the run's own settings "
             "(remove the flags that change them), or start a new run in another --output."
         )
+
+
+def _of_data(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Return the difference between the data of a checkpoint and those of the run."""
+    before, now = old.get("images"), new.get("images")
+    if not isinstance(before, int) or not isinstance(now, int) or before == now:
+        return "the shards have other names or sizes"
+    noun = "image" if abs(before - now) == 1 else "images"
+    change = f"{before - now:,} fewer" if now < before else f"{now - before:,} more"
+    return f"the data have {change} {noun} ({before:,} before, {now:,} now)"
 
 
 def _encoder_defaults(variant: object) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def losses(output: Path) -> dict[int, float]:
 def settings(name: str = "dino") -> dict[str, Any]:
     """Return the settings that a checkpoint stores."""
     own = {"method": name, "encoder": ENCODER, name: SECTIONS[name].model_dump(mode="json"), "steps": STEPS}
-    return own | {"seed": 0, "batch_size": 4, "stream": {}, "shards": "abc"}
+    return own | {"seed": 0, "batch_size": 4, "stream": {}, "shards": "abc", "images": 43}
 
 
 def method(name: str, seed: int) -> Method:

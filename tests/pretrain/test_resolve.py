@@ -194,11 +194,11 @@ def test_other_samples_of_equal_names_and_counts_are_noticed(tmp_path, monkeypat
         return open_sources(str(path))
 
     def saved(hashes):
-        settings = {"samples": hashes, "shard_counts": [1]}
+        settings = {"samples": hashes, "shard_counts": [1], "shards": "order"}
         monkeypatch.setattr(resolving, "read_trainer", lambda _: {"settings": settings})
 
     names = [f"{number:02d}" for number in range(40)]
-    before = resolving.notice_other_samples(shard(names, 0), None)
+    before = resolving.notice_other_samples(shard(names, 0), None, "order")
     assert caplog.messages == []
     for written, noticed in (
         ((names, 0), False),
@@ -209,12 +209,15 @@ def test_other_samples_of_equal_names_and_counts_are_noticed(tmp_path, monkeypat
         sources = shard(*written)
         caplog.clear()
         saved(before)
-        resolving.notice_other_samples(sources, tmp_path)
+        resolving.notice_other_samples(sources, tmp_path, "order")
         assert ("images have other names, labels, sizes or contents" in caplog.text) == noticed
+        caplog.clear()
+        resolving.notice_other_samples(sources, tmp_path, "another order")  # another message says so
+        assert caplog.messages == []
         caplog.clear()
         for older in (None, [], ["index:0"]):  # runs of older versions, and data that now have another index
             saved(older)
-            resolving.notice_other_samples(sources, tmp_path)
+            resolving.notice_other_samples(sources, tmp_path, "order")
         assert caplog.messages == []
 
 

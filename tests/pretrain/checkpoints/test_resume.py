@@ -63,12 +63,16 @@ def test_another_encoder_is_refused_and_another_sample_order_is_logged(
     resume.check_fits(path, settings())
     assert "the order of the samples changes" not in caplog.text
     resume.check_fits(path, settings() | {"shards": "abd", "seed": 1})
-    assert "changed since step-00000001: seed 0 -> 1, shards abc -> abd" in caplog.text
+    assert "changed since step-00000001: seed 0 -> 1\n" in caplog.text
     assert (
         "the order of the samples changes, because seed is 1 and the shards have other names or sizes, but "
         "step-00000001 was written with" in caplog.text
     )
-    assert "To keep the order, resume with --seed 0 and give the old shards first and new ones after" in caplog.text
+    assert "To keep the order, resume with --seed 0 and restore the data, or list the old shards first" in caplog.text
+    caplog.clear()
+    resume.check_fits(path, settings() | {"shards": "abd", "images": 41})  # the checkpoint counts 43 images
+    assert "because the data have 2 fewer images (43 before, 41 now)" in caplog.text
+    assert len(caplog.messages) == 1
     with pytest.raises(CheckpointError, match=r"encoder\.depth is 1 in the checkpoint and 2 in this run"):
         resume.check_fits(path, settings() | {"encoder": settings()["encoder"] | {"depth": 2}})
 
