@@ -36,7 +36,7 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from tessera.data.shards import Source, open_shards
+from tessera.data.shards import Source, failures, open_shards
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.vit import ViT
 from tessera.evaluation.command import run_command
@@ -107,8 +107,8 @@ def run(settings: EmbedSettings) -> None:
             message = f"Cannot write {names[number]}: {error.strerror}. Free space, and start again."
             raise EvaluationError(message) from error
         print(f"{len(arrays['keys']):,} images written to {names[number]}", flush=True)
-    if skipped := len(shards.skipped):
-        print(f"images that cannot be decoded, and are left out: {skipped:,}", flush=True)
+    if failures.skipped:
+        print(f"images that cannot be decoded, and are left out: {len(failures.skipped):,}", flush=True)
 
 
 def _arrays(

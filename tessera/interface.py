@@ -27,8 +27,7 @@ from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.given import PREFIX, naming
-from tessera.data.shards import DEFAULT, open_shards
-from tessera.data.shards.failures import forget_warnings
+from tessera.data.shards import DEFAULT, failures, open_shards
 from tessera.data.shards.open import with_names
 from tessera.data.shards.tars import close_files
 from tessera.encoders import published
@@ -107,7 +106,7 @@ class Run:
 @contextmanager
 def _process(*, run: bool = False) -> Iterator[None]:
     """Isolate the body from the calling program, and close the files that it keeps open for later reads."""
-    forget_warnings()
+    failures.forget_warnings()
     with isolated(run=run):
         try:
             yield
@@ -277,7 +276,7 @@ def embed(
         names = shards.classes
     found = Embedded(*extract(encoder.to(accelerator.device), shards, accelerator, labels=read, **options))
     found.classes = names
-    if skipped := len(shards.skipped):
+    if skipped := len(failures.skipped):
         log.warning(f"{len(found.keys):,} of {len(found.keys) + skipped:,} images; {skipped:,} skipped")
     return found
 
