@@ -42,6 +42,8 @@ LOADER_SECONDS = 2.0
 """Time for which the loader is measured."""
 STEP_SECONDS = 20.0
 """Longest step that is measured with all of its images. The time of a longer step is extrapolated from few images."""
+MOST_SECONDS = 30.0
+"""Time after which no further step is measured. A slow machine measures one step."""
 FEW = 4
 """Number of images of the first measured steps."""
 REACHED = (0.4, 0.8)
@@ -75,16 +77,16 @@ def loader_speed(batches: Batches) -> float:
 def step_seconds(run: TrainingRun, batch: Batch) -> float:
     """Return the seconds of a step whose forward passes all have `batch`, from the loader. Collective.
 
-    The second and third of three steps are measured, and the shorter one counts, on the slowest process. The weights of
-    the run change.
+    The second and third of three steps are measured, and the shorter one counts, on the slowest process. After
+    `MOST_SECONDS`, no further step is done. The weights of the run change.
     """
-    seconds = []
-    for _ in range(3):
+    seconds = list[float]()
+    while len(seconds) < 3 and sum(seconds) < MOST_SECONDS:
         started = time.perf_counter()
         batches = (to_device(run, batch) for _ in range(run.config.accumulate))
         finish_step(run, start_step(run, 0, batches))
-        seconds.append(time.perf_counter() - started)
-    return float(all_reduce_max(torch.tensor(min(seconds[1:]))))
+        seconds.append(float(all_reduce_max(torch.tensor(time.perf_counter() - started))))
+    return min(seconds[1:] or seconds)
 
 
 def check_gpus(config: RunConfig, processes: int) -> None:
@@ -164,6 +166,8 @@ def forecast(
     seconds = step_seconds(run, next(iter(loader(few * passes))))
     if fits and seconds * each / few < STEP_SECONDS:
         seconds = step_seconds(run, next(iter(loader(config.batch_size))))
+    elif each > few and seconds > MOST_SECONDS:
+        seconds *= each / few
     elif each > few:
         more = min(2 * few, each)
         rise = step_seconds(run, next(iter(loader(more * passes)))) - seconds

@@ -2,6 +2,8 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,19 +49,42 @@ def test_time_follows_from_measured_speeds(
     assert f"{seconds:.1f} s" in shown
 
 
+@pytest.mark.parametrize(("constant", "measured", "expected"), [(10, [4, 8], 18), (100, [4], 4 * 102)])
 def test_a_long_step_is_extrapolated(
-    tmp_path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    constant: int,
+    measured: list[int],
+    expected: int,
 ) -> None:
-    """100 s and 8 s for each image: of 4 and 8 images, not of 16."""
+    """10 s and 0.5 s for each image: of 4 and 8 images, not of 16. After a step of 102 s, no further step is done."""
     seen = []
 
     def seconds(run: object, batch: Batch) -> float:
         seen.append(len(batch))
-        return 100 + 8 * len(batch)
+        return constant + len(batch) / 2
 
     monkeypatch.setattr(forecast, "step_seconds", seconds)
-    assert f"({1000 * (100 + 8 * 16):,} ms per step" in report("", tmp_path, capsys)
-    assert seen == [4, 8]
+    assert f"({1000 * expected:,} ms per step" in report("", tmp_path, capsys)
+    assert seen == measured
+
+
+@pytest.mark.parametrize(("steps", "done", "expected"), [((9, 3, 2), 3, 2), ((9, 22, 1), 2, 22), ((31, 1, 1), 1, 31)])
+def test_slow_steps_are_measured_less_often(
+    monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...], done: int, expected: int
+) -> None:
+    clock, own = [0.0], iter(steps)
+
+    def work(*_: object) -> None:
+        clock[0] += next(own)
+
+    monkeypatch.setattr(forecast.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(forecast, "start_step", lambda *_: None)
+    monkeypatch.setattr(forecast, "finish_step", work)
+    run: Any = SimpleNamespace(config=SimpleNamespace(accumulate=1))
+    assert forecast.step_seconds(run, None) == expected  # pyright: ignore[reportArgumentType]
+    assert len(list(own)) == 3 - done
 
 
 def test_real_steps_and_a_real_loader_are_measured(tmp_path: str, capsys: pytest.CaptureFixture[str]) -> None:
