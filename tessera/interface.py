@@ -276,8 +276,9 @@ def embed(
         names = shards.classes
     found = Embedded(*extract(encoder.to(accelerator.device), shards, accelerator, labels=read, **options))
     found.classes = names
-    if skipped := len(failures.skipped):
-        log.warning(f"{len(found.keys):,} of {len(found.keys) + skipped:,} images; {skipped:,} skipped")
+    count = min(options.get("images") or shards.images, shards.images)
+    if (skipped := count - len(found.keys)) and accelerator.num_processes == 1 and "part" not in options:
+        log.warning(f"{len(found.keys):,} of {count:,} images; {skipped:,} skipped")
     return found
 
 
