@@ -60,6 +60,7 @@ def test_pretraining_from_python_equals_the_command(tmp_path: Path) -> None:
         ("Continue with --resume, or choose another --output.", "Continue with resume=True, or choose another output."),
         ("--batch_size: too large. Set --accumulate 4.", "batch_size: too large. Set accumulate=4."),
         ("allow this with --source.allow_overlap true.", 'allow this with source={"allow_overlap": True}.'),
+        ("for example --data.image=jpg (--image=jpg for", 'for example data={"image": "jpg"} (image="jpg" for'),
         ("Give --evaluation.val SHARDS", 'Give evaluation={"val": SHARDS}'),
         ("start it with --num_processes 2", "start it with --num_processes 2"),
         ("Call `tessera pretrain --resume`", "Call `tessera pretrain --resume`"),
