@@ -217,6 +217,9 @@ def to_onnx(encoder: Encoder, file: Path, dynamic_size: bool) -> Exported:
         graph.model.graph.inputs[0].name = "images"
         for output, name in zip(graph.model.graph.outputs, ("pooled", "tokens"), strict=True):
             output.name = name
+        for value in (*graph.model.graph.inputs, *graph.model.graph.outputs):
+            assert value.shape is not None
+            value.shape[0] = "batch"
         graph.save(file)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors; warnings are about constants that it does not fold

@@ -295,14 +295,20 @@ def refuse_code(file: Mapping[str, Any], own_values: Mapping[str, Any]) -> None:
     Raises:
         SettingsError: the settings file names code, and `own_values` do not set the same setting.
     """
-    for name in CODE:
-        given = (file.get("data") or {}).get(name)
-        if given and name not in (own_values.get("data") or {}):
-            shown = printable(" ".join([given] if isinstance(given, str) else map(str, given)))
-            raise SettingsError(
-                f"The settings file names code of yours, which only you may have run: data.{name} {shown}. Give it "
-                f"again, as --data.{name} module:function or as {name}=... in Python, or give --data.{name} none."
-            )
+    found = [
+        (name, printable(" ".join([given] if isinstance(given, str) else map(str, given))))
+        for name in CODE
+        if (given := (file.get("data") or {}).get(name)) and name not in (own_values.get("data") or {})
+    ]
+    if found:
+        names = [name for name, _ in found]
+        raise SettingsError(
+            "The settings file names code of yours, which only you may have run: "
+            f"{' and '.join(f'data.{name} {shown}' for name, shown in found)}. Give it "
+            f"again, as {' '.join(f'--data.{name} module:function' for name in names)} or as "
+            f"{', '.join(f'{name}=...' for name in names)} in Python, or give "
+            f"{' '.join(f'--data.{name} none' for name in names)}."
+        )
 
 
 def without_commands(config: RunConfig, file: Mapping[str, Any], own_values: Mapping[str, Any]) -> RunConfig:

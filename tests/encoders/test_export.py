@@ -76,6 +76,7 @@ def test_each_family_exports_to_the_documented_formats(family: str, tmp_path: Pa
         assert {output["images"][0] for output in found["outputs"]} == {1, 2, 3}
         if form == "onnx":  # with a session of this test
             session = ort.InferenceSession(file)
+            assert {one.shape[0] for one in (*session.get_inputs(), *session.get_outputs())} == {"batch"}
             smaller = [(side, side), (side - step, side), (side, side - step)]
             for count, size in enumerate(smaller if dynamic else smaller[:1] * 3, 1):
                 images = images_of(count, encoder.channels, *size)

@@ -135,8 +135,8 @@ def test_stages(tmp_path):
     assert torch.equal(ours.views[0].images, named.views[0].images)
     assert all(int(key.partition("/")[2]) % 4 != 3 for key in ours.keys)
     file = tmp_path / "settings.yaml"
-    file.write_text("method: dino\ndata:\n  shards: photos\n  stages: [os:abort]\n")
-    with pytest.raises(SettingsError, match=r"only you may have run: data.stages os:abort"):
+    file.write_text("method: dino\ndata:\n  shards: photos\n  stages: [os:abort]\n  augment: os:abort\n")
+    with pytest.raises(SettingsError, match=r"only you may have run: .*data.augment os:abort and data.stages os:abort"):
         tessera.pretrain(config=str(file), output=str(tmp_path / "run"))
 
 
