@@ -55,6 +55,9 @@ NOT_COMPARED = (
 )  # fmt: skip
 """Settings that may change between a run and its continuation without a warning."""
 
+DATA = ("data.shards", "evaluation.train", "evaluation.val", "evaluation.maps_train", "evaluation.maps_val")
+"""Settings that hold SHARDS, of which relative and absolute paths are the same."""
+
 
 class CheckpointError(RankError):
     """Raised when a checkpoint cannot be written, is damaged, or does not fit the run."""
@@ -186,6 +189,11 @@ def read_train_state(path: Path) -> TrainState:
     return TrainState(**read_trainer(path)["position"])
 
 
+def _absolute(shards: str | list[str] | None) -> list[str]:
+    """Return the paths of SHARDS as absolute paths."""
+    return [os.path.abspath(one) for one in ([shards] if isinstance(shards, str) else shards or [])]
+
+
 def check_fits(path: Path, settings: dict[str, Any]) -> None:
     """Check that a checkpoint has the method and encoder of the run, and warn about other changed settings. Collective.
 
@@ -202,10 +210,12 @@ def check_fits(path: Path, settings: dict[str, Any]) -> None:
     saved["encoder"] = _encoder_defaults(saved["encoder"].get("variant")) | saved["encoder"]
     settings = settings | {"encoder": _encoder_defaults(settings["encoder"].get("variant")) | settings["encoder"]}
     old, new = flattened(saved), flattened(settings)
+    same = {"data.shards"} if all(saved.get(name) == settings.get(name) for name in ("shards", "samples")) else set()
+    same |= {name for name in DATA if _absolute(old.get(name)) == _absolute(new.get(name))}
     changed = [
         f"{name} {old.get(name)} -> {new.get(name)}"
         for name in sorted(old | new)
-        if old.get(name) != new.get(name) and name not in NOT_COMPARED
+        if old.get(name) != new.get(name) and name not in NOT_COMPARED and name not in same
     ]
     if changed:
         log.warning("settings changed since %s: %s", path.name, ", ".join(changed))

@@ -1,5 +1,6 @@
 """A run resumes from an intact checkpoint, and refuses damaged or foreign ones."""
 
+import copy
 import errno
 import json
 import os
@@ -75,6 +76,23 @@ def test_another_encoder_is_refused_and_another_sample_order_is_logged(
     assert len(caplog.messages) == 1
     with pytest.raises(CheckpointError, match=r"encoder\.depth is 1 in the checkpoint and 2 in this run"):
         resume.check_fits(path, settings() | {"encoder": settings()["encoder"] | {"depth": 2}})
+
+
+def test_the_same_data_at_another_path_are_no_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = settings() | {"data": {"shards": "wds/train"}, "evaluation": {"val": ["wds/val"]}}
+    monkeypatch.setattr(resume, "read_trainer", lambda path: {"settings": copy.deepcopy(before)})
+    for shards, val, changed in (
+        (f"{tmp_path}/wds/train", f"{tmp_path}/wds/val", False),
+        ("/moved/wds/train", ["wds/val"], False),  # the fingerprint is that of the same shards
+        ("wds/train", "/moved/wds/val", True),
+    ):
+        caplog.clear()
+        resume.check_fits(tmp_path, settings() | {"data": {"shards": shards}, "evaluation": {"val": val}})
+        assert ("evaluation.val ['wds/val'] -> /moved/wds/val" in caplog.text) == changed
+        assert bool(caplog.messages) == changed
 
 
 def test_an_encoder_setting_newer_than_the_checkpoint_counts_as_its_default(
