@@ -3,6 +3,7 @@
 import logging
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from tessera.pretrain.loop import train
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring.dense import OnlineSegmentation
 from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, OnlineViews, write_accuracy
-from tessera.pretrain.monitoring.recorder import Recorder, record_start
+from tessera.pretrain.monitoring.recorder import Recorder, earlier_contents, record_start
 from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
 from tessera.pretrain.origins import differing
 from tessera.pretrain.preflight import Plan, many_epochs, needs, print_plan, print_table, warn_of_memory
@@ -47,7 +48,7 @@ from tessera.pretrain.resolve import (
 )
 from tessera.pretrain.run_folder import claimed, delete_run, newest_checkpoint
 from tessera.pretrain.training_run import TrainingRun
-from tessera.runtime.collectives import first_of_node_first, gather_objects, run_on_all_ranks
+from tessera.runtime.collectives import broadcast_object, first_of_node_first, gather_objects, run_on_all_ranks
 from tessera.runtime.files import atomic_write
 from tessera.runtime.machine import memory
 from tessera.runtime.preemption import saving_on_interrupt
@@ -147,7 +148,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         dry_run(prepared, accelerator, engine, given, config, method, plan)
         return
     assert engine is not None
-    recorder = None
+    recorder, other = None, False
     if accelerator.is_main_process:
         if newest is None or position.step < config.steps:  # settings of a run that is done have no effect any more
             with atomic_write(output / "config.yaml") as part:  # written atomically, because --resume reads this file
@@ -160,8 +161,13 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
             contents[name] = scored.val.content()
         if dense:
             contents["evaluation.maps_val"] = dense.opened[1].content()
+        done = newest is not None and position.step >= config.steps
+        if other := newest is not None and scores_other_images(output, contents, done=done):
+            contents, accuracy = ({}, None) if done else (contents, accuracy)
         record_start(output, position.step, engine, config.precision, contents)
         announce(given, config, prepared.images, engine)
+    if broadcast_object(other) and position.step < config.steps:
+        position.scores = {}  # `train` scores the new images before the first step
     with (
         saving_on_interrupt(),
         Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver,
@@ -194,6 +200,23 @@ def continue_run(prepared: Prepared, output: Path) -> tuple[RunConfig, Path | No
         for line in changed_schedules(trainer["settings"], config, prepared.images, trainer["position"]["step"]):
             log.warning("%s", line)
     return config, newest, settings
+
+
+def scores_other_images(output: Path, contents: Mapping[str, str | None], *, done: bool) -> bool:
+    """Return True if the run scored other images before, and log it. Call it only on the main process.
+
+    Args:
+        output: run folder.
+        contents: hashes of the images that this start scores, as for `record_start`.
+        done: True if the run has no steps left, so that nothing is scored.
+    """
+    before = earlier_contents(output)
+    other = [name for name, one in contents.items() if one and before.get(name) not in (None, one)]
+    if other and done:
+        log.warning("%s names other images. The run is done and does not score them: use `tessera knn`.", other[0])
+    elif other:
+        log.warning("%s names other images. Their scores begin now, and are not compared with earlier ones.", other[0])
+    return any(name != "evaluation.maps_val" for name in other)  # the verdict compares no scores of maps
 
 
 def warn_of_size(newest: Path, config: RunConfig, method: Method) -> None:

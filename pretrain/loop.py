@@ -54,7 +54,8 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
     progress = Progress(run.steps, state.step, enabled=run.accelerator.is_main_process)
     meter, save_due, micro_batches, failure = Meter(), False, list[Batch](), None
     running: list[RunningStep] = []  # steps that are started but not finished: the newest, and for a moment two
-    if state.step == 0 or state.unscored:
+    first = not state.scores and state.step < run.steps and (run.online or run.accuracy)  # of these images
+    if state.step == 0 or state.unscored or first:
         _record_and_score(run, state.unscored, None, alarm)
         state.unscored = {}
     progress.scored(verdict.Scores(state.scores).newest)
@@ -308,7 +309,7 @@ def _score(run: TrainingRun, record: dict[str, Any], alarm: CollapseAlarm) -> di
     shown: dict[str, np.ndarray | None] = {}
     encoder = run.engine.gather_full_parameters(run.method.trained_encoder())
     if isinstance(run.online, OnlineKNN):
-        record |= run.online.evaluate(encoder, pixels=run.state.step == 0)
+        record |= run.online.evaluate(encoder, pixels=run.state.step == 0 or not run.state.scores)
         if run.recorder and run.config.evaluation.pictures:
             images, training = run.online.shown_images(encoder.preprocessing), encoder.training
             encoder.eval()  # batch norm would use statistics of all processes, but only the main process is here
@@ -347,8 +348,8 @@ def _verdict(
     """Add the accuracies in `record` to the scores of the run, and return a one-line verdict on the run."""
     step, scores = run.state.step, verdict.Scores(run.state.scores)
     scores.add(step, record)
-    if step == 0:
-        return f"step 0: {evaluation.name} {verdict.baselines(scores)}{verdict.linear(scores)}"
+    if len(scores.history) == 1:
+        return f"step {step}: {evaluation.name} {verdict.baselines(scores)}{verdict.linear(scores)}"
     signs = alarm.signs(record, run.method.collapse_signs(record))
     early = max(run.config.optim.warmup_steps, int(run.config.health.grace * run.steps))
     found = verdict.outcome(scores.history, evaluation.queries, early, signs, scores.linear)

@@ -110,8 +110,22 @@ class RunFolder:
         return seconds
 
     def curve(self, metric: str) -> dict[int, float]:
-        """Return a dictionary from steps to values of a metric. Steps without a finite value are left out."""
-        return {int(r["step"]): r[metric] for r in self.records if is_number(r.get(metric))}
+        """Return a dictionary from steps to values of a metric. Steps without a finite value are left out.
+
+        So are scores of images that the run no longer scores, because it continued with others.
+        """
+        since = self._since(ONLINE[metric][2]) if metric in ONLINE else 0
+        return {int(r["step"]): r[metric] for r in self.records if r["step"] >= since and is_number(r.get(metric))}
+
+    def _since(self, setting: str) -> float:
+        """Return the step from which on a run scores the images that a setting names now."""
+        since, before = 0, None
+        for line in self.machines:
+            content = line.get(setting)
+            if content and before and content != before and is_step(line.get("step")):
+                since = line["step"]
+            before = content or before
+        return since
 
     @property
     def scores(self) -> dict[str, dict[int, float]]:
@@ -130,7 +144,7 @@ class RunFolder:
 
     def content(self, setting: str) -> str | None:
         """Return the hash of the images that a setting names, or None if it is unknown."""
-        content = self.machines[-1].get(setting) if self.machines else None
+        content = next((line[setting] for line in reversed(self.machines) if setting in line), None)
         return content if isinstance(content, str) else None
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from tessera.evaluation.reporting.runs import read_lines
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.monitoring.sinks import SINKS, MetricsConfig, Sink, append_line, keep_lines
 from tessera.runtime.machine import processor, versions
@@ -134,3 +135,11 @@ def record_start(output: Path, step: int, engine: Engine, precision: str, conten
         **contents,
     }
     append_line(output / "machine.jsonl", line)
+
+
+def earlier_contents(output: Path) -> dict[str, Any]:
+    """Return the newest hash of the scored images for each setting in OUTPUT/machine.jsonl; see `record_start`."""
+    found: dict[str, Any] = {}
+    for line in read_lines(output / "machine.jsonl", []):
+        found |= {name: value for name, value in line.items() if "." in name}
+    return found

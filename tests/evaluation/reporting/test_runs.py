@@ -68,6 +68,17 @@ def test_a_data_set_has_one_name_wherever_it_is_stored(tmp_path: Path) -> None:
     ]
 
 
+def test_scores_of_images_that_a_run_no_longer_scores_are_left_out(tmp_path: Path) -> None:
+    records = [record(0, 1.0, knn_top1=0.1), record(20, 1.0, knn_top1=0.2), record(20, 1.0, knn_top1=0.7)]
+    folder = make_run(tmp_path / "a", [*records, record(30, 1.0, knn_top1=0.8)], evaluation={"val": "b", "k": 20})
+    starts = [(0, "11"), (10, "11"), (20, "22"), (30, None)]
+    lines = [MACHINE | {"step": step} | ({"evaluation.val": one} if one else {}) for step, one in starts]
+    (folder / "machine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run,), _ = read_runs([folder])
+    assert run.scores == {"20-NN in training, b": {20: 0.7, 30: 0.8}}
+    assert (run.content("evaluation.val"), sorted(run.curve("loss"))) == ("22", [0, 20, 30])
+
+
 def test_damaged_files_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a", [record(10, 1.0)])
     with (folder / "metrics.jsonl").open("a") as file:
