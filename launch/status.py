@@ -126,7 +126,7 @@ def status(output: Path) -> None:
         _print_table([["result (.json in evaluation/)", "metric", "value"], *rows])
     else:
         print("no results of evaluations yet")
-    if all(is_over(known[job.id]) for job in jobs) and not (output / "encoder.safetensors").exists():
+    if all(is_over(known[job.id]) for job in jobs) and not _finished(output):
         begun = (output / "config.yaml").exists()
         how = (
             f"To continue it, call `tessera slurm submit --resume {quoted(str(output))}`"
@@ -144,9 +144,17 @@ def _position(output: Path) -> str:
     parts = [f"step {recorded} of {settings['steps']}" if "steps" in settings else "not begun"]
     if checkpoints:
         parts.append(f"newest checkpoint at step {checkpoints[-1].removeprefix('step-').lstrip('0') or 0}")
-    if (output / "encoder.safetensors").exists():
+    if _finished(output):
         parts.append("finished")
     return ", ".join(parts)
+
+
+def _finished(output: Path) -> bool:
+    """Return True if a run has exported its encoder and recorded its last step. More steps keep an earlier export."""
+    if not (output / "encoder.safetensors").exists():
+        return False
+    settings = read_settings(output / "config.yaml") if (output / "config.yaml").exists() else {}
+    return _last_record(output / "metrics.jsonl").get("step", 0) >= settings.get("steps", 0)
 
 
 def _meaning(state: str) -> str:

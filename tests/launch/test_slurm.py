@@ -376,7 +376,13 @@ def test_status_of_jobs_that_slurm_forgot(slurm: Slurm) -> None:
     assert "not finished. Submit it again with the same" in shown
     (slurm.folder / "run" / "config.yaml").write_text("steps: 500")
     continued = f"To continue it, call `tessera slurm submit --resume {slurm.folder}/run` with the same"
-    assert continued in slurm.does("status", "run")
+    (slurm.folder / "run" / "encoder.safetensors").touch()  # exported before the run got more steps
+    (slurm.folder / "run" / "metrics.jsonl").write_text('{"step": 20}\n')
+    assert continued in (shown := slurm.does("status", "run"))
+    assert "step 20 of 500\n" in shown
+    (slurm.folder / "run" / "metrics.jsonl").write_text('{"step": 500}\n')
+    assert "step 500 of 500, finished\n" in (shown := slurm.does("status", "run"))
+    assert continued not in shown
     slurm.commands.add("sacct", (slurm.folder / "commands" / "squeue").read_text())
     slurm.commands.answer({"sacct --noheader": [(0, "101|CANCELLED by 0\n", "")]})
     assert "CANCELLED" in slurm.does("status", "run")
