@@ -4,6 +4,7 @@ import logging
 import os
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +14,13 @@ from accelerate import Accelerator
 
 from tessera import encoders
 from tessera.data.batches import Batches
+from tessera.data.dataset import Decoding
+from tessera.data.decode import ImageError
 from tessera.data.given import is_name
 from tessera.data.loader import Reading, training_batches
 from tessera.data.sampler import BatchSampler, batch_ranges, phases
 from tessera.data.shards import ShardError, Source, Sources, WeightedShards, describe_remote, open_sources
+from tessera.data.shards.failures import DroppedError, UnreadableError
 from tessera.data.workers import free_cores
 from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.splits import check_training_images
@@ -55,6 +59,9 @@ from tessera.runtime.preemption import saving_on_interrupt
 from tessera.runtime.settings import SettingsError
 from tessera.runtime.user_error import without_controls
 from tessera.runtime.watchdog import watched
+
+PROBED = 16
+"""Number of images of each source whose size a dry run compares with the crops."""
 
 log = logging.getLogger(__name__)
 
@@ -254,6 +261,23 @@ def make_plan(
     return Plan(prepared.sources, prepared.images, *size, need, place, capacity, sharing, step)
 
 
+def large_crops(config: RunConfig, sources: list[Source]) -> str:
+    """Return a sentence if crops are more than twice as large as the first images of the sources, or else ""."""
+    name = next((one for one in ("global_size", "size") if hasattr(config.method_config, one)), None)
+    crop, sides = getattr(config.method_config, name or "", None), list[int]()
+    decoding = Decoding(config.data.channels, config.loader.max_pixels)
+    for source in sources:
+        for number in range(min(source.images, PROBED)):
+            with suppress(ImageError, DroppedError, UnreadableError):
+                sides += decoding.picture(source.image(number)).size
+    if not sides or not isinstance(crop, int) or crop <= 2 * max(sides):
+        return ""
+    return (
+        f"The first images have at most {max(sides)} pixels, but crops have {crop}. Smaller crops train faster: "
+        f"--{config.method}.{name} {max(sides)}."
+    )
+
+
 def dry_run(
     prepared: Prepared,
     accelerator: Accelerator,
@@ -271,6 +295,8 @@ def dry_run(
     fits = all(gather_objects(fits))
     if plan.step >= config.steps:
         return
+    if accelerator.is_main_process and (line := large_crops(config, prepared.sources.lists)):
+        print(line)
 
     def small_loader(batch_size: int) -> Batches:
         small = config.model_copy(update={"batch_size": batch_size, "workers": 0})

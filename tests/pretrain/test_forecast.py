@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from tessera.data.batch import Batch
-from tessera.pretrain import forecast
+from tessera.pretrain import forecast, job
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
-from tessera.pretrain.job import run_job
+from tessera.pretrain.job import large_crops, run_job
 from tessera.pretrain.resolve import make_accelerator
 from tessera.pretrain.run import main
 from tessera.runtime.settings import SettingsError
+from tests.data.batches import saved
 from tests.pretrain import small
 
 SMALL = (
@@ -87,8 +88,19 @@ def test_slow_steps_are_measured_less_often(
     assert len(list(own)) == 3 - done
 
 
-def test_real_steps_and_a_real_loader_are_measured(tmp_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_steps_and_a_real_loader_are_measured(
+    tmp_path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = list[str]()
+    monkeypatch.setattr(job, "large_crops", lambda *own: lines.append(large_crops(*own)))
     shown = report("--accumulate 2", tmp_path, capsys)
+    assert lines == [""]
+    config: RunConfig = load([*SMALL.split(), "--dino.global_size", "96"])
+    images = saved(np.zeros((40, 30, 3), dtype=np.uint8), "PNG")
+    source: Any = SimpleNamespace(images=40, image=lambda number: images)
+    assert large_crops(config, [source]) == (
+        "The first images have at most 40 pixels, but crops have 96. Smaller crops train faster: --dino.global_size 40."
+    )
     assert re.search(r"training, images/s [1-9][\d,]* \([1-9][\d,]* ms per step, measured\)", shown)
     assert re.search(r"loader, images/s [1-9][\d,]*", shown)
 
