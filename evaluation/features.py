@@ -3,6 +3,7 @@
 Shape letters: B images of one batch, C channels, S x S pixels, N images of this process, D features per image.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -193,6 +194,9 @@ def load_encoder(settings: EncoderSettings) -> tuple[Encoder, Path | None]:
         return encoders.load(settings.checkpoint), None
     file = resolve_checkpoint(settings.checkpoint)
     try:
+        steps = sorted((int(one.name[5:]), one) for one in file.parent.glob("checkpoints/step-*[0-9]"))
+        if steps and (step := encoders.read_step(file)) is not None and step < steps[-1][0]:
+            logging.getLogger(__name__).warning("%s is of step %d. Newer: --checkpoint %s", file, step, steps[-1][1])
         return encoders.load(file), file
     except (ValueError, OSError, SafetensorError) as error:
         raise EvaluationError(f"Cannot load the encoder {file}. {error}") from error

@@ -1,5 +1,6 @@
 import io
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -125,3 +126,13 @@ def test_sizes_follow_the_encoder_and_dinos_ratio():
     assert resize_size(32, 40) == 40
     with pytest.raises(EvaluationError, match="--resize"):
         resize_size(224, 200)
+
+
+def test_a_newer_checkpoint_than_the_exported_encoder_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoders.save(encoders.build("vit_micro", image_size=32), tmp_path / "encoder.safetensors", step=20)
+    for step, warned in ((20, False), (22, True)):
+        (tmp_path / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
+        load_encoder(FeatureSettings(checkpoint=str(tmp_path)))
+        assert ("is of step 20. Newer: --checkpoint" in caplog.text) is warned
