@@ -169,12 +169,15 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         if dense:
             contents["evaluation.maps_val"] = dense.opened[1].content()
         done = newest is not None and position.step >= config.steps
-        if other := newest is not None and scores_other_images(output, contents, done=done):
-            contents, accuracy = ({}, None) if done else (contents, accuracy)
+        other = newest is not None and scores_other_images(output, contents, done=done)
+        contents = {} if other and done else contents
         record_start(output, position.step, engine, config.precision, contents)
         announce(given, config, prepared.images, engine)
-    if broadcast_object(other) and position.step < config.steps:
-        position.scores = {}  # `train` scores the new images before the first step
+    if broadcast_object(other):
+        if position.step < config.steps:
+            position.scores = {}  # `train` scores the new images before the first step
+        else:
+            accuracy = None
     with (
         saving_on_interrupt(),
         Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver,
