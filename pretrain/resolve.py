@@ -69,9 +69,10 @@ def resolve(
         optim = optim.model_copy(update={"encoder_lr_factor": CONTINUED})
     method_config, optim = method.resolve(config.method_config, optim, size)
     if optim.warmup_steps >= steps:
+        origin = config.origins.get("optim.warmup_steps", "derived")
         raise SettingsError(
-            f"optim.warmup_steps is {optim.warmup_steps}, but the run has only {steps} steps. "
-            "Set optim.warmup_steps to a smaller number."
+            f"optim.warmup_steps is {optim.warmup_steps} ({origin}), but the length of the run is {steps}. Give a smaller "
+            f"number, such as --optim.warmup_steps {steps // 10}."
         )
     data = config.data.with_statistics(statistics)
     if isinstance(method_config, ColorConfig):

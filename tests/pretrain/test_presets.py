@@ -9,6 +9,7 @@ import yaml
 
 from tessera.pretrain.command_line import PRESETS, load
 from tessera.pretrain.resolve import resolve
+from tessera.runtime.settings import SettingsError
 
 OFFICIAL = yaml.safe_load((Path(__file__).parent / "official_settings.yaml").read_text())
 IMAGES = 1_281_167
@@ -42,6 +43,14 @@ def test_a_preset_takes_an_encoder_of_another_family(caplog: pytest.LogCaptureFi
     (left_out,) = caplog.messages
     assert left_out.startswith("swin_tiny has no settings ")
     assert left_out.endswith(". Those of imagenet_dinov2_vit_large are left out.")
+
+
+def test_a_warmup_that_is_too_long_names_its_origin() -> None:
+    config = load(["--config", "imagenet_mae_vit_base", "--data", "x.tar", "--steps", "30"])
+    with pytest.raises(
+        SettingsError, match=r"warmup_steps is 12480 \(preset imagenet_mae_vit_base\).*warmup_steps 3\."
+    ):
+        resolve(config, IMAGES)
 
 
 def shown(value: Any) -> str:
