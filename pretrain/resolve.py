@@ -71,8 +71,8 @@ def resolve(
     if optim.warmup_steps >= steps:
         origin = config.origins.get("optim.warmup_steps", "derived")
         raise SettingsError(
-            f"optim.warmup_steps is {optim.warmup_steps} ({origin}), but the length of the run is {steps}. Give a smaller "
-            f"number, such as --optim.warmup_steps {steps // 10}."
+            f"optim.warmup_steps is {optim.warmup_steps} ({origin}), but the length of the run is {steps}. Give a "
+            f"smaller number, such as --optim.warmup_steps {steps // 10}."
         )
     data = config.data.with_statistics(statistics)
     if isinstance(method_config, ColorConfig):
