@@ -208,7 +208,7 @@ def continue_run(prepared: Prepared, output: Path) -> tuple[RunConfig, Path | No
         resume.check_fits(newest, settings | same)
         trainer = resume.read_trainer(newest)
         for line in changed_schedules(trainer["settings"], config, prepared.images, trainer["position"]["step"]):
-            log.warning("%s", line)
+            log.info("%s", line)
     return config, newest, settings
 
 
@@ -230,12 +230,12 @@ def scores_other_images(output: Path, contents: Mapping[str, str | None], *, don
 
 
 def warn_of_size(newest: Path, config: RunConfig, method: Method) -> None:
-    """Log a warning if the size of the crops changed since the checkpoint, because the encoder keeps its own size."""
+    """Say if the size of the crops changed since the checkpoint, because the encoder keeps its own size."""
     past = resume.read_trainer(newest)["settings"].get(config.method) or {}
     for name in ("size", "global_size"):
         old, new = past.get(name), getattr(config.method_config, name, None)
         if old != new and None not in (old, new):
-            log.warning(
+            log.info(
                 "Training crops have %s instead of %s pixels (%s.%s). Evaluations during the run use %s pixels. The "
                 "exported encoder keeps encoder.image_size %s.",
                 *(new, old, config.method, name, method.image_size, config.encoder.model_dump().get("image_size")),
