@@ -205,10 +205,11 @@ def counted(
     likely, hours = f"{low:,.0f} to {high:,.0f}", f"{shortest} to {longest}"
     if low == high:
         likely, hours = f"{low:,.0f}, limited by the launch of kernels", longest
+    workers = math.ceil(high / gpus / reading)
     rows = {
         f"images/s of {gpus} {gpu.name}": f"at most {most:,.0f} (counted), likely {likely} (a guess)",
         "time": f"{hours}, without evaluations",
-        "loader workers per GPU": f"{math.ceil(high / gpus / reading)}, of {reading:,.0f} images/s on this machine",
+        "loader workers that feed a GPU": f"--workers {workers}, if each reads {reading:,.0f} images/s as here",
     }
     if gpus > 1:
         sent = round(2 * (gpus - 1) / gpus * 4 * trained)

@@ -259,7 +259,8 @@ def plan_rows(config: RunConfig, run: Plan, *, full: bool) -> dict[str, str]:
         "images": f"{run.images:,} in {count:,} {'shard' if count == 1 else 'shards'}, {decimal(round(size))}; "
         "corrupt ones count until they are read (`tessera check_shards`)",
         "epochs": f"{config.steps * config.batch_size / run.images:.1f}",
-        "processes x loader workers": f"{run.processes} x {run.workers}",
+        "processes x loader workers": f"{run.processes} x {run.workers}"
+        + (" (by the free cores of this machine)" if config.workers is None else ""),
         "images per forward pass of a process": f"{each}",
         "memory per process: weights, gradients, optimizer": _amount(run.needs.state),
         "memory per process: activations (estimate)": _amount(run.needs.activations),
