@@ -346,6 +346,8 @@ def shortened(words: list[str], trained: int) -> list[str]:
         words.insert(3, "--dry_run")
     if words[1:2] == ["preview"] and {*OF_A_RUN} & {*words}:
         words += ["--batch_size", "4"]
+    if words[1:2] == ["segmentation"]:
+        words += ["--image_size", "64", "--epochs", "1"]  # instead of minutes on maps of 512 pixels
     if any(word in TRAINING for word in words) and not {"--dry_run", "--help"} & {*words}:
         words += [*SHORT, "--steps", str(2 + trained)] if "--resume" in words else SHORT
     return words
