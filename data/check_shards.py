@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -44,7 +43,7 @@ from tessera.data.shards.index import (
     write_table,
 )
 from tessera.data.shards.notes import DAMAGE, Note, describe, named_notes, parse_notes, shown_classes
-from tessera.data.shards.open import ENDINGS, PARQUET, expand, load_folder_index, missing_parts, shard_at
+from tessera.data.shards.open import ENDINGS, PARQUET, expand, load_folder_index, missing_parts, sets_in, shard_at
 from tessera.data.shards.remote import PIPE, is_remote, without_query
 from tessera.data.shards.source import DEFAULT, SampleForm, Shard, SourceConfig, shared_class_names
 from tessera.data.shards.tar import LARGEST_LABEL, Index, scan_tar
@@ -229,9 +228,7 @@ def check(settings: CheckShards) -> dict[str, Any]:
 
 def _sets(pattern: str) -> list[str]:
     """Return the shards of all sets in a local folder, although a run takes one. Return other patterns unchanged."""
-    names = os.listdir(pattern) if os.path.isdir(pattern) else []
-    names = sorted(name for name in names if name.endswith((*ENDINGS, PARQUET)) and not name.startswith("."))
-    sets = sorted({re.sub(r"[0-9]+", "*", name) for name in names})
+    names, sets = sets_in(pattern) if os.path.isdir(pattern) else ([], [])
     if len(sets) < 2 or len({name.endswith(PARQUET) for name in names}) == 2:
         return [pattern]
     say("sets", f"{', '.join(map(printable, sets))}; a run takes one of them as SHARDS")

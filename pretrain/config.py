@@ -161,19 +161,8 @@ class RunConfig(Settings, frozen=True):
     Many defaults depend on the data and the encoder. --dry_run prints the values that a run would use."""
 
     first_settings = (
-        *(
-            "method",
-            "encoder.variant",
-            "data.shards",
-            "labels",
-            "output",
-            "steps",
-            "epochs",
-            "batch_size",
-            "precision",
-            "seed",
-        ),
-        *("evaluation.val", "evaluate_every", "config", "resume", "overwrite", "dry_run", "gpu"),
+        *("method", "encoder.variant", "data.shards", "labels", "output", "steps", "epochs", "batch_size"),
+        *("precision", "seed", "evaluation.val", "evaluate_every", "config", "resume", "overwrite", "dry_run", "gpu"),
     )
 
     method: str = "dino"

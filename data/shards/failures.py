@@ -10,7 +10,7 @@ from tessera.runtime.user_error import UserError
 MOST_LISTED = 20
 """Maximum number of shards that one error message lists."""
 NO_IMAGES = " holds no image"
-"""What follows the name of a shard in a message on the names of its members."""
+"""Words after the path of a shard that has samples, but no image with the expected name."""
 MAKE_SHARD_AGAIN = "Make the shard again or remove it."
 RESTORE_SHARD = "Restore the shard or remove it from the list."
 MAKE_INDEX_AGAIN = "Make the index again with `tessera check_shards SHARDS --write_index true`."

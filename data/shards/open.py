@@ -546,6 +546,18 @@ def _shards_at(path: str, indices: "_FolderIndices") -> list[str]:
     return _shards_in(path) if not remote.is_remote(path) and os.path.isdir(path) else [path]
 
 
+def sets_in(folder: str) -> tuple[list[str], list[str]]:
+    """Return the names of the shards in a local folder, and their sets: the names with `*` in place of numbers.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    listed = (name for name in os.listdir(folder) if name.endswith((*ENDINGS, PARQUET)))
+    names = sorted(name for name in listed if not name.startswith("."))
+    sets = {re.sub(r"[0-9]+", "*", name) for name in names}
+    return names, sorted(sets, key=lambda name: (name.endswith(PARQUET), name))
+
+
 def _shards_in(folder: str) -> list[str]:
     """Return the shards in a local folder, sorted by name.
 
@@ -556,11 +568,9 @@ def _shards_in(folder: str) -> list[str]:
             more than numbers. Such shards may belong to different sets, such as a training set and a validation set.
     """
     try:
-        listed = (name for name in os.listdir(folder) if name.endswith((*ENDINGS, PARQUET)))
-        names = sorted(name for name in listed if not name.startswith("."))
+        names, patterns = sets_in(folder)
     except OSError as error:
         raise unreadable(folder, error, "Correct the path or its permissions.") from error
-    patterns = sorted({re.sub(r"[0-9]+", "*", name) for name in names}, key=lambda name: (name.endswith(PARQUET), name))
     if len(patterns) > 1:
         listed = ", ".join(patterns[:MOST_LISTED]) + (", ..." if len(patterns) > MOST_LISTED else "")
         of_tars = {name.partition(".")[0] for name in names if not name.endswith(PARQUET)}
