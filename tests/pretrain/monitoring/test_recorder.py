@@ -68,7 +68,8 @@ def test_every_start_adds_a_line(tmp_path: Path) -> None:
 
 def test_a_lost_log_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(tmp_path, 0)
-    shutil.rmtree(tmp_path / "tensorboard")
+    (tmp_path / "tensorboard").rename(tmp_path / "lost")  # at once, because a thread of TensorBoard may write a file
+    shutil.rmtree(tmp_path / "lost", ignore_errors=True)
     (tmp_path / "pictures").touch()
     for step in (1, 2):
         recorder.scalars({"step": step, "loss": 1.0})
