@@ -77,7 +77,7 @@ class ShardEntry(BaseModel):
 
     @model_validator(mode="after")
     def _counts(self) -> Self:
-        if self.url.endswith(".tar") and self.nsamples > self.filesize // BLOCKSIZE:
+        if self.nsamples > (self.filesize // BLOCKSIZE if self.url.endswith(".tar") else self.filesize):
             raise ValueError(f"{self.filesize} bytes cannot hold {self.nsamples} samples")
         if self.labelled is not None and self.labelled > self.nsamples:
             raise ValueError(f"{self.labelled} labels are more than {self.nsamples} samples")
