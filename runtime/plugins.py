@@ -6,6 +6,7 @@ looked up here: no file can name a module to import.
 """
 
 import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -102,7 +103,7 @@ class Registry(dict[str, T], Generic[T]):
 
     def _entry_points(self) -> dict[str, importlib.metadata.EntryPoint]:
         found: dict[str, importlib.metadata.EntryPoint] = {}
-        for point in _entry_points(self.group, tuple(sys.path)):
+        for point in entry_points(self.group):
             other = f"the package {_package(found[point.name])}" if point.name in found else "Tessera"
             if point.name in found or point.name in self._built_in:
                 raise PluginError(
@@ -113,11 +114,21 @@ class Registry(dict[str, T], Generic[T]):
         return found
 
 
+def entry_points(group: str) -> list[importlib.metadata.EntryPoint]:
+    """Return the entry points of a group, without those of folders that were deleted from extras/."""
+    return _entry_points(group, tuple(sys.path))
+
+
 @cache
-def _entry_points(group: str, path: tuple[str, ...]) -> importlib.metadata.EntryPoints:
+def _entry_points(group: str, path: tuple[str, ...]) -> list[importlib.metadata.EntryPoint]:
     """Return the entry points of a group. `path` is `sys.path`, on which the result depends."""
     del path
-    return importlib.metadata.entry_points(group=group)
+    return [point for point in importlib.metadata.entry_points(group=group) if not _is_deleted(point.module)]
+
+
+def _is_deleted(module: str) -> bool:
+    extra = ".".join(module.split(".")[:3])
+    return extra.startswith("tessera.extras.") and importlib.util.find_spec(extra) is None
 
 
 def _package(point: importlib.metadata.EntryPoint) -> str:

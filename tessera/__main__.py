@@ -8,9 +8,11 @@ forwards SIGTERM to the processes, and prints nothing after the last message of 
 `--config_file zero2` selects the training engine for ZeRO stage 2.
 """
 
+import ast
 import difflib
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import itertools
 import os
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.runtime import stdio
+from tessera.runtime.plugins import entry_points
 from tessera.runtime.synonyms import LAUNCHER
 from tessera.runtime.user_error import printable
 
@@ -57,10 +60,10 @@ ONE_PROCESS = (
     *("export", "summary", "runs", "report", "conformance", "check_resume", "preview", "make_shards", "check_shards"),
     *("slurm", "completion"),
 )
-"""Commands that run in one process. Each process of a launcher would do all of their work."""
-EVALUATIONS = "tessera.evaluations"
-"""Entry points of evaluations in installed packages. NAME = "MODULE" becomes the command `tessera NAME`, which calls
-`MODULE.main()`."""
+"""Commands of the core that run in one process."""
+GROUPS = ("tessera.evaluations", "tessera.commands")
+"""Entry points of commands in installed packages. NAME = "MODULE" becomes the command `tessera NAME`, which calls
+`MODULE.main()`. Commands of the second group run in one process."""
 
 
 def main() -> None:
@@ -81,7 +84,7 @@ def run(words: list[str]) -> None:
     commands = COMMANDS
     place = next((i for i, word in enumerate(words) if word in commands), None)
     if place is None:  # only now, because the metadata of installed packages takes time to read
-        commands = COMMANDS | installed_evaluations()
+        commands = COMMANDS | installed_commands()
         place = next((i for i, word in enumerate(words) if word in commands), None)
     if place is None:
         asked_for_help = not words or words[0] in ("-h", "--help")
@@ -98,7 +101,7 @@ def run(words: list[str]) -> None:
         if flag.startswith("--") and ours.replace("_", "-") != flag.replace("_", "-"):
             print(f"tessera: unknown flag {flag}. Did you mean {ours}?", file=sys.stderr)
             raise SystemExit(2)
-    if place == 0 or words[place] in ONE_PROCESS:
+    if place == 0 or runs_in_one_process(words[place]):
         for word, following in itertools.pairwise([*launcher, ""]):
             flag, _, value = word.replace("-", "_").partition("=")
             if flag in ("__num_processes", "__num_machines") and (value or following) != "1":
@@ -129,11 +132,26 @@ def call(name: str) -> int | None:
     return main()
 
 
-def installed_evaluations() -> dict[str, tuple[str, str]]:
-    """Return the evaluations of installed packages in the form of `COMMANDS`, without the names in `COMMANDS`."""
-    points = importlib.metadata.entry_points(group=EVALUATIONS)
-    found = {point.name: (point.value, f"evaluation of {point.dist.name}") for point in points if point.dist}
+def installed_commands() -> dict[str, tuple[str, str]]:
+    """Return the commands of extras and of other packages, in the form of `COMMANDS`, without those in `COMMANDS`."""
+    points = [point for group in GROUPS for point in entry_points(group)]
+    found = {point.name: (point.value, purpose(point.value)) for point in points}
     return {name: found[name] for name in sorted(found.keys() - COMMANDS.keys())}
+
+
+def purpose(module: str) -> str:
+    """Return the first line of the docstring of a module, without importing the module."""
+    try:
+        spec = importlib.util.find_spec(module)
+        text = Path(spec.origin).read_text() if spec and spec.origin else ""
+        return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0].rstrip(".")
+    except Exception as error:  # a broken package hides no other command
+        return f"cannot be imported: {type(error).__name__}"
+
+
+def runs_in_one_process(command: str) -> bool:
+    """Return True for a command of which each process of a launcher would do all of the work."""
+    return command in ONE_PROCESS or any(point.name == command for point in entry_points(GROUPS[1]))
 
 
 def unknown(words: list[str], commands: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ The flags of a command are those of its `--help all`, which the shell reads when
 
 import argparse
 
-from tessera.__main__ import COMMANDS, installed_evaluations
+from tessera.__main__ import COMMANDS, installed_commands
 
 SCRIPT = """\
 _tessera_commands="{commands}"
@@ -39,7 +39,7 @@ def main() -> None:
     argparse.ArgumentParser(
         "tessera completion", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    print(SCRIPT.format(commands=" ".join(COMMANDS | installed_evaluations())))
+    print(SCRIPT.format(commands=" ".join(COMMANDS | installed_commands())))
 
 
 if __name__ == "__main__":

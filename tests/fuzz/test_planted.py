@@ -135,5 +135,9 @@ def test_a_planted_defect_is_found(name: str, monkeypatch: pytest.MonkeyPatch, t
     plant(defect, monkeypatch)
     # Hypothesis draws some values from the source of the modules that are imported, so a seed differs between machines.
     with pytest.raises(defect.error, match=defect.message), limited_addresses(2**32):
-        for seed in seeds(ROUNDS):
-            run(case, CASES[defect.fuzzer], seed=seed, shrink=False)
+        _run_rounds(case, CASES[defect.fuzzer])
+
+
+def _run_rounds(case: Callable[..., None], cases: int) -> None:
+    for seed in seeds(ROUNDS):
+        run(case, cases, seed=seed, shrink=False)
