@@ -22,7 +22,7 @@ from tessera.data.dataset import addresses, in_blocks
 from tessera.data.loader import StreamConfig, mixture_sampler
 from tessera.data.shards import open_sources
 from tessera.data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
-from tessera.data.shards.tar import Index
+from tessera.data.shards.tar_index import Index
 from tessera.runtime.settings import Settings, parse
 
 BATCH, PROCESSES, WORKERS = 1024, 8, 8

@@ -32,7 +32,7 @@ from tessera.data.loader import Reading, training_batches
 from tessera.data.ordered_shards import OrderedShards
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import DEFAULT, SourceConfig
-from tessera.data.shards.source import SampleForm
+from tessera.data.shards.source import SampleKeys
 from tessera.data.user_code import Augment
 from tessera.runtime.settings import Settings, parse
 
@@ -113,8 +113,8 @@ def behind(source: Any) -> Iterable[Any]:
 def rows(tar: str, table_file: str, files: list[bytes]) -> dict[str, Callable[[], Iterable[Any]]]:
     """Return the name of each row, and a function that starts its epoch."""
     images, steps = len(files), len(files) // BATCH
-    staged = DEFAULT.with_form(SampleForm(stages=(wds.decode("pil"),)))
-    plain = DEFAULT.with_form(SampleForm(stages=(wds.map(lambda sample: sample),)))
+    staged = DEFAULT.with_form(SampleKeys(stages=(wds.decode("pil"),)))
+    plain = DEFAULT.with_form(SampleKeys(stages=(wds.map(lambda sample: sample),)))
     replaced = Augment((v2.Compose(CROP.transforms[:2]),), 0, replaces=True)
     return {
         "webdataset: WebDataset, shuffle(100), decode(pil), crop": lambda: behind(

@@ -45,9 +45,9 @@ from tessera.data.shards.index import (
 from tessera.data.shards.notes import DAMAGE, Note, describe, named_notes, parse_notes, shown_classes
 from tessera.data.shards.open import ENDINGS, PARQUET, expand, load_folder_index, missing_parts, sets_in, shard_at
 from tessera.data.shards.remote import PIPE, is_remote, without_query
-from tessera.data.shards.source import DEFAULT, SampleForm, Shard, SourceConfig, shared_class_names
-from tessera.data.shards.tar import LARGEST_LABEL, Index, scan_tar
-from tessera.data.shards.tars import Tar, folder_of, name_of
+from tessera.data.shards.source import DEFAULT, SampleKeys, Shard, SourceConfig, shared_class_names
+from tessera.data.shards.tar_index import LARGEST_LABEL, Index, scan_tar
+from tessera.data.shards.tar_shard import Tar, folder_of, name_of
 from tessera.data.statistics import histogram, moments
 from tessera.data.tiff import is_tiff
 from tessera.data.tools.offline import run_command, say, spread
@@ -97,7 +97,7 @@ class CheckShards(Settings):
     @property
     def access(self) -> SourceConfig:
         """Settings for access to shards, with the form of samples."""
-        return self.source.with_form(SampleForm(self.image, self.label, labels=self.labels))
+        return self.source.with_form(SampleKeys(self.image, self.label, labels=self.labels))
 
     @property
     def usual(self) -> bool:

@@ -42,7 +42,7 @@ from tessera.data.shards.manifest import MANIFESTS, add_labels, list_file
 from tessera.data.shards.open import ENDINGS
 from tessera.data.shards.remote import read_small
 from tessera.data.shards.source import DEFAULT
-from tessera.data.shards.tar import IMAGES, MAPS
+from tessera.data.shards.tar_index import IMAGES, MAPS
 from tessera.data.statistics import moments
 from tessera.data.tools.inputs import find_maps, renumber
 from tessera.data.tools.offline import run_command, say, spread

@@ -28,7 +28,7 @@ from tessera.data.headers import (
     raise_lack_of_memory,
     read_array_header,
 )
-from tessera.data.shards.tar import MAPS
+from tessera.data.shards.tar_index import MAPS
 
 IGNORED = 255
 """Value of pixels that are neither trained on nor scored."""

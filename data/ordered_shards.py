@@ -11,7 +11,7 @@ from tessera.data.loader import StreamConfig, mixture_sampler
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError, WeightedShards, open_sources
 from tessera.data.shards.failures import DroppedError
-from tessera.data.shards.source import DEFAULT, SampleForm, SourceConfig
+from tessera.data.shards.source import DEFAULT, SampleKeys, SourceConfig
 from tessera.data.stages import Stage, load_stages
 
 
@@ -63,7 +63,7 @@ class OrderedShards(IterableDataset[dict[str, Any]]):
         label: str | None = None,
     ) -> None:
         self.batch_size, self.first_step, self.steps, self.seed = batch_size, first_step, steps, seed
-        form = SampleForm(image or source.form.image, label or source.form.label, load_stages(stages))
+        form = SampleKeys(image or source.form.image, label or source.form.label, load_stages(stages))
         sources, weights = open_sources(shards, progress=False, source=source.with_form(form))
         self._sampler = mixture_sampler(sources, weights, seed, stream, batch_size)
         self._sources = in_blocks(sources, self._sampler)

@@ -10,10 +10,10 @@ from typing import Any
 
 from webdataset import DataPipeline
 
-from tessera.data.given import kind
+from tessera.data.python_objects import kind
 from tessera.data.shards.failures import DroppedError, ShardError
 from tessera.data.shards.map_style import Item, item_of
-from tessera.data.shards.source import SampleForm
+from tessera.data.shards.source import SampleKeys
 from tessera.data.user_code import load_function, named_errors
 from tessera.runtime.settings import SettingsError
 
@@ -63,6 +63,6 @@ def run_stages(sample: dict[str, Any], stages: Sequence[Stage], name: str) -> An
     return found[0]
 
 
-def staged_item(sample: dict[str, Any], form: SampleForm, name: str) -> Item:
+def staged_item(sample: dict[str, Any], form: SampleKeys, name: str) -> Item:
     """Return the image and the label that the stages of `form` make of one sample. Errors are those of `run_stages`."""
     return item_of(run_stages(sample, form.stages, name), form, name)

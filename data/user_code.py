@@ -26,7 +26,7 @@ from webdataset.autodecode import DecodingError
 from tessera.data.batch import SampleParameters, ViewParameters
 from tessera.data.collate import Transform
 from tessera.data.decode import ImageError
-from tessera.data.given import is_name, kind, named_object
+from tessera.data.python_objects import is_name, kind, named_object
 from tessera.data.resample import cut
 from tessera.data.sampler import user_seeds
 from tessera.data.shards.failures import ShardError, unreadable
@@ -93,7 +93,7 @@ def named_errors(name: str) -> Iterator[None]:
 
 
 def load_function(name: str, setting: str) -> Callable[..., Any]:
-    """Return the function that the user names: `module:function`, or the name of an object (`data.given`).
+    """Return the function that the user names: `module:function`, or the name of an object (`data.python_objects`).
 
     The module is imported, so the name must come from the command line or from Python, never from a file. Modules in
     the current folder are found.

@@ -24,7 +24,7 @@ from tessera.data.crops import CenterCrop
 from tessera.data.dataset import EvaluationDataset, cure_of
 from tessera.data.loader import Reading, evaluation_batches
 from tessera.data.shards import DEFAULT, ShardError, Shards, SourceConfig
-from tessera.data.shards.source import SampleForm
+from tessera.data.shards.source import SampleKeys
 from tessera.data.stages import load_stages
 from tessera.data.workers import free_cores
 from tessera.encoders import published
@@ -76,9 +76,9 @@ class EncoderSettings(Settings):
     """True if images without a label in `labels` are left out."""
 
     @property
-    def form(self) -> SampleForm:
+    def form(self) -> SampleKeys:
         """How the image and the label are taken from a sample."""
-        return SampleForm(self.image, self.label, labels=self.labels, labelled_only=self.labelled_only)
+        return SampleKeys(self.image, self.label, labels=self.labels, labelled_only=self.labelled_only)
 
     @property
     def access(self) -> SourceConfig:

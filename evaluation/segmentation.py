@@ -37,7 +37,7 @@ from tessera.data.crops import WholeImage
 from tessera.data.decode import ImageError
 from tessera.data.maps import IGNORED, decode_map
 from tessera.data.shards import ShardError, Source
-from tessera.data.shards.tar import MAP
+from tessera.data.shards.tar_index import MAP
 from tessera.evaluation.command import run_command
 from tessera.evaluation.features import (
     EvaluationError,

@@ -7,12 +7,12 @@ import numpy as np
 from accelerate import Accelerator
 from torch import Tensor
 
-from tessera.data.given import kind
+from tessera.data.python_objects import kind
 from tessera.data.shards import ShardError, Shards, Source, SourceConfig, describe_remote, open_shards
 from tessera.data.shards.folder import ImageFolder
 from tessera.data.shards.map_style import MapStyle, parts_of
 from tessera.data.shards.source import Shard
-from tessera.data.shards.tar import IMAGES, Index
+from tessera.data.shards.tar_index import IMAGES, Index
 from tessera.evaluation.features import EvaluationError
 from tessera.runtime.collectives import gather_objects, run_on_all_ranks
 

@@ -16,7 +16,7 @@ from tessera import encoders
 from tessera.data.loader import LoaderConfig, StreamConfig
 from tessera.data.sampler import batch_ranges
 from tessera.data.shards import SourceConfig
-from tessera.data.shards.source import SampleForm
+from tessera.data.shards.source import SampleKeys
 from tessera.data.stages import load_stages
 from tessera.data.user_code import Augment, load_function
 from tessera.encoders.base import IMAGENET, Preprocessing
@@ -272,7 +272,7 @@ class RunConfig(Settings, frozen=True):
             SettingsError: a stage cannot be used.
         """
         stages, only = load_stages(self.data.stages), METHODS[self.method].supervised
-        return self.source.with_form(SampleForm(self.data.image, self.data.label, stages, self.labels, only))
+        return self.source.with_form(SampleKeys(self.data.image, self.data.label, stages, self.labels, only))
 
     @property
     def labelled_access(self) -> SourceConfig:

@@ -16,8 +16,8 @@ from tessera import encoders
 from tessera.data.batches import Batches
 from tessera.data.dataset import Decoding
 from tessera.data.decode import ImageError
-from tessera.data.given import is_name
 from tessera.data.loader import Reading, training_batches
+from tessera.data.python_objects import is_name
 from tessera.data.sampler import BatchSampler, batch_ranges, phases
 from tessera.data.shards import ShardError, Source, Sources, WeightedShards, describe_remote, open_sources
 from tessera.data.shards.failures import DroppedError, UnreadableError

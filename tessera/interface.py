@@ -26,10 +26,10 @@ import tessera.evaluation.linear_probe as probe_command
 from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
-from tessera.data.given import PREFIX, naming
+from tessera.data.python_objects import PREFIX, naming
 from tessera.data.shards import DEFAULT, failures, open_shards
 from tessera.data.shards.open import with_names
-from tessera.data.shards.tars import close_files
+from tessera.data.shards.tar_shard import close_files
 from tessera.encoders import published
 from tessera.encoders.base import Encoder
 from tessera.encoders.weights import fitting

@@ -15,8 +15,8 @@ import numpy as np
 from tessera.data.shards.failures import SampleError, ShardError, unreadable
 from tessera.data.shards.listing import Listing, list_folder
 from tessera.data.shards.manifest import add_labels, list_file
-from tessera.data.shards.source import DEFAULT, PROBES, SampleForm, Shard, SourceConfig, some_bytes
-from tessera.data.shards.tar import IMAGES, Index
+from tessera.data.shards.source import DEFAULT, PROBES, SampleKeys, Shard, SourceConfig, some_bytes
+from tessera.data.shards.tar_index import IMAGES, Index
 from tessera.runtime.user_error import printable
 
 
@@ -133,7 +133,7 @@ def holds_images(folder: str, extensions: Sequence[str] = IMAGES) -> bool:
     return any(name.lower().endswith(endings) for _, _, names in os.walk(folder) for name in names)
 
 
-def _list(path: str, form: SampleForm) -> Listing:
+def _list(path: str, form: SampleKeys) -> Listing:
     try:
         if not path.endswith("/"):
             return list_file(Path(path), root=None, labels="auto", only=form.labelled_only, inside=False)

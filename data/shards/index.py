@@ -24,7 +24,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Val
 
 from tessera.data.headers import read_array_header
 from tessera.data.shards.failures import REPLACE_INDEX, ShardError, is_exhausted, unreadable
-from tessera.data.shards.tar import LARGEST_MEMBER, Index
+from tessera.data.shards.tar_index import LARGEST_MEMBER, Index
 from tessera.runtime.files import atomic_write
 from tessera.runtime.user_error import CONTROL, printable
 

@@ -30,7 +30,7 @@ from tessera.data.shards.notes import (
     UNUSABLE,
     Note,
 )
-from tessera.data.shards.tar import IMAGES, LARGEST_MEMBER, MAPS
+from tessera.data.shards.tar_index import IMAGES, LARGEST_MEMBER, MAPS
 from tessera.runtime.user_error import printable
 
 TRAINING_SETS = {"train", "training"}

@@ -17,7 +17,7 @@ from tessera.data.shards.failures import ShardError, warn_once
 from tessera.data.shards.index import composed
 from tessera.data.shards.listing import MISSING, NO_LABEL, UNLABELLED, File, Listing, file_facts
 from tessera.data.shards.notes import LOST, MASKS
-from tessera.data.shards.tar import LARGEST_LABEL, whole_number
+from tessera.data.shards.tar_index import LARGEST_LABEL, whole_number
 from tessera.runtime.user_error import printable
 
 PATHS = ("path", "file", "filename", "file_name", "image")

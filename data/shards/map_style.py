@@ -16,14 +16,14 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from tessera.data.decode import ImageError, Undecoded, check_kind, upright
-from tessera.data.given import kind, named_object
+from tessera.data.python_objects import kind, named_object
 from tessera.data.shards.failures import SampleError, ShardError
 from tessera.data.shards.index import composed, unique_names
 from tessera.data.shards.listing import class_order
 from tessera.data.shards.notes import LABELS, Note
-from tessera.data.shards.source import DEFAULT, MOST_PROBED, SampleForm, Shard, SourceConfig, equal_names
+from tessera.data.shards.source import DEFAULT, MOST_PROBED, SampleKeys, Shard, SourceConfig, equal_names
 from tessera.data.shards.stored_index import Header, header_of
-from tessera.data.shards.tar import IMAGES, LABEL, Index, whole_number
+from tessera.data.shards.tar_index import IMAGES, LABEL, Index, whole_number
 from tessera.data.user_code import named_errors, seeded
 
 IMAGE_KEYS = ("image", "img", *IMAGES)
@@ -59,7 +59,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class MapStyle(Shard):
-    """A map-style data set. Its path is the name under which a program has passed it (`data.given`)."""
+    """A map-style data set. Its path is the name under which a program has passed it (`data.python_objects`)."""
 
     dataset: Any = field(default=None, repr=False, compare=False)
     samples: int = 0
@@ -209,7 +209,7 @@ def check_map_style(dataset: Any) -> None:
     raise ShardError(f"data: a {name} is no data set. Give SHARDS, or a data set with `__len__` and `__getitem__`.")
 
 
-def item_of(item: Any, form: SampleForm, name: str) -> Item:
+def item_of(item: Any, form: SampleKeys, name: str) -> Item:
     """Return the image and the label of an item: an image, a tuple (image, label, ...) or a dictionary.
 
     Args:
@@ -296,7 +296,7 @@ def parts_of(dataset: Any) -> Iterator[tuple[Any, np.ndarray | None]]:
         yield dataset, None
 
 
-def _class_names(dataset: Any, form: SampleForm, name: str) -> tuple[str, ...] | None:
+def _class_names(dataset: Any, form: SampleKeys, name: str) -> tuple[str, ...] | None:
     """Return the class names of a data set and of all its parts."""
     parts = {id(part): part for part, _ in parts_of(dataset)}
     named = []
@@ -312,7 +312,7 @@ def _class_names(dataset: Any, form: SampleForm, name: str) -> tuple[str, ...] |
     return None if isinstance(dataset, Subset) else names  # a subset may lack classes
 
 
-def stored_labels(dataset: Any, form: SampleForm) -> list[Any] | None:
+def stored_labels(dataset: Any, form: SampleKeys) -> list[Any] | None:
     """Return the labels of all items if they can be read without the images: those of lists of pairs, and texts in
     columns of Hugging Face. Return None otherwise.
     """
@@ -349,7 +349,7 @@ def numbered(labels: list[Any]) -> tuple[np.ndarray | None, tuple[str, ...] | No
     return None, None
 
 
-def _label_keys(form: SampleForm) -> tuple[str, ...]:
+def _label_keys(form: SampleKeys) -> tuple[str, ...]:
     return LABEL_KEYS if form.label_name is None else (form.label_name,)
 
 

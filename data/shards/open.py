@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from braceexpand import braceexpand
 
-from tessera.data.given import is_name, naming
+from tessera.data.python_objects import is_name, naming
 from tessera.data.shards import index, remote
 from tessera.data.shards.failures import (
     CORRECT_INDEX,
@@ -35,8 +35,8 @@ from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, Sh
 from tessera.data.shards.manifest import MANIFESTS
 from tessera.data.shards.notes import OTHER_IMAGES, PARTS, Note, describe, named_notes, shown_classes, valid_notes
 from tessera.data.shards.source import DEFAULT, Shard, Source, SourceConfig
-from tessera.data.shards.tar import IMAGES
-from tessera.data.shards.tars import GZIPPED, LocalTar, PackedTar, RemoteTar, Tar, folder_of
+from tessera.data.shards.tar_index import IMAGES
+from tessera.data.shards.tar_shard import GZIPPED, LocalTar, PackedTar, RemoteTar, Tar, folder_of
 from tessera.runtime.progress import track
 from tessera.runtime.user_error import CONTROL, printable
 
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 Pattern = str | os.PathLike[str]
 MapStyleData = Any
-"""A map-style data set, or the name of one (`data.given`)."""
+"""A map-style data set, or the name of one (`data.python_objects`)."""
 Shards = Pattern | MapStyleData | Sequence[Pattern | MapStyleData] | Source
 """One pattern, several patterns, or an opened source. A map-style data set may stand in place of a pattern.
 

@@ -2,7 +2,7 @@
 
 The image column holds encoded files (binary), or structs whose field `bytes` holds them. To read one row, Parquet has
 to decode its row group. So the images of a row group are stored in the cache of the node when one of them is first
-needed, and read from there, as byte ranges of a remote tar are (`shards.tars`).
+needed, and read from there, as byte ranges of a remote tar are (`shards.tar_shard`).
 """
 
 import functools
@@ -20,7 +20,7 @@ from tessera.data.shards.index import LARGEST_CLASSES, unique_names
 from tessera.data.shards.map_style import IMAGE_KEYS, LABEL_KEYS, NumberedIndex
 from tessera.data.shards.notes import LABELS, Note
 from tessera.data.shards.source import DEFAULT, Shard, SourceConfig, some_bytes
-from tessera.data.shards.tar import LARGEST_MEMBER, Index
+from tessera.data.shards.tar_index import LARGEST_MEMBER, Index
 from tessera.runtime.user_error import printable
 
 LARGEST_GROUP = 2**31

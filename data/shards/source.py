@@ -36,7 +36,7 @@ from tessera.data.shards.failures import (
 from tessera.data.shards.index import CLASSES
 from tessera.data.shards.notes import Note
 from tessera.data.shards.stored_index import Header, header_of, map_index, packed, read_header
-from tessera.data.shards.tar import LARGEST_LABEL, MAPS, Index
+from tessera.data.shards.tar_index import LARGEST_LABEL, MAPS, Index
 from tessera.runtime.settings import Section
 
 KEPT_INDICES = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 64), 4096)
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from tessera.data.shards.map_style import Item
 
 
-class SampleForm(NamedTuple):
+class SampleKeys(NamedTuple):
     """How the image and the label are taken from a sample."""
 
     image: str | None = None
@@ -109,15 +109,15 @@ class SourceConfig(Section):
     """run the commands of pipe:COMMAND shards; only a flag can set this; by default, a command in a flag is run,
     and a command in a settings file is refused"""
 
-    _form: SampleForm = PrivateAttr(default=SampleForm())
+    _form: SampleKeys = PrivateAttr(default=SampleKeys())
     _described: Mapping[str, tuple[int, str] | ShardError] = PrivateAttr(default_factory=dict)
 
     @property
-    def form(self) -> SampleForm:
+    def form(self) -> SampleKeys:
         """How the image and the label are taken from a sample."""
         return self._form
 
-    def with_form(self, form: SampleForm) -> Self:
+    def with_form(self, form: SampleKeys) -> Self:
         """Return a copy of the settings with another form of samples."""
         copy = self.model_copy()
         copy._form = form

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tessera.data.shards.notes import LARGEST_NOTES, Note, parse_notes
-from tessera.data.shards.tar import Index
+from tessera.data.shards.tar_index import Index
 
 _HEADER = 8 * 8  # size in bytes of the header
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from tessera.data.shards.failures import ShardError
 from tessera.data.shards.listing import MISSING, Listing, Maps, file_facts
-from tessera.data.shards.tar import MAPS
+from tessera.data.shards.tar_index import MAPS
 from tessera.runtime.user_error import printable
 
 

@@ -26,7 +26,7 @@ from tessera.data.maps import checked_map, cut_map, encode_map, map_member
 from tessera.data.shards.failures import ShardError, is_exhausted
 from tessera.data.shards.index import MOST_CHANNELS, write_table
 from tessera.data.shards.listing import MISSING, NO_LABEL, REASONS, Listing
-from tessera.data.shards.tar import LABEL, scan_tar
+from tessera.data.shards.tar_index import LABEL, scan_tar
 from tessera.data.statistics import histogram
 from tessera.data.tiff import is_tiff, read_tiff
 from tessera.runtime.files import atomic_write

@@ -23,7 +23,7 @@ from tessera.data.crops import CenterCrop
 from tessera.data.dataset import Decoding, EvaluationDataset
 from tessera.data.pictures import colours
 from tessera.data.shards import ShardError, Source, SourceConfig, open_shards
-from tessera.data.shards.source import SampleForm
+from tessera.data.shards.source import SampleKeys
 from tessera.encoders.base import Preprocessing
 from tessera.evaluation.features import (
     EvaluationError,
@@ -105,10 +105,10 @@ def examine(
             by_shards.setdefault(json.dumps([shards, *names]), []).append(run)
         else:
             problems.append(f"{run.name}: neighbours are not shown, because the run has no evaluation.val. Give --val.")
-    by_content: dict[tuple[str, SampleForm], tuple[str, Source, list[RunFolder]]] = {}
+    by_content: dict[tuple[str, SampleKeys], tuple[str, Source, list[RunFolder]]] = {}
     for key, some in by_shards.items():
         shards, *names = json.loads(key)
-        form = SampleForm(*(one if isinstance(one, str) else None for one in names))
+        form = SampleKeys(*(one if isinstance(one, str) else None for one in names))
         try:
             # the settings of a run may come from a stranger, so that only --val can name a command to run
             access = SourceConfig(commands=None if val else False).with_form(form)

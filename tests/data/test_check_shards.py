@@ -25,7 +25,7 @@ from tessera.data.shards import ShardError, open_shards
 from tessera.data.shards.failures import warn_once
 from tessera.data.shards.index import FolderIndex, parse_folder, parse_table, write_folder
 from tessera.data.shards.notes import CHOSEN, Note, describe
-from tessera.data.shards.tar import scan_tar
+from tessera.data.shards.tar_index import scan_tar
 
 
 def check(*words, status=0):

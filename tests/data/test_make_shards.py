@@ -22,7 +22,7 @@ from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.data.make_shards import main
 from tessera.data.shards import open_shards
 from tessera.data.shards.index import parse_folder, parse_table
-from tessera.data.shards.tar import scan_tar
+from tessera.data.shards.tar_index import scan_tar
 from tessera.data.tools import pack
 from tessera.encoders.base import Preprocessing
 from tests.data.batches import tiff, training_batches

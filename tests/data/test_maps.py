@@ -22,7 +22,7 @@ from tessera.data.maps import cut_map, decode_depth, decode_map
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError, open_shards
 from tessera.data.shards.index import parse_table, write_table
-from tessera.data.shards.tar import scan_tar
+from tessera.data.shards.tar_index import scan_tar
 from tessera.evaluation.features import single_view
 from tests.data.batches import rng, saved
 from tests.data.made import make, picture

@@ -16,8 +16,8 @@ from tessera.data.ordered_shards import OrderedShards
 from tessera.data.shards import DEFAULT, ShardError, open_shards
 from tessera.data.shards.index import write_table
 from tessera.data.shards.open import open_sources
-from tessera.data.shards.source import SampleForm
-from tessera.data.shards.tar import scan_tar
+from tessera.data.shards.source import SampleKeys
+from tessera.data.shards.tar_index import scan_tar
 from tessera.data.stages import load_stages
 from tessera.data.statistics import count_classes
 from tessera.runtime.settings import SettingsError
@@ -58,7 +58,7 @@ def by_webdataset(paths):
 
 
 def form(**values):
-    return DEFAULT.with_form(SampleForm(**values))
+    return DEFAULT.with_form(SampleKeys(**values))
 
 
 def batches(shards, **settings):

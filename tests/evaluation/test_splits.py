@@ -18,7 +18,7 @@ from tessera.data import make_shards as make
 from tessera.data.crops import CenterCrop
 from tessera.data.loader import evaluation_batches
 from tessera.data.shards import SourceConfig, open_shards, open_sources
-from tessera.data.shards.tars import LocalTar
+from tessera.data.shards.tar_shard import LocalTar
 from tessera.data.tools.pack import write_samples
 from tessera.evaluation import linear_probe
 from tessera.evaluation.features import EvaluationError

@@ -22,7 +22,7 @@ from tessera.data.maps import decode_map
 from tessera.data.shards import ShardError, cache, expand, open_shards, remote
 from tessera.data.shards.index import FolderIndex, ShardEntry, parse_classes, parse_folder
 from tessera.data.shards.source import SourceConfig
-from tessera.data.shards.tar import scan_tar
+from tessera.data.shards.tar_index import scan_tar
 from tests.fuzz.cases import CORPUS, bounded, limited_addresses, members, run, seeds, tar
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tessera.data import headers
-from tessera.data.shards import index, tar
+from tessera.data.shards import index, tar_index
 from tessera.encoders.formats import checkpoint
 from tessera.evaluation.reporting import runs
 from tessera.pretrain.checkpoints import resume
@@ -44,13 +44,13 @@ class Defect(NamedTuple):
 
 DEFECTS = {
     "a negative size in a tar header": Defect(
-        tar.scan_tar, "member.size < 0 or ", "", test_shards.tars, AssertionError, "an image outside of the tar"
+        tar_index.scan_tar, "member.size < 0 or ", "", test_shards.tars, AssertionError, "an image outside of the tar"
     ),
     "a number in a tar header that is none": Defect(
-        tar._number, 'digits.strip(b"01234567")', "False", test_shards.tars, ValueError, "invalid literal"
+        tar_index._number, 'digits.strip(b"01234567")', "False", test_shards.tars, ValueError, "invalid literal"
     ),
     "a damaged pax record": Defect(
-        tar._pax, "record is None or ", "", test_hostile.hostile_names, AttributeError, "'NoneType'"
+        tar_index._pax, "record is None or ", "", test_hostile.hostile_names, AttributeError, "'NoneType'"
     ),
     "a place in index.json that is a number": Defect(
         index.parse_folder, "map(str, ", "(", test_hostile.hostile_names, TypeError, "expected str instance"

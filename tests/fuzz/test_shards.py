@@ -20,7 +20,7 @@ from tessera.data.decode import ImageError, decode
 from tessera.data.loader import LoaderConfig, Reading, evaluation_batches
 from tessera.data.shards import ShardError, Source, open_shards
 from tessera.data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table
-from tessera.data.shards.tar import scan_tar
+from tessera.data.shards.tar_index import scan_tar
 from tests.fuzz.cases import CORPUS, bounded, damage, damaged, limited_addresses, members, run, seeds, tar
 
 pytestmark = pytest.mark.filterwarnings("ignore")

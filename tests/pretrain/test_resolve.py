@@ -19,7 +19,7 @@ from PIL import Image
 
 from tessera.data.demo import demo_shards
 from tessera.data.shards import ShardError, Source, expand, open_sources
-from tessera.data.shards.tars import LocalTar, RemoteTar
+from tessera.data.shards.tar_shard import LocalTar, RemoteTar
 from tessera.pretrain import resolve as resolving
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import settings_model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tessera.data.crops import CenterCrop
 from tessera.data.shards.index import FolderIndex, ShardEntry, write_folder, write_table
-from tessera.data.shards.tar import scan_tar
+from tessera.data.shards.tar_index import scan_tar
 from tests.data.batches import evaluation_batches, training_batches
 
 

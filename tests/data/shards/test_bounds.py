@@ -11,7 +11,7 @@ from tessera.data.check_shards import main as check_shards
 from tessera.data.shards import ShardError, expand, open_shards, remote
 from tessera.data.shards.index import parse_classes, parse_folder, parse_table
 from tessera.data.shards.open import MOST_SHARDS
-from tessera.data.shards.tar import LARGEST_LABEL, Index
+from tessera.data.shards.tar_index import LARGEST_LABEL, Index
 from tests.data.made import make as make_shards
 from tests.data.made import picture
 

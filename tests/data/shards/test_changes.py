@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.data.shards import ShardError, open_shards, remote, tars
+from tessera.data.shards import ShardError, open_shards, remote, tar_shard
 from tessera.data.shards import cache as caches
 from tessera.data.shards.source import SourceConfig
 from tessera.runtime import preemption
@@ -22,7 +22,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(remote, "BACKOFF", 0.01)
     monkeypatch.setattr(remote, "_servers_with_ranges", {})
     monkeypatch.setattr(caches, "_versions", {})
-    monkeypatch.setattr(tars, "USUAL_REQUEST", 1)
+    monkeypatch.setattr(tar_shard, "USUAL_REQUEST", 1)
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ import fsspec
 import pytest
 import torch
 
-from tessera.data.shards import ShardError, describe_remote, expand, open_shards, remote, tars
+from tessera.data.shards import ShardError, describe_remote, expand, open_shards, remote, tar_shard
 from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
 from tessera.data.shards.source import SourceConfig
-from tessera.data.shards.tar import scan_tar
+from tessera.data.shards.tar_index import scan_tar
 from tessera.runtime.collectives import RankError
 from tests.data.shards.batches import evaluate, train
 from tests.data.shards.servers import Server
@@ -146,11 +146,11 @@ def test_large_blocks_are_split_and_small_ones_joined(write_tar, server, monkeyp
     sample = 2 * (512 + 1024)
     joined = 8 * sample - 24
     assert asked(4) == [16 * sample - 24]  # all of it is small
-    monkeypatch.setattr(tars, "USUAL_REQUEST", 1)
+    monkeypatch.setattr(tar_shard, "USUAL_REQUEST", 1)
     assert asked(8) == [joined, joined]
-    monkeypatch.setattr(tars, "LARGEST_REQUEST", 3 * sample)
+    monkeypatch.setattr(tar_shard, "LARGEST_REQUEST", 3 * sample)
     assert asked(8) == [2 * sample - 24] * 8
-    monkeypatch.setattr(tars, "LARGEST_REQUEST", 1600)
+    monkeypatch.setattr(tar_shard, "LARGEST_REQUEST", 1600)
     assert asked(8) == [1512] * 16
 
 

@@ -15,7 +15,7 @@ from tessera.data.shards import open_shards
 from tessera.data.shards.failures import ShardError
 from tessera.data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table, write_folder, write_table
 from tessera.data.shards.stored_index import header_of, map_index, packed, read_header
-from tessera.data.shards.tar import Index, scan_tar
+from tessera.data.shards.tar_index import Index, scan_tar
 from tests.data.shards.batches import add_index
 
 

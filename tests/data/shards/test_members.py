@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tessera.data.check_shards import main as check_shards
-from tessera.data.shards import ShardError, open_shards, tars
+from tessera.data.shards import ShardError, open_shards, tar_shard
 from tessera.data.shards.open import shard_at
-from tessera.data.shards.tar import Headers, is_header, is_member, scan_tar, split_name
+from tessera.data.shards.tar_index import Headers, is_header, is_member, scan_tar, split_name
 from tests.data.shards.batches import header
 from tests.data.shards.servers import Server
 
@@ -61,7 +61,7 @@ def test_latin_1_names_and_pax_records(tmp_path, png, capsys, remote):
 
 
 def test_remote_members_behind_pax_headers_are_found(tmp_path, png, monkeypatch):
-    monkeypatch.setattr(tars, "USUAL_REQUEST", 1)
+    monkeypatch.setattr(tar_shard, "USUAL_REQUEST", 1)
     raw = b"".join(
         pax([(b"path", b"k%d.png" % n), (b"comment", b"c" * 3000)]) + header(b"x", len(png(n))) + padded(png(n))
         for n in range(3)

@@ -13,7 +13,7 @@ import pytest
 
 from tessera.data.crops import CenterCrop
 from tessera.data.loader import Reading, evaluation_batches
-from tessera.data.shards import ShardError, open_shards, remote, tars
+from tessera.data.shards import ShardError, open_shards, remote, tar_shard
 from tessera.data.shards import cache as caches
 from tessera.data.shards.cache import Cache, CacheError, cache_folder
 from tessera.data.shards.failures import ResourceError, unreadable
@@ -32,7 +32,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(remote, "_servers_with_ranges", {})
     monkeypatch.setattr(caches, "_versions", {})
     monkeypatch.setattr(caches, "_intact", set())
-    monkeypatch.setattr(tars, "USUAL_REQUEST", 1)
+    monkeypatch.setattr(tar_shard, "USUAL_REQUEST", 1)
 
 
 @pytest.fixture

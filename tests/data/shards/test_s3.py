@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tessera.data.shards import ShardError, expand, open_shards, remote, tars
+from tessera.data.shards import ShardError, expand, open_shards, remote, tar_shard
 from tessera.data.shards.source import SourceConfig
 from tests.data.shards.batches import add_index, train
 
@@ -79,7 +79,7 @@ def test_batches_are_those_of_local_shards(write_shards, bucket, tmp_path, index
 
 def test_a_range_is_one_request(write_shards, bucket, tmp_path, png, monkeypatch):
     """The answer with the bytes also states their version and the size of the shard."""
-    monkeypatch.setattr(tars, "USUAL_REQUEST", 1)
+    monkeypatch.setattr(tar_shard, "USUAL_REQUEST", 1)
     (path,) = write_shards([6])
     add_index([path], [6], tables=True)
     bucket.put([path, f"{path}.index", str(tmp_path / "index.json")], "shards/")

@@ -8,7 +8,7 @@ import pytest
 
 from tessera.data import dataset
 from tessera.data.sampler import ShuffledSampler
-from tessera.data.shards import ShardError, Source, expand, open_shards, open_sources, source, tars
+from tessera.data.shards import ShardError, Source, expand, open_shards, open_sources, source, tar_shard
 from tessera.data.shards.source import SourceConfig
 from tests.data.shards.batches import train
 
@@ -147,7 +147,7 @@ def test_shards_that_change_while_they_are_read(write_shards):
     os.truncate(paths[1], 1000)
     with pytest.raises(ShardError, match=r"data-000001.tar was truncated to 1000 bytes while in use"):
         shards.image(3)
-    tars._opened.cache_clear()  # another process
+    tar_shard._opened.cache_clear()  # another process
     with pytest.raises(ShardError, match=rf"data-000001.tar had {size} bytes when it was opened, but now has 1000"):
         dataclasses.replace(shards).image(2)
     before = os.stat(paths[2])
@@ -157,11 +157,11 @@ def test_shards_that_change_while_they_are_read(write_shards):
 
 
 @pytest.mark.parametrize(
-    ("limit", "kept"), [(1024, 512), (100, 50), (tars.resource.RLIM_INFINITY, 4096), (10**6, 4096)]
+    ("limit", "kept"), [(1024, 512), (100, 50), (tar_shard.resource.RLIM_INFINITY, 4096), (10**6, 4096)]
 )
 def test_the_limit_of_open_files_decides_how_many_stay_open(limit, kept, monkeypatch):
-    monkeypatch.setattr(tars.resource, "getrlimit", lambda _: (limit, limit))
-    assert tars.kept_files() == kept
+    monkeypatch.setattr(tar_shard.resource, "getrlimit", lambda _: (limit, limit))
+    assert tar_shard.kept_files() == kept
 
 
 def test_an_image_is_one_read(write_shards, monkeypatch):
@@ -174,7 +174,7 @@ def test_an_image_is_one_read(write_shards, monkeypatch):
 
 
 def test_few_files_stay_open(write_shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(tars, "_opened", functools.lru_cache(30)(tars._opened.__wrapped__))
+    monkeypatch.setattr(tar_shard, "_opened", functools.lru_cache(30)(tar_shard._opened.__wrapped__))
     monkeypatch.setattr(source, "KEPT_INDICES", 16)
     shards = open_shards(write_shards([1] * 50))
     sources = [shards, dataclasses.replace(shards)]

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tessera.data.shards import ShardError, open_shards, remote, source, tars
+from tessera.data.shards import ShardError, open_shards, remote, source, tar_shard
 from tessera.data.shards import cache as caches
 from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, write_folder, write_table
 from tessera.data.shards.open import shard_at
 from tessera.data.shards.source import SourceConfig
-from tessera.data.shards.tar import scan_tar
+from tessera.data.shards.tar_index import scan_tar
 from tests.data.shards.batches import add_index, keys
 
 
@@ -28,7 +28,7 @@ def test_the_index_is_kept_until_the_shard_changes(write_tar, png, cache, monkey
     shard.index()
     (kept,) = (path for path in cache.rglob("*") if path.is_file())
     with monkeypatch.context() as patch:
-        patch.setattr(tars, "scan_tar", lambda *_: pytest.fail("the index was in the cache"))
+        patch.setattr(tar_shard, "scan_tar", lambda *_: pytest.fail("the index was in the cache"))
         assert keys(shard.index()) == ["a"]
         assert shard.header().summary[0] == 1
     whole = kept.read_bytes()
@@ -114,7 +114,7 @@ def test_the_index_of_a_local_folder(write_shards, tmp_path, monkeypatch, caplog
     paths = write_shards([3, 5])
     listed = add_index(paths, [3, 5])
     with monkeypatch.context() as patch:
-        patch.setattr(tars, "scan_tar", lambda *_: pytest.fail("the folder's index knows it"))
+        patch.setattr(tar_shard, "scan_tar", lambda *_: pytest.fail("the folder's index knows it"))
         for named in (paths, tmp_path / FOLDER_INDEX, f"file://{tmp_path}/data-*.tar", f"file:{tmp_path}/data-*.tar"):
             opened = open_shards(named)
             assert opened.counts.tolist() == opened.labelled.tolist() == [3, 5]
@@ -137,7 +137,7 @@ def test_a_copy_without_times_keeps_its_index(write_shards, tmp_path, monkeypatc
             (tmp_path / "unpacked").write_bytes(file.read())
         write_table(path, scan_tar(str(tmp_path / "unpacked"), path))
         os.utime(path, ns=(2**62, 2**62))
-    monkeypatch.setattr(tars, "scan_tar", lambda *_: pytest.fail("the folder's index and the tables know it"))
+    monkeypatch.setattr(tar_shard, "scan_tar", lambda *_: pytest.fail("the folder's index and the tables know it"))
     opened = open_shards(paths)
     assert [shard.sha256 for shard in opened.shards] == [None if ending == ".tar.gz" else "ab" * 32] * 2
     assert [opened.image(number) for number in range(8)] == [png(number) for number in range(8)]
@@ -167,8 +167,8 @@ def test_tables_are_read_once_by_all_processes(write_shards, monkeypatch):
     """Among more shards than a process keeps, tables are mapped again, and not read again."""
     paths = write_shards([2] * 12)
     add_index(paths, [2] * 12, tables=True)
-    read, parse = [], tars.parse_table
-    monkeypatch.setattr(tars, "parse_table", lambda content, path: (read.append(path), parse(content, path))[1])
+    read, parse = [], tar_shard.parse_table
+    monkeypatch.setattr(tar_shard, "parse_table", lambda content, path: (read.append(path), parse(content, path))[1])
     monkeypatch.setattr(source, "KEPT_INDICES", 4)
     monkeypatch.setattr(source, "KEPT_SAMPLES", 8)
     for _ in range(2):

@@ -32,7 +32,7 @@ from tessera.data.shards.failures import (
 )
 from tessera.data.shards.index import CLASSES, LARGEST_CLASSES, LARGEST_TABLE, TABLE, parse_classes, parse_table
 from tessera.data.shards.source import Shard, SourceConfig, some_bytes
-from tessera.data.shards.tar import (
+from tessera.data.shards.tar_index import (
     LABEL,
     LARGEST_MEMBER,
     Index,
