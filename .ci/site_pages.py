@@ -72,12 +72,12 @@ def converted(notebook: Path) -> dict[str, str | bytes]:
 def commands() -> str:
     """Return a page with the help of each command."""
     sys.path.insert(0, str(ROOT))
-    from tessera.__main__ import COMMANDS
+    from tessera.__main__ import COMMANDS, installed_commands
 
-    parts = ["# Commands\n"]
+    known, parts = COMMANDS | installed_commands(), ["# Commands\n"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        shown = list(pool.map(help_of, COMMANDS))
-    for (name, (_, purpose)), text in zip(COMMANDS.items(), shown, strict=True):
+        shown = list(pool.map(help_of, known))
+    for (name, (_, purpose)), text in zip(known.items(), shown, strict=True):
         parts.append(f"## {name}\n\n{purpose[0].upper()}{purpose[1:]}.\n\n{tables(text)}\n")
     return "\n".join(parts)
 

@@ -1,7 +1,7 @@
 """Losses of self-supervised learning as naive loops: the expected values of `tessera conformance`.
 
 The functions share no code with `tessera.pretrain`. They compute in the precision of their arguments, which is float64
-in `evaluation.conformance` and in the tests, and are too slow for training. An adapter has functions of the same names
+in `tessera conformance` and in the tests, and are too slow for training. An adapter has functions of the same names
 with the same arguments, so this module is an adapter itself.
 
 Where a paper leaves a convention open, the functions follow the official code of the paper, and a paragraph

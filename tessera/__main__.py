@@ -47,8 +47,6 @@ COMMANDS = {
     "summary": ("tessera.encoders.summary", "print the size and cost of encoders"),
     "runs": ("tessera.evaluation.runs", "list runs, their scores, and how to continue them"),
     "report": ("tessera.evaluation.report", "compare runs on one page"),
-    "conformance": ("tessera.evaluation.conformance", "compare losses with their published formulas"),
-    "check_resume": ("tessera.evaluation.check_resume", "kill and resume a run, and compare it"),
     "preview": ("tessera.data.preview", "show images, or the crops and masks of a run"),
     "make_shards": ("tessera.data.make_shards", "make shards from a folder of images"),
     "check_shards": ("tessera.data.check_shards", "verify shards"),
@@ -57,7 +55,7 @@ COMMANDS = {
 }
 """Maps the name of each command to its module and its purpose."""
 ONE_PROCESS = (
-    *("export", "summary", "runs", "report", "conformance", "check_resume", "preview", "make_shards", "check_shards"),
+    *("export", "summary", "runs", "report", "preview", "make_shards", "check_shards"),
     *("slurm", "completion"),
 )
 """Commands of the core that run in one process."""
@@ -144,7 +142,8 @@ def purpose(module: str) -> str:
     try:
         spec = importlib.util.find_spec(module)
         text = Path(spec.origin).read_text() if spec and spec.origin else ""
-        return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0].rstrip(".")
+        first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0].rstrip(".")
+        return first[:1].lower() + first[1:]
     except Exception as error:  # a broken package hides no other command
         return f"cannot be imported: {type(error).__name__}"
 

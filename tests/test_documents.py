@@ -34,16 +34,16 @@ from PIL import Image
 from sklearn.datasets import load_sample_image
 
 import tessera
-from tessera.__main__ import COMMANDS, main
+from tessera import __main__ as command_line
+from tessera.__main__ import main
 from tessera.data.check_shards import CheckShards
 from tessera.data.make_shards import MakeShards
 from tessera.data.make_shards import main as make_shards
 from tessera.data.preview import OF_A_RUN
 from tessera.encoders.registry import VARIANTS
-from tessera.evaluation import finetune
 from tessera.launch import slurm
 from tessera.launch.jobs import engine_file
-from tessera.pretrain import adapt, crop_preview
+from tessera.pretrain import crop_preview
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.methods import METHODS
@@ -52,6 +52,7 @@ from tessera.runtime.settings import SettingsError, flags, validate
 from tests.installed import install_ijepa
 from tests.launched import ROOT
 
+COMMANDS = command_line.COMMANDS | command_line.installed_commands()
 PAGES = [
     ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "examples" / "ijepa" / "README.md",
@@ -186,9 +187,9 @@ def parse_command(name: str, words: list[str], patch: pytest.MonkeyPatch) -> Non
     if name == "pretrain":
         load(without_weights(words))
     elif name == "adapt":
-        adapt.load_settings(without_weights(words))
+        module.load_settings(without_weights(words))
     elif name == "finetune":
-        load(without_weights(finetune.command(words)))
+        load(without_weights(module.command(words)))
     elif name == "preview" and any(word in OF_A_RUN for word in words):
         load([word for word in crop_preview.split(words)[1] if word != "--config" and not word.startswith("runs/")])
     elif hasattr(module, "run"):

@@ -48,7 +48,7 @@ class ConformanceError(UserError):
 class ConformanceSettings(Settings):
     """Compare the losses of a library with the formulas of their papers. ADAPTER: module that calls the library."""
 
-    adapter: Positional[str] = "tessera.pretrain.methods.conformance"
+    adapter: Positional[str] = "tessera.extras.conformance.losses"
     """Python module with the functions, installed or in the current folder; default: the losses of this project"""
     device: str = "cpu"
     """device of the tensors, such as cpu or cuda"""

@@ -10,8 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tessera.evaluation import references
-from tessera.evaluation.conformance import Case, ConformanceError, ConformanceSettings, cases, compare, normal, run
-from tessera.pretrain.methods import conformance as ours
+from tessera.extras.conformance import losses as ours
+from tessera.extras.conformance.conformance import (
+    Case,
+    ConformanceError,
+    ConformanceSettings,
+    cases,
+    compare,
+    normal,
+    run,
+)
 
 TOLERANCE = ConformanceSettings().tolerance
 NAMES = sorted({case.function for case in cases()})

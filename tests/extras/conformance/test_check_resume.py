@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.evaluation.check_resume import ResumeError, ResumeSettings, run
+from tessera.extras.conformance.check_resume import ResumeError, ResumeSettings, run
 
 TRAINER = """
 import json, os, pickle, random, sys, time
