@@ -163,6 +163,13 @@ class Encoder(nn.Module):
             return checkpoint(block, *arguments, use_reentrant=False)
         return block(*arguments)
 
+    def saved_state(self) -> dict[str, Tensor]:
+        """Return the weights for a file, with the tensor names of an encoder that `encoders.build` makes.
+
+        Code that adds parameters to an encoder, such as low-rank updates, replaces this function of the encoder.
+        """
+        return self.state_dict()
+
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the number of token rows and of token columns for an image of `height` x `width` pixels."""
         return height // self.stride, width // self.stride

@@ -5,6 +5,7 @@ A layer computes W x + b + (alpha / r) * up (down x), with `down` (r, D_in) and 
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,8 @@ ATTENTION = ("q", "kv", "qkv", "proj")
 def add_lora(encoder: Encoder, rank: int, alpha: float, layers: Sequence[str] | None = None) -> None:
     """Freeze all weights of an encoder, and add a low-rank update to linear layers of its blocks.
 
-    The updates are 0 at first, so that the encoder computes the same features as before.
+    The updates are 0 at first, so that the encoder computes the same features as before. Files of the encoder hold
+    weights with the updates added.
 
     Args:
         encoder: encoder, which is changed in place.
@@ -48,6 +50,7 @@ def add_lora(encoder: Encoder, rank: int, alpha: float, layers: Sequence[str] | 
     for name, layer in linear:
         if name in chosen:
             _add(layer, rank, alpha / rank)
+    encoder.saved_state = partial(merged_state, encoder)
 
 
 def merged_state(module: nn.Module) -> dict[str, Tensor]:
@@ -61,16 +64,6 @@ def merged_state(module: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def merge_lora(encoder: Encoder) -> None:
-    """Add the low-rank updates of an encoder to the weights of its layers, and remove them."""
-    merged = merged_state(encoder)
-    for layer in (module for module in encoder.modules() if hasattr(module, UP)):
-        layer.lora_hook.remove()
-        for name in (DOWN, UP, "lora_scale", "lora_hook"):
-            delattr(layer, name)
-    encoder.load_state_dict(merged)
-
-
 def _add(layer: nn.Linear, rank: int, scale: float) -> None:
     down = torch.empty(rank, layer.in_features, device=layer.weight.device)
     if not down.is_meta:
@@ -78,7 +71,7 @@ def _add(layer: nn.Linear, rank: int, scale: float) -> None:
     layer.register_parameter(DOWN, nn.Parameter(down))
     layer.register_parameter(UP, nn.Parameter(torch.zeros(layer.out_features, rank, device=down.device)))
     layer.lora_scale = scale
-    layer.lora_hook = layer.register_forward_hook(_update)
+    layer.register_forward_hook(_update)
 
 
 def _update(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:

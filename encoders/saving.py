@@ -18,7 +18,6 @@ from tessera.encoders.checks import check_finite, check_settings
 from tessera.encoders.errors import EncoderError, WeightsError
 from tessera.encoders.formats.checkpoint import load_weights, read, recognise
 from tessera.encoders.formats.loading import check_names, check_shapes, check_values
-from tessera.encoders.lora import merged_state
 from tessera.encoders.registry import build, family
 from tessera.runtime.files import atomic_write, read_bounded
 from tessera.runtime.isolation import own_modes
@@ -33,8 +32,7 @@ WEIGHTS = "encoder.safetensors"
 def save(encoder: Encoder, path: str | Path, *, step: int | None = None):
     """Write the weights of an encoder to `path` (.safetensors), and its settings to a .json file of the same name.
 
-    The .json file also holds the preprocessing. Each of the two files is written atomically. Low-rank updates (LoRA)
-    are added to the weights.
+    The .json file also holds the preprocessing. Each of the two files is written atomically.
 
     Args:
         encoder: encoder made by `build`.
@@ -47,13 +45,28 @@ def save(encoder: Encoder, path: str | Path, *, step: int | None = None):
     weights, description = _files(path)
     if not hasattr(encoder, "settings"):
         raise EncoderError("The settings of this encoder are unknown. Make the encoder with encoders.build.")
-    state = {name: value.detach().cpu().contiguous() for name, value in merged_state(encoder).items()}
+    state = {name: value.detach().cpu().contiguous() for name, value in encoder.saved_state().items()}
     preprocessing = {"mean": list(encoder.preprocessing.mean), "std": list(encoder.preprocessing.std)}
     with atomic_write(weights) as file:
         save_file(state, file)
     described = encoder.settings | {"preprocessing": preprocessing} | ({} if step is None else {"step": step})
     with atomic_write(description) as file:
         file.write_text(json.dumps(described, indent=2) + "\n")
+
+
+def as_saved(encoder: Encoder) -> Encoder:
+    """Return the encoder that `load` would return for the files of `save`: `encoder` itself, or one without additions.
+
+    An addition is a parameter that `encoders.build` does not make, such as a low-rank update.
+    """
+    state = encoder.saved_state()
+    if state.keys() == encoder.state_dict().keys():
+        return encoder
+    with torch.device("meta"):
+        plain = build(**encoder.settings)
+    plain.load_state_dict(state, assign=True)
+    plain.preprocessing = encoder.preprocessing
+    return plain.eval()
 
 
 @own_modes()

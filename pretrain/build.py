@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tessera import encoders
-from tessera.encoders.batch_norm import over_all_processes
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.formats.checkpoint import read, recognise, unwrap
 from tessera.encoders.formats.loading import Report
@@ -23,6 +22,7 @@ from tessera.evaluation.features import resolve_checkpoint
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.export import load_run
 from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.batch_norm import over_all_processes
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.preflight import blank_batch, dry_forward, state_bytes
 from tessera.runtime.collectives import broadcast_object, patient_group, rank

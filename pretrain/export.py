@@ -31,7 +31,7 @@ from tessera.encoders.checks import MOST_BLOCKS
 from tessera.encoders.export import ENDINGS
 from tessera.encoders.export import export as export_encoder
 from tessera.encoders.formats.loading import check_names, check_shapes, check_values
-from tessera.encoders.lora import merge_lora
+from tessera.encoders.saving import as_saved
 from tessera.encoders.summary import setting
 from tessera.encoders.weights import fitting, rebuilt
 from tessera.evaluation.photograph import photograph
@@ -230,7 +230,7 @@ def _part(checkpoint: Path, part: str) -> tuple[nn.Module, dict[str, Any]]:
     _fill(module, f"method.{name}." if name else "method.", checkpoint)
     if isinstance(module, Encoder):
         _, module.preprocessing = encoders.read_description(checkpoint / "encoder.json")
-        merge_lora(module)
+        module = as_saved(module)
     return module, described
 
 

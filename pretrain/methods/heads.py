@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera.encoders.batch_norm import centered
+from tessera.pretrain.methods.batch_norm import centered
 from tessera.pretrain.methods.method import full_precision
 
 

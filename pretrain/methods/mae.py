@@ -20,12 +20,12 @@ from tessera.data.crops import NativeCrop, RandomCrop, RandomCropConfig
 from tessera.data.masking import MaskedCrop, MaskKind
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.images import Images, Mask, PackedImages, patchify
-from tessera.encoders.narrow import NarrowTransformer
 from tessera.encoders.navit import NaViT
 from tessera.encoders.segments import copy_to_device
 from tessera.encoders.unused import freeze_unused
 from tessera.encoders.vit import ViT
 from tessera.pretrain.methods.method import Method, RunSize, full_precision
+from tessera.pretrain.methods.narrow import NarrowTransformer
 from tessera.pretrain.monitoring.collapse import column_sums, column_variance, effective_rank, variance_of
 from tessera.pretrain.optim.adamw import OptimConfig
 

@@ -70,9 +70,9 @@ class Method(nn.Module):
 
     Every tensor of a method must be a parameter or a buffer, so that engines can move it and checkpoints can store it.
     `forward` may change only running statistics, the buffers of modules whose attribute `track_running_stats` is true,
-    such as torch's batch norm, whose batch statistics include all processes (`encoders.batch_norm`). The training loop
-    averages running statistics over processes after a step, and restores them after a skipped step. A method changes
-    other buffers in `after_step`.
+    such as torch's batch norm, whose batch statistics include all processes (`pretrain.methods.batch_norm`). The
+    training loop averages running statistics over processes after a step, and restores them after a skipped step. A
+    method changes other buffers in `after_step`.
     """
 
     Config: ClassVar[type[Section]]

@@ -38,7 +38,7 @@ class StepStatistics:
     def _average(self) -> None:
         """Average the statistics over processes, because each process had different images. Collective.
 
-        The statistics of `encoders.batch_norm` are already equal. Those of other layers become the mean of the
+        The statistics of `pretrain.methods.batch_norm` are already equal. Those of other layers become the mean of the
         processes' variances, not one variance over the images of all processes.
         """
         buffers = [buffer for buffer in self.buffers if buffer.is_floating_point()]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tessera import encoders
-from tessera.encoders.batch_norm import over_all_processes
 from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.batch_norm import over_all_processes
 from tessera.pretrain.methods.method import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig, adamw
 from tessera.pretrain.optim.running_statistics import StepStatistics, running_statistics

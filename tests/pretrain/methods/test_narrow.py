@@ -10,7 +10,7 @@ from torch import nn
 from tessera.encoders import EncoderError
 from tessera.encoders.images import Mask
 from tessera.encoders.layers import sincos_table
-from tessera.encoders.narrow import NarrowTransformer
+from tessera.pretrain.methods.narrow import NarrowTransformer
 from tests.encoders.helpers import images_of, mask_of, scramble
 
 GRIDS = torch.tensor([[2, 3], [2, 3], [4, 1]])

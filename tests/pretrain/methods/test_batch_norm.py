@@ -8,7 +8,7 @@ from timm.layers import BatchNormAct2d
 from torch import nn
 
 from tessera import encoders
-from tessera.encoders.batch_norm import BatchNorm, over_all_processes
+from tessera.pretrain.methods.batch_norm import BatchNorm, over_all_processes
 from tessera.runtime.collectives import alone
 from tests.ranks import on_processes
 
