@@ -45,8 +45,6 @@ COMMANDS = {
     "embed": ("tessera.evaluation.embed", "write the features of images to a file"),
     "export": ("tessera.pretrain.export", "export an encoder to timm, transformers, ONNX or torch.export"),
     "summary": ("tessera.encoders.summary", "print the size and cost of encoders"),
-    "runs": ("tessera.evaluation.runs", "list runs, their scores, and how to continue them"),
-    "report": ("tessera.evaluation.report", "compare runs on one page"),
     "preview": ("tessera.data.preview", "show images, or the crops and masks of a run"),
     "make_shards": ("tessera.data.make_shards", "make shards from a folder of images"),
     "check_shards": ("tessera.data.check_shards", "verify shards"),
@@ -55,7 +53,7 @@ COMMANDS = {
 }
 """Maps the name of each command to its module and its purpose."""
 ONE_PROCESS = (
-    *("export", "summary", "runs", "report", "preview", "make_shards", "check_shards"),
+    *("export", "summary", "preview", "make_shards", "check_shards"),
     *("slurm", "completion"),
 )
 """Commands of the core that run in one process."""
@@ -88,7 +86,7 @@ def run(words: list[str]) -> None:
         asked_for_help = not words or words[0] in ("-h", "--help")
         print(help_text(commands), file=sys.stdout if asked_for_help else sys.stderr)
         if not words:
-            print(f"\n{next_step(Path())}")
+            print(f"\n{next_step(Path(), commands)}")
         if not asked_for_help:
             print(f"\ntessera: {unknown(words, commands)}", file=sys.stderr)
         raise SystemExit(0 if asked_for_help else 2)
@@ -178,10 +176,10 @@ def help_text(commands: Mapping[str, tuple[str, str]]) -> str:
     return "\n".join([*lines, "", "`tessera COMMAND --help` lists the settings of a command."])
 
 
-def next_step(folder: Path) -> str:
+def next_step(folder: Path, commands: Iterable[str]) -> str:
     """Return a sentence that says what a user can do next in a folder."""
     runs = len(list(folder.glob("runs/*/config.yaml")))
-    if runs:
+    if runs and "report" in commands:
         return f"Runs here: {runs}. `tessera runs` lists them, and `tessera report runs` compares them."
     return "To begin, `tessera pretrain` trains on embedded digits, and `tessera pretrain --data IMAGES` on a folder."
 

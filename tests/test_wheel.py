@@ -64,7 +64,7 @@ def test_the_wheel_contains_only_tessera(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         names = opened.namelist()
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"tessera"}
-    for path in (*ROOT.glob("configs/**/*.yaml"), *ROOT.glob("launch/*.sbatch"), *ROOT.glob("*/reporting/page.html")):
+    for path in (*ROOT.glob("configs/**/*.yaml"), *ROOT.glob("launch/*.sbatch"), *ROOT.glob("extras/**/*.html")):
         assert f"tessera/{path.relative_to(ROOT)}" in names
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tessera.evaluation.reporting.runs import read_lines
+from tessera.evaluation.run_folders import read_lines
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.monitoring.sinks import SINKS, MetricsConfig, Sink, append_line, keep_lines
 from tessera.runtime.machine import processor, versions

@@ -15,7 +15,7 @@ import pytest
 from tessera.data import headers
 from tessera.data.shards import index, tar_index
 from tessera.encoders.formats import checkpoint
-from tessera.evaluation.reporting import runs
+from tessera.evaluation import run_folders as runs
 from tessera.pretrain.checkpoints import resume
 from tessera.pretrain.engines import metadata
 from tessera.pretrain.monitoring import sinks

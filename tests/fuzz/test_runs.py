@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from tessera import encoders
 from tessera.encoders.formats.checkpoint import load_weights, read
-from tessera.evaluation.reporting.page import render, run_pictures
-from tessera.evaluation.reporting.runs import read_runs
-from tessera.evaluation.reporting.table import make_table, to_csv, to_markdown
+from tessera.evaluation.run_folders import read_runs
+from tessera.extras.report.page import render, run_pictures
+from tessera.extras.report.table import make_table, to_csv, to_markdown
 from tessera.pretrain.checkpoints import manifest, resume
 from tessera.pretrain.command_line import load
 from tessera.pretrain.engines.metadata import read_metadata
@@ -34,7 +34,7 @@ from tessera.pretrain.monitoring.collapse import CollapseAlarm, HealthConfig
 from tessera.pretrain.monitoring.sinks import CSV, keep_lines
 from tessera.pretrain.resolve import resolve
 from tessera.runtime.user_error import UserError
-from tests.evaluation.reporting.made import add_result, make_run, record
+from tests.evaluation.made_runs import add_result, make_run, record
 from tests.fuzz.cases import MOST_BYTES, bounded, damage, damaged, limited_addresses, run, seeds, status
 from tests.pretrain.small import make, saver, walk
 

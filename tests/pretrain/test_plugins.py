@@ -15,8 +15,8 @@ from tessera_ijepa import IJEPA
 from tessera import encoders
 from tessera.evaluation.knn import KNNSettings
 from tessera.evaluation.knn import run as knn
-from tessera.evaluation.report import ReportSettings
-from tessera.evaluation.report import run as report
+from tessera.extras.report.report import ReportSettings
+from tessera.extras.report.report import run as report
 from tessera.pretrain import export
 from tessera.pretrain.checkpoints.resume import CheckpointError
 from tessera.pretrain.command_line import load

@@ -298,11 +298,12 @@ def test_help_says_what_each_setting_means() -> None:
 
 
 def test_without_a_command_it_says_what_to_do_next(tmp_path: Path) -> None:
-    assert "tessera pretrain --data IMAGES" in next_step(tmp_path)
+    assert "tessera pretrain --data IMAGES" in next_step(tmp_path, ["report"])
     for name in ("a", "b"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.yaml").touch()
-    assert next_step(tmp_path).startswith("Runs here: 2. `tessera runs` lists them")
+    assert next_step(tmp_path, ["report"]).startswith("Runs here: 2. `tessera runs` lists them")
+    assert "tessera report" not in next_step(tmp_path, [])
 
 
 def test_unknown_commands_and_help(crowded: Path) -> None:

@@ -12,7 +12,7 @@ from tessera.data.demo import demo_shards
 from tessera.data.shards import open_shards
 from tessera.evaluation.patch_knn import PatchKNNSettings
 from tessera.evaluation.patch_knn import run as patch_knn
-from tessera.evaluation.reporting.runs import read_runs
+from tessera.evaluation.run_folders import read_runs
 from tessera.pretrain.run import main
 from tests.evaluation.test_segmentation import write_scenes
 from tests.launched import TINY, records

@@ -34,8 +34,8 @@ from tessera.evaluation.features import (
     single_view,
 )
 from tessera.evaluation.memory import images_at_once
-from tessera.evaluation.reporting.runs import RunFolder
 from tessera.evaluation.results import data_name
+from tessera.evaluation.run_folders import RunFolder
 from tessera.evaluation.token_colours import common_colours, principal_components
 from tessera.runtime.settings import validate
 from tessera.runtime.user_error import UserError

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tessera.evaluation.reporting.extrapolation import final_score
+from tessera.extras.report.extrapolation import final_score
 
 STEPS = (0, 500, 1000, 2000, 3000, 4000, 5000)
 MEASURED = {  # k-NN in percent, benchmarks/results/small_data.md

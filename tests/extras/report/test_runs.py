@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera.evaluation.reporting.runs import ReportError
-from tessera.evaluation.runs import RunsSettings, age, run
+from tessera.evaluation.run_folders import ReportError
+from tessera.extras.report.runs import RunsSettings, age, run
 from tessera.runtime.lock import holder, locked
 
 

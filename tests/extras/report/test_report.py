@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tessera.evaluation import report
-from tessera.evaluation.report import ReportSettings, run
-from tessera.evaluation.reporting.runs import ReportError
+from tessera.evaluation.run_folders import ReportError
+from tessera.extras.report import report
+from tessera.extras.report.report import ReportSettings, run
 from tessera.runtime.settings import flags, validate
 from tests.evaluation.conftest import save_encoder
-from tests.evaluation.reporting.made import make_run, record
+from tests.evaluation.made_runs import make_run, record
 
 
 def command(*argv: str) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tessera.evaluation.reporting.runs import ReportError, read_runs, short_names
 from tessera.evaluation.results import data_name
-from tests.evaluation.reporting.made import MACHINE, add_result, make_run, record
+from tessera.evaluation.run_folders import ReportError, read_runs, short_names
+from tests.evaluation.made_runs import MACHINE, add_result, make_run, record
 
 
 def test_a_run_is_read(tmp_path: Path) -> None:

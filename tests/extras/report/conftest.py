@@ -1,0 +1,5 @@
+"""Fixtures of the tests of evaluations."""
+
+from tests.evaluation.conftest import cache, shards
+
+__all__ = ["cache", "shards"]
