@@ -72,3 +72,31 @@ def test_scripts_hide_no_module() -> None:
         assert not names & (dependencies | sys.stdlib_module_names | {"evaluate", "datasets", "tests", "launch"}), (
             folder
         )
+
+
+EXTRAS = sorted(path.name for path in (ROOT / "extras").iterdir() if (path / "__init__.py").exists())
+
+
+def extras_imported(folder: Path) -> set[str]:
+    """Return the names of the extras that the files of a folder import, also inside functions and for types."""
+    nodes = (node for path in folder.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    modules = {
+        f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    return {module.split(".")[2] for module in modules if module.startswith("tessera.extras.")}
+
+
+@pytest.mark.parametrize("folder", [*ORDER, "launch", "tessera"])
+def test_the_core_imports_no_extra(folder: str) -> None:
+    assert not extras_imported(ROOT / folder)
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_an_extra_says_which_others_it_needs(name: str) -> None:
+    text = ast.get_docstring(ast.parse((ROOT / "extras" / name / "__init__.py").read_text())) or ""
+    needs = text.rpartition("Needs: ")[2].rstrip(".").split(", ") if "Needs: " in text else []
+    assert extras_imported(ROOT / "extras" / name) - {name} == set(needs)
+    assert len(text.splitlines()) <= 20
