@@ -29,8 +29,8 @@ from tessera.encoders.errors import EncoderError, WeightsError
 from tessera.encoders.export import ENDINGS, METADATA, export
 from tessera.encoders.preprocessing import prepare
 from tessera.evaluation.photograph import made_photograph
-from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.checkpoints.save import Saver
+from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.config import CheckpointConfig
 from tessera.pretrain.engines.ddp import DDP
 from tessera.pretrain.export import export as export_run

@@ -35,7 +35,7 @@ from tessera.encoders.saving import as_saved
 from tessera.encoders.summary import setting
 from tessera.encoders.weights import fitting, rebuilt
 from tessera.evaluation.photograph import photograph
-from tessera.pretrain.checkpoints.resume import CheckpointError, list_checkpoints, read_trainer, verify
+from tessera.pretrain.checkpoints.resume import CheckpointError, list_checkpoints, open_checkpoint, verify
 from tessera.pretrain.engines.local_state import read, unsharded
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method
@@ -214,16 +214,16 @@ def _part(checkpoint: Path, part: str) -> tuple[nn.Module, dict[str, Any]]:
         CheckpointError: the checkpoint is damaged, or was written by another version of this program.
         ValueError: the method has no such part.
     """
-    trainer = read_trainer(checkpoint)
+    opened = open_checkpoint(checkpoint)
     verify(checkpoint)
-    settings = trainer["settings"]
+    settings = opened.settings
     try:
         described = {name: settings[name] for name in ("method", "encoder", settings["method"], "steps")}
     except KeyError as error:
         raise CheckpointError(
             f"{checkpoint} lacks the setting {error}. Choose a checkpoint of this program."
         ) from error
-    described["step"] = trainer["position"]["step"]
+    described["step"] = opened.step
     method = _on_meta(described, checkpoint)
     name = _module_name(method, part)
     module = method.get_submodule(name)
@@ -248,7 +248,7 @@ def load_run(path: Path, methods: Sequence[str], *, weights: bool = True) -> Met
     checkpoint = find_on_main(path)
     if checkpoint is None:
         return None
-    settings = read_trainer(checkpoint)["settings"]
+    settings = open_checkpoint(checkpoint).settings
     if settings["method"] not in methods:
         return None
     verify(checkpoint)

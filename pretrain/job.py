@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
@@ -25,9 +25,16 @@ from tessera.data.workers import free_cores
 from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.splits import check_training_images
 from tessera.pretrain.build import build_method, check_memory
-from tessera.pretrain.checkpoints import resume
-from tessera.pretrain.checkpoints.resume import TrainState
+from tessera.pretrain.checkpoints.continuing import (
+    changed_schedules,
+    check_fits,
+    continued,
+    notice_other_samples,
+    warn_of_size,
+)
+from tessera.pretrain.checkpoints.resume import Checkpoint, open_checkpoint, restore
 from tessera.pretrain.checkpoints.save import Saver
+from tessera.pretrain.checkpoints.trainer_json import SavedSettings, TrainState
 from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.forecast import GPUS, LONG, check_gpus, forecast, shorter
@@ -41,12 +48,9 @@ from tessera.pretrain.origins import differing
 from tessera.pretrain.preflight import Plan, many_epochs, needs, print_plan, print_table, warn_of_memory
 from tessera.pretrain.resolve import (
     agree,
-    changed_schedules,
-    continued,
     make_accelerator,
     measure_classes,
     measure_pixels,
-    notice_other_samples,
     resolve,
     training_shards,
 )
@@ -121,12 +125,12 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     With `--dry_run`, do all of this up to the first step without writing, and print the plan of the run instead.
     """
     prepared = prepare(given, accelerator)
-    config, newest, settings = continue_run(prepared, output)
-    position = resume.read_train_state(newest) if newest else TrainState()
+    config, checkpoint, settings = continue_run(prepared, output)
+    position = checkpoint.trainer.position if checkpoint else TrainState(step=0)
     check_memory(config, accelerator, sharded=engine_class.sharded)
     torch.manual_seed(config.seed)  # all processes use the same seed to build equal weights
     main = accelerator.is_main_process if engine_class.sends_weights else None
-    method = build_method(config, fresh=newest is None, main=main)
+    method = build_method(config, fresh=checkpoint is None, main=main)
     batches = loader(config, method, prepared.sources, position.step, accelerator)
     plan = None
     if config.dry_run:
@@ -137,18 +141,19 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if config.overwrite and not config.dry_run:
         run_on_all_ranks(lambda: delete_run(output) if accelerator.is_main_process else None)
     # The steps of a named GPU are counted without tensors, so this machine needs no memory for the optimizer state.
-    engine = engine_class(accelerator, method, config.optim) if newest or config.gpu is None else None
+    engine = engine_class(accelerator, method, config.optim) if checkpoint or config.gpu is None else None
     # Methods that draw from torch's generator need different random numbers on each process. Drop path does not use
     # this generator (encoders/randomness.py).
     torch.manual_seed(config.seed + 1 + accelerator.process_index)
-    if newest:
-        warn_of_size(newest, config, method)
-    if newest and engine:
-        resume.restore(newest, accelerator, engine, point=not config.dry_run)
-        log.info("%s at step %d of %d: %s", "continues" if plan else "resumed", position.step, config.steps, newest)
-    if newest and position.step >= config.steps:
+    if checkpoint:
+        warn_of_size(checkpoint, config, method)
+    if checkpoint and engine:
+        restore(checkpoint, accelerator, engine, point=not config.dry_run)
+        how = "continues" if plan else "resumed"
+        log.info("%s at step %d of %d: %s", how, position.step, config.steps, checkpoint.path)
+    if checkpoint and position.step >= config.steps:
         log.warning("The run has done all of its %d steps. To train longer, give more --steps.", config.steps)
-    online, accuracy, dense = evaluations(config, method, prepared, accelerator, continues=newest is not None)
+    online, accuracy, dense = evaluations(config, method, prepared, accelerator, continues=checkpoint is not None)
     if plan is not None:
         scored = (online if config.evaluation.val else None) or accuracy
         plan = replace(plan, evaluated=scored and (scored.train, scored.val))
@@ -157,7 +162,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     assert engine is not None
     recorder, other = None, False
     if accelerator.is_main_process:
-        if newest is None or position.step < config.steps:  # settings of a run that is done have no effect any more
+        if checkpoint is None or position.step < config.steps:  # settings of a run that is done have no effect any more
             with atomic_write(output / "config.yaml") as part:  # written atomically, because --resume reads this file
                 part.write_text(to_yaml(config))
         recorder = Recorder(output, position.step, config.metrics, settings)
@@ -168,8 +173,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
             contents[name] = scored.val.content()
         if dense:
             contents["evaluation.maps_val"] = dense.opened[1].content()
-        done = newest is not None and position.step >= config.steps
-        other = newest is not None and scores_other_images(output, contents, done=done)
+        done = checkpoint is not None and position.step >= config.steps
+        other = checkpoint is not None and scores_other_images(output, contents, done=done)
         contents = {} if other and done else contents
         record_start(output, position.step, engine, config.precision, contents)
         announce(given, config, prepared.images, engine)
@@ -188,7 +193,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     finish_run(run)
 
 
-def continue_run(prepared: Prepared, output: Path) -> tuple[RunConfig, Path | None, dict[str, Any]]:
+def continue_run(prepared: Prepared, output: Path) -> tuple[RunConfig, Checkpoint | None, SavedSettings]:
     """Return the settings of a run, the checkpoint that it continues, and the settings that it stores. Collective.
 
     Raises:
@@ -197,19 +202,18 @@ def continue_run(prepared: Prepared, output: Path) -> tuple[RunConfig, Path | No
     """
     config, sources, same = prepared.config, prepared.sources, dict[str, Any]()
     newest = newest_checkpoint(config, output)
-    if newest:
-        config, same = continued(config, sources, newest)
-    counts = [len(source.shards) for source in sources.lists]
-    order = {"shards": prepared.fingerprint, "shard_counts": counts, "mixture": phases(sources.weights)}
-    order["images"] = prepared.images
-    order["samples"] = notice_other_samples(sources, newest, same.get("shards", prepared.fingerprint))
-    settings = config.model_dump(mode="json") | order
-    if newest:
-        resume.check_fits(newest, settings | same)
-        trainer = resume.read_trainer(newest)
-        for line in changed_schedules(trainer["settings"], config, prepared.images, trainer["position"]["step"]):
+    checkpoint = open_checkpoint(newest) if newest else None
+    if checkpoint:
+        config, same = continued(config, sources, prepared.fingerprint, checkpoint)
+    settings: dict[str, Any] = config.model_dump(mode="json")
+    settings |= {"shards": prepared.fingerprint, "shard_counts": [len(source.shards) for source in sources.lists]}
+    settings |= {"mixture": phases(sources.weights), "images": prepared.images}
+    settings["samples"] = notice_other_samples(sources, checkpoint, same.get("shards", prepared.fingerprint))
+    if checkpoint:
+        check_fits(checkpoint, settings | same)
+        for line in changed_schedules(checkpoint.settings, config, prepared.images, checkpoint.step):
             log.info("%s", line)
-    return config, newest, settings
+    return config, checkpoint, cast(SavedSettings, settings)
 
 
 def scores_other_images(output: Path, contents: Mapping[str, str | None], *, done: bool) -> bool:
@@ -227,19 +231,6 @@ def scores_other_images(output: Path, contents: Mapping[str, str | None], *, don
     elif other:
         log.warning("%s names other images. Their scores begin now, and are not compared with earlier ones.", other[0])
     return any(name != "evaluation.maps_val" for name in other)  # the verdict compares no scores of maps
-
-
-def warn_of_size(newest: Path, config: RunConfig, method: Method) -> None:
-    """Say if the size of the crops changed since the checkpoint, because the encoder keeps its own size."""
-    past = resume.read_trainer(newest)["settings"].get(config.method) or {}
-    for name in ("size", "global_size"):
-        old, new = past.get(name), getattr(config.method_config, name, None)
-        if old != new and None not in (old, new):
-            log.info(
-                "Training crops have %s instead of %s pixels (%s.%s). Evaluations during the run use %s pixels. The "
-                "exported encoder keeps encoder.image_size %s.",
-                *(new, old, config.method, name, method.image_size, config.encoder.model_dump().get("image_size")),
-            )
 
 
 def make_plan(

@@ -16,24 +16,18 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from tessera import encoders
 from tessera.data.augment import ColorConfig, colors_for
 from tessera.data.demo import demo_shards
-from tessera.data.loader import mixture_sampler
-from tessera.data.sampler import BatchSampler, batch_ranges, phases
 from tessera.data.shards import MOST_LISTED, ShardError, Source, Sources, WeightedShards
-from tessera.data.shards.folder import ImageFolder
-from tessera.data.shards.open import shown_paths
 from tessera.data.statistics import count_classes, pixel_statistics
 from tessera.encoders.base import Preprocessing
 from tessera.pretrain import engines
-from tessera.pretrain.checkpoints.resume import CheckpointError, read_trainer
+from tessera.pretrain.checkpoints.resume import open_checkpoint
 from tessera.pretrain.config import EncoderConfig, RunConfig
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.export import find_on_main
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method, RunSize
-from tessera.pretrain.optim.adamw import OptimConfig
-from tessera.pretrain.optim.schedules import cosine
 from tessera.runtime import processes
-from tessera.runtime.collectives import broadcast_object, gather_objects, patient_group, rank, run_on_all_ranks
+from tessera.runtime.collectives import broadcast_object, gather_objects, patient_group
 from tessera.runtime.machine import keep_freed_memory, limit_kernel_caches
 from tessera.runtime.settings import SettingsError, validate
 
@@ -125,7 +119,7 @@ def _resolved_encoder(config: RunConfig, defaults: dict[str, Any], channels: int
 def gives_heads(init_from: str, methods: Sequence[str]) -> bool:
     """Return True if `init_from` is a run of one of `methods`, so that its heads can be loaded too. Collective."""
     checkpoint = find_on_main(Path(init_from))  # None for a weight file, a name, or a folder without a checkpoint
-    return checkpoint is not None and read_trainer(checkpoint)["settings"]["method"] in methods
+    return checkpoint is not None and open_checkpoint(checkpoint).settings["method"] in methods
 
 
 def gpu_defaults(variant: str, precision: str) -> dict[str, Any]:
@@ -246,26 +240,6 @@ def agree(opened: list[Source], buffers: list[int]) -> str:
     return own
 
 
-def _only_renamed(saved: dict[str, Any], opened: list[Source], buffers: list[int]) -> bool:
-    """Return True if folders of images have the order of a checkpoint, and only the names of the folders differ.
-
-    The name of a folder is a part of the fingerprint, but does not determine the order.
-
-    Args:
-        saved: settings of the checkpoint.
-        opened: sources of the run.
-        buffers: sizes of the shuffle buffers.
-    """
-    shards = [shard for source in opened for shard in source.shards]
-    named = (saved.get("data") or {}).get("shards")
-    names = [Path(one).name for one in ([named] if isinstance(named, str) else named or [])]
-    if len(names) != len(shards) or not all(isinstance(shard, ImageFolder) for shard in shards):
-        return False
-    counts = [count for source in opened for _, count in source.identity]
-    renamed = [[name, count] for name, count in zip(names, counts, strict=True)]
-    return hashlib.sha256(json.dumps([renamed, buffers]).encode()).hexdigest() == saved.get("shards")
-
-
 def fingerprint(opened: list[Source], buffers: list[int]) -> str:
     """Return a hash of everything that determines the sample order.
 
@@ -274,145 +248,6 @@ def fingerprint(opened: list[Source], buffers: list[int]) -> str:
     """
     counts = [shard for source in opened for shard in source.identity]
     return hashlib.sha256(json.dumps([counts, buffers]).encode()).hexdigest()
-
-
-def continued(config: RunConfig, sources: Sources, checkpoint: Path) -> tuple[RunConfig, dict[str, Any]]:
-    """Return the settings of a run that continues from a checkpoint, with the shards that were added since. Collective.
-
-    Shards that follow the shards of the checkpoint join their source with its next epoch. `stream.growth` stores this
-    epoch, so that the run can be resumed and repeated. Also return the values of settings that describe the order of
-    the checkpoint, if the order of the run is the same up to the checkpoint, and otherwise an empty dictionary.
-
-    Raises:
-        CheckpointError: the run has already used a batch that is to be skipped, or the shards of a run with added
-            shards were changed or removed.
-    """
-    trainer = read_trainer(checkpoint)
-    step, saved = trainer["position"]["step"], trainer["settings"]
-    batches = BatchSampler(1, skipped=batch_ranges(config.skip_batches))
-    before = BatchSampler(1, skipped=batch_ranges(saved.get("skip_batches")))
-    if step and batches.skipped_below(before.batch(step - 1)) != before.skipped_below(before.batch(step - 1)):
-        raise CheckpointError(
-            f"--skip_batches {config.skip_batches} does not fit {checkpoint}, which has used or skipped other batches "
-            f"up to step {step}. To skip a batch, continue from a checkpoint before it: move later checkpoints away."
-        )
-    past_weights, weights = saved.get("mixture"), phases(sources.weights)
-    done = batches.batch(step - 1) if step else -1
-    if past_weights and [row for row in past_weights if row[0] <= done] != [
-        [*row] for row in weights if row[0] <= done
-    ]:
-        log.warning(
-            "the order of the samples changes, because the weights of the data are others for steps that are already "
-            "done. The run goes on with the new weights. To keep the order, change only the weights of later steps: "
-            "give each pattern the weights {0: OLD, %d: NEW}.",
-            done + 2,
-        )
-    saved_stream: dict[str, Any] = saved.get("stream") or {}
-    past = [tuple(row) for row in saved_stream.get("growth") or ()]
-    counts, lists = saved.get("shard_counts") or [], sources.lists
-    old = [source.first(count) for source, count in zip(lists, counts, strict=False) if 0 < count <= len(source.shards)]
-    buffers = (
-        config.stream.buffers(old) if len(old) == len(lists) else []
-    )  # a source that has lost shards is not in `old`
-    if not buffers or fingerprint(old, buffers) != saved.get("shards"):
-        if not past and buffers and _only_renamed(saved, old, buffers):
-            log.info("The folders of images have other names, but as many images as before. The order stays.")
-            return config, {"shards": saved["shards"]}
-        if past:
-            raise CheckpointError(
-                f"Shards or stream settings were changed since {checkpoint}, whose order of samples has added shards. "
-                "Give all shards of the run in their old order, and new shards at the end."
-            )
-        return config, {}
-    stream = config.stream.model_copy(update={"growth": tuple(past) or None})
-    sampler = mixture_sampler(old, sources.weights, config.seed, stream, config.batch_size)
-    used = sampler.counts(batches.batch(step) * config.batch_size)
-    growth = list(config.stream.growth or past)
-    added = [(number, counts[number]) for number, source in enumerate(lists) if counts[number] < len(source.shards)]
-    if [row for row in growth if row[:2] not in added] != past:
-        return config, {}
-    for number, count in added:
-        if not any(row[:2] == (number, count) for row in growth):
-            growth.append((number, count, sampler.samplers[number].next_epoch(int(used[number]))))
-        log.info(
-            "%s has %d shards, %d more than at the checkpoint. The new shards are used from pass %d over this data on "
-            "(the first pass is 1). Until then, the old shards are read in the old order.",
-            shown_paths([shard.path for shard in lists[number].shards]),
-            len(lists[number].shards),
-            len(lists[number].shards) - count,
-            growth[-1][2] + 1,
-        )
-    updated = config.model_copy(update={"stream": stream.model_copy(update={"growth": tuple(growth) or None})})
-    same = {"shards": saved["shards"], "stream": stream.model_dump(mode="json")}
-    return updated, same
-
-
-def notice_other_samples(sources: Sources, checkpoint: Path | None, order: str) -> list[str]:
-    """Return a hash of the samples of each source. Warn if they are not those of the checkpoint. Collective.
-
-    The order of samples depends on the names and counts of shards only (`fingerprint`), so a run continues although a
-    shard was replaced by other samples. Checkpoints of older versions have no such hashes. If the hash of the order,
-    `order`, is another one than in the checkpoint, `check_fits` warns.
-    """
-    found = run_on_all_ranks(lambda: [one.samples_hash() for one in sources.lists] if rank() == 0 else [])
-    found = broadcast_object(found)
-    if checkpoint is None:
-        return found
-    saved = read_trainer(checkpoint)["settings"]  # collective, so before the other processes return
-    if rank() or saved.get("shards") != order:
-        return found
-    hashes, counts = saved.get("samples"), saved.get("shard_counts") or []
-    if not isinstance(hashes, list) or len(hashes) != len(found) or len(counts) != len(found):
-        return found
-    for source, before, count in zip(sources.lists, hashes, counts, strict=True):
-        if not 0 < count <= len(source.shards):
-            continue
-        now = source.first(count).samples_hash()
-        if now.partition(":")[0] == str(before).partition(":")[0] and now != before:
-            log.warning(
-                "%s was changed since %s: images have other names, labels, sizes or contents. The run continues with "
-                "the images as they are now. If this is not intended, stop it and restore the data.",
-                *(shown_paths([shard.path for shard in source.shards]), checkpoint),
-            )
-    return found
-
-
-def changed_schedules(saved: dict[str, Any], config: RunConfig, images: int, step: int) -> list[str]:
-    """Return sentences about a run that continues with another length or batch size: its learning rate, and settings
-    that keep the values that follow from the old length and batch size.
-
-    Args:
-        saved: settings of the checkpoint.
-        config: settings of the run.
-        images: number of training images.
-        step: number of steps done.
-    """
-    before, now = ((one["steps"], one["batch_size"]) for one in (saved, config.model_dump()))
-    try:
-        past = validate(OptimConfig, saved["optim"])
-    except (SettingsError, KeyError):  # an older version, with other settings
-        return []
-    if before == now and past == config.optim:
-        return []
-    peaks = [optim.scaled_lr(size) for optim, (_, size) in ((past, before), (config.optim, now))]
-    rates = [
-        cosine(step, steps, peak, optim.min_lr, optim.warmup_steps, reach_in_warmup=optim.reach_lr_in_warmup)
-        for optim, peak, (steps, _) in zip((past, config.optim), peaks, (before, now), strict=True)
-    ]
-    peak = f"stays {peaks[0]:.3g}" if peaks[0] == peaks[1] else f"is {peaks[1]:.3g} instead of {peaks[0]:.3g}"
-    said = [f"The peak learning rate {peak}{config.optim.scaling_rule(config.batch_size)}."]
-    if step < min(before[0], now[0]):
-        said.append(f"That of step {step + 1} is {rates[1]:.3g} instead of {rates[0]:.3g}.")
-    values: list[dict[str, Any]] = []
-    for steps, size in (before, now):
-        run = RunSize(images, size, steps, getattr(config.method_config, "classes", None), config.accumulate)
-        method, optim = METHODS[config.method].resolve(type(config.method_config)(), OptimConfig(), run)
-        values.append({f"optim.{n}": v for n, v in optim} | {f"{config.method}.{n}": v for n, v in method})
-    own = {f"optim.{n}": v for n, v in config.optim} | {f"{config.method}.{n}": v for n, v in config.method_config}
-    kept = [f"{n} {own[n]} (a new run: {values[1][n]})" for n in own if own[n] == values[0][n] != values[1][n]]
-    if kept:
-        said.append(f"Settings that follow from the old length or batch size keep their values: {', '.join(kept)}.")
-    return [" ".join(said)]
 
 
 def measure_pixels(config: RunConfig, opened: Sources, accelerator: Accelerator) -> Preprocessing | None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from tessera.pretrain.checkpoints.resume import TrainState
 from tessera.pretrain.checkpoints.save import Saver
+from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.methods.method import Method
@@ -33,7 +33,7 @@ class TrainingRun:
     saver: Saver
     images: int
     """Number of images of the data set."""
-    state: TrainState = field(default_factory=TrainState)
+    state: TrainState = field(default_factory=lambda: TrainState(step=0))
     """Progress of the run, such as the number of steps and images so far. Every checkpoint stores this state."""
     accuracy: Accuracy | None = None
     """Evaluation of a supervised method; None for other methods, or if the settings name no evaluation shards."""

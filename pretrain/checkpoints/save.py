@@ -8,14 +8,13 @@ import copy
 import datetime
 import errno
 import importlib.metadata
-import json
 import logging
 import os
 import shutil
 import threading
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,14 +25,9 @@ from rich.filesize import decimal
 from torch import nn
 
 from tessera import encoders
-from tessera.pretrain.checkpoints import manifest
-from tessera.pretrain.checkpoints.resume import (
-    CheckpointError,
-    TrainState,
-    list_checkpoints,
-    point_latest,
-    random_states,
-)
+from tessera.pretrain.checkpoints import manifest, trainer_json
+from tessera.pretrain.checkpoints.resume import CheckpointError, list_checkpoints, point_latest, random_states
+from tessera.pretrain.checkpoints.trainer_json import SavedSettings, Trainer, TrainState
 from tessera.pretrain.config import CheckpointConfig
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.local_state import LocalTensor, write
@@ -61,8 +55,7 @@ class _Snapshot:
     state: dict[str, LocalTensor]
     encoder: encoders.Encoder | None
     """The trained encoder with full parameters; None except on the main process."""
-    trainer: dict[str, Any]
-    """Content of trainer.json."""
+    trainer: Trainer
     random: dict[str, Any]
     """Random states of this process."""
     bytes: int
@@ -93,7 +86,7 @@ class Saver:
         folder: Path,
         accelerator: Accelerator,
         engine: Engine,
-        settings: dict[str, Any],
+        settings: SavedSettings,
         config: CheckpointConfig,
     ) -> None:
         """Check that all processes see the same OUTPUT folder.
@@ -227,9 +220,9 @@ class Saver:
         torch.save(snapshot.random, own[0])
         if snapshot.encoder is not None:
             own += [part / name for name in ("encoder.safetensors", "encoder.json", "trainer.json")]
-            step = snapshot.trainer["position"]["step"]
+            step = snapshot.trainer.position.step
             encoders.save(snapshot.encoder, part / "encoder.safetensors", step=step)
-            (part / "trainer.json").write_text(json.dumps(snapshot.trainer, indent=1))
+            (part / trainer_json.NAME).write_text(snapshot.trainer.to_json())
         for path in own:
             fsync(path)
         stored = [*part.glob(f"__{rank}_*"), *([part / ".metadata"] if snapshot.encoder is not None else [])]
@@ -295,21 +288,17 @@ def _make_empty(folder: Path, needed: int) -> None:
         raise CheckpointError(f"{os.strerror(errno.ENOSPC)}: {folder.parent} has {decimal(free)} free")
 
 
-def _trainer(
-    accelerator: Accelerator, engine: Engine, train_state: TrainState, settings: dict[str, Any]
-) -> dict[str, Any]:
+def _trainer(accelerator: Accelerator, engine: Engine, train_state: TrainState, settings: SavedSettings) -> Trainer:
     """Return the content of trainer.json. The train state is copied, because later training steps change it."""
-    return {
-        "position": asdict(train_state),
-        "processes": accelerator.num_processes,
-        "engine": engine.name,
-        "optimizer_steps": engine.optimizer_steps,
-        "loss_scale": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
-        "settings": settings,
-        "versions": {
-            name: importlib.metadata.version(name) for name in ("torch", "torchvision", "accelerate", "numpy")
-        },
-    }
+    return Trainer(
+        position=copy.deepcopy(train_state),
+        processes=accelerator.num_processes,
+        engine=engine.name,
+        optimizer_steps=engine.optimizer_steps,
+        loss_scale=accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
+        settings=settings,
+        versions={name: importlib.metadata.version(name) for name in ("torch", "torchvision", "accelerate", "numpy")},
+    )
 
 
 def _host_copy(module: E) -> E:

@@ -16,7 +16,7 @@ from tessera.data import headers
 from tessera.data.shards import index, tar_index
 from tessera.encoders.formats import checkpoint
 from tessera.evaluation import run_folders as runs
-from tessera.pretrain.checkpoints import resume
+from tessera.pretrain.checkpoints import trainer_json
 from tessera.pretrain.engines import metadata
 from tessera.pretrain.monitoring import sinks
 from tests.fuzz import test_hostile, test_runs, test_shards
@@ -67,21 +67,13 @@ DEFECTS = {
     "a file that ends one byte after a marker": Defect(
         headers._next_marker, "end() + 2", "end() + 1", test_hostile.hostile_images, IndexError, "out of range"
     ),
-    "scores that are no list": Defect(
-        resume._wrong_value,
-        '_is_history(scores.get("history", []))',
-        "True",
-        test_runs.train_states,
-        AttributeError,
-        "no attribute 'append'",
-    ),
-    "a number of steps that is none": Defect(
-        resume._wrong_value,
-        ', "optimizer_steps": trainer["optimizer_steps"]',
-        "",
+    "values of trainer.json that are not checked": Defect(
+        trainer_json.read,
+        "_READER.validate_python(content)",
+        "Trainer(**content | {'position': TrainState(**content['position'])})",
         test_runs.train_states,
         Exception,
-        "float",
+        "",
     ),
     "a line of metrics.jsonl that is a number": Defect(
         sinks._step_of, ", TypeError", "", test_runs.logs, TypeError, "not subscriptable"

@@ -25,6 +25,7 @@ from tessera.evaluation.run_folders import read_runs
 from tessera.extras.report.page import render, run_pictures
 from tessera.extras.report.table import make_table, to_csv, to_markdown
 from tessera.pretrain.checkpoints import manifest, resume
+from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.command_line import load
 from tessera.pretrain.engines.metadata import read_metadata
 from tessera.pretrain.export import export
@@ -160,7 +161,7 @@ def checkpoints(folder: Path) -> Callable[..., None]:
     accelerator, engine = make()
     found = {"history": [[0, 0.1]], "linear": [[0, 0.1]], "pixels": 0.2, "newest": {"step": 0, "knn_top1": 0.1}}
     alarm = {"in_a_row": {"rank": 1}, "largest_rank": 1.0, "rung": ["rank"]}
-    state = resume.TrainState(STEPS, 12, alarm=alarm, scores=found, unscored={"loss": 1.0})
+    state = TrainState(STEPS, 12, alarm=alarm, scores=found, unscored={"loss": 1.0})
     saver(folder / "run", accelerator, engine).save(state, engine.method.trained_encoder())
     good = folder / "run" / "checkpoints" / f"step-{STEPS:08d}"
     export(good, folder / "method.safetensors", "method")
@@ -183,7 +184,9 @@ def checkpoints(folder: Path) -> Callable[..., None]:
         with refused:
             read_metadata(copy / ".metadata")
         with refused:
-            go_on(resume.restore(copy, accelerator, engine))
+            checkpoint = resume.open_checkpoint(copy)
+            resume.restore(checkpoint, accelerator, engine)
+            go_on(checkpoint.trainer.position)
         shutil.copy(folder / "method.safetensors", folder / "damaged.safetensors")
         (folder / "damaged.json").write_text(json.dumps(changed(of_method, edits)))
         with contextlib.suppress(ValueError, UserError):  # both are documented
@@ -197,7 +200,7 @@ def train_states(folder: Path) -> Callable[..., None]:
     accelerator, engine = make()
     found = {"history": [[0, 0.1]], "linear": [[0, 0.1]], "pixels": 0.2, "newest": {"step": 0, "knn_top1": 0.1}}
     alarm = {"in_a_row": {"rank": 1}, "largest_rank": 1.0, "rung": ["rank"]}
-    state = resume.TrainState(STEPS, 12, alarm=alarm, scores=found, unscored={"loss": 1.0})
+    state = TrainState(STEPS, 12, alarm=alarm, scores=found, unscored={"loss": 1.0})
     saver(folder / "run", accelerator, engine).save(state, engine.method.trained_encoder())
     (step,) = (folder / "run" / "checkpoints").glob("step-*")
     content = (step / "trainer.json").read_text()
@@ -214,14 +217,15 @@ def train_states(folder: Path) -> Callable[..., None]:
         (step / "trainer.json").write_text(json.dumps(trainer["all"]))
         manifest.write(step, others | manifest.describe([step / "trainer.json"]))
         with refused:
-            state = resume.restore(step, accelerator, engine)
+            checkpoint = resume.open_checkpoint(step)
+            resume.restore(checkpoint, accelerator, engine)
             walk(engine)
-            go_on(state)
+            go_on(checkpoint.trainer.position)
 
     return case
 
 
-def go_on(state: resume.TrainState) -> None:
+def go_on(state: TrainState) -> None:
     """Use a restored train state as the next evaluation does."""
     scores = verdict.Scores(state.scores)
     scores.add(state.step + 1, {"knn_top1": 0.5, "linear_top1": 0.5} | state.unscored)

@@ -19,7 +19,7 @@ from tessera.encoders.export import export as export_encoder
 from tessera.encoders.saving import as_saved
 from tessera.pretrain import export
 from tessera.pretrain.checkpoints import manifest
-from tessera.pretrain.checkpoints.resume import TrainState
+from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.supervised import Finetune
 from tessera.pretrain.model_card import model_card

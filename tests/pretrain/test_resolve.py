@@ -1,12 +1,9 @@
 """Settings of a run that follow from the machine, and the shards on which all processes must agree."""
 
-import math
 import os
 import shutil
-import tarfile
 import time
 from datetime import timedelta
-from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from PIL import Image
 
 from tessera.data.demo import demo_shards
-from tessera.data.shards import ShardError, Source, expand, open_sources
+from tessera.data.shards import ShardError, Source, expand
 from tessera.data.shards.tar_shard import LocalTar, RemoteTar
 from tessera.pretrain import resolve as resolving
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import settings_model
-from tessera.pretrain.resolve import _only_renamed, changed_schedules, fingerprint, resolve
 from tests.ranks import on_processes
 
 
@@ -177,83 +172,3 @@ def test_deterministic_algorithms_are_used_where_asked(fresh_engine: None, monke
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
-
-
-def test_other_samples_of_equal_names_and_counts_are_noticed(tmp_path, monkeypatch, caplog):
-    """A shard that is replaced by one of equal size and count is said at a resume. A copy of the data is not."""
-
-    def shard(names, pixels, folder="data"):
-        path = tmp_path / folder / "a.tar"
-        path.parent.mkdir(exist_ok=True)
-        with tarfile.open(path, "w") as file:
-            for number, name in enumerate(names):
-                member = tarfile.TarInfo(f"{name}.tif")
-                content = bytes([pixels, number]) * 1000
-                member.size = len(content)
-                file.addfile(member, BytesIO(content))
-        return open_sources(str(path))
-
-    def saved(hashes):
-        settings = {"samples": hashes, "shard_counts": [1], "shards": "order"}
-        monkeypatch.setattr(resolving, "read_trainer", lambda _: {"settings": settings})
-
-    names = [f"{number:02d}" for number in range(40)]
-    before = resolving.notice_other_samples(shard(names, 0), None, "order")
-    assert caplog.messages == []
-    for written, noticed in (
-        ((names, 0), False),
-        ((names, 0, "copy"), False),
-        (([*names[:20], "xx", *names[21:]], 0), True),
-        ((names, 7), True),
-    ):
-        sources = shard(*written)
-        caplog.clear()
-        saved(before)
-        resolving.notice_other_samples(sources, tmp_path, "order")
-        assert ("images have other names, labels, sizes or contents" in caplog.text) == noticed
-        caplog.clear()
-        resolving.notice_other_samples(sources, tmp_path, "another order")  # another message says so
-        assert caplog.messages == []
-        caplog.clear()
-        for older in (None, [], ["index:0"]):  # runs of older versions, and data that now have another index
-            saved(older)
-            resolving.notice_other_samples(sources, tmp_path, "order")
-        assert caplog.messages == []
-
-
-def test_what_a_changed_length_or_batch_size_changes_is_computed() -> None:
-    past = resolve(load(["--data", "x.tar", "--method", "dino", "--steps", "300", "--batch_size", "64"]), 1000)
-    saved = past.model_dump(mode="json")
-    assert changed_schedules(saved, past, 1000, 202) == []
-    (said,) = changed_schedules(saved, past.model_copy(update={"batch_size": 128}), 1000, 202)
-    peak = past.optim.lr * 64 / 256
-    assert f"The peak learning rate is {2 * peak:.3g} instead of {peak:.3g}" in said
-    unscaled = past.optim.model_copy(update={"lr_scaling": "none"})
-    both = [past.model_copy(update={"optim": unscaled, "batch_size": size}) for size in (64, 128)]
-    (said,) = changed_schedules(both[0].model_dump(mode="json"), both[1], 1000, 202)
-    assert f"The peak learning rate stays {past.optim.lr:.3g}." in said
-    (said,) = changed_schedules(saved, past.model_copy(update={"steps": 600}), 1000, 202)
-    longer = resolve(load(["--data", "x.tar", "--method", "dino", "--steps", "600", "--batch_size", "64"]), 1000)
-    warm = past.optim.warmup_steps
-    assert warm != longer.optim.warmup_steps
-    assert f"optim.warmup_steps {warm} (a new run: {longer.optim.warmup_steps})" in said
-    shares = [(202 - warm) / (steps - warm) for steps in (300, 600)]
-    low = past.optim.min_lr
-    old, new = (low + 0.5 * (peak - low) * (1 + math.cos(math.pi * share)) for share in shares)
-    assert f"That of step 203 is {new:.3g} instead of {old:.3g}." in said
-
-
-def test_a_folder_of_another_name_keeps_the_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    opened = []
-    for name, count in (("one", 5), ("two", 5), ("six", 6)):
-        (tmp_path / name).mkdir()
-        for number in range(count):
-            Image.new("L", (4, 4)).save(tmp_path / name / f"{number}.png")
-        opened.append(open_sources(str(tmp_path / name)).lists)
-    buffers = [16]
-    saved = {"data": {"shards": "elsewhere/one"}, "shards": fingerprint(opened[0], buffers)}
-    assert _only_renamed(saved, opened[0], buffers)
-    assert _only_renamed(saved, opened[1], buffers)
-    assert not _only_renamed(saved, opened[2], buffers)
-    assert not _only_renamed(saved, opened[1], [17])
-    assert not _only_renamed({"shards": saved["shards"], "data": {"shards": {"elsewhere/two": 1}}}, opened[1], buffers)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.pretrain.checkpoints.resume import TrainState
+from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.command_line import load
 from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main

@@ -8,7 +8,8 @@ import torch
 
 from tessera import encoders
 from tessera.pretrain.build import build_method, take_weights
-from tessera.pretrain.checkpoints.resume import CheckpointError, TrainState
+from tessera.pretrain.checkpoints.resume import CheckpointError
+from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.command_line import load
 from tessera.pretrain.export import load_run
 from tessera.pretrain.methods import METHODS

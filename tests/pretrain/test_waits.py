@@ -134,5 +134,5 @@ def test_a_step_whose_evaluation_fails_is_saved_and_evaluated_again(tmp_path: Pa
     with pytest.raises(ShardError):
         train(run, batches(0, None, 8))
     (path,) = resume.list_checkpoints(tmp_path / "checkpoints")
-    state = resume.read_train_state(path)
+    state = resume.open_checkpoint(path).trainer.position
     assert (state.step, state.unscored["step"]) == (3, 3)

@@ -1,6 +1,5 @@
 """A run resumes from an intact checkpoint, and refuses damaged or foreign ones."""
 
-import copy
 import errno
 import json
 import os
@@ -15,9 +14,10 @@ import torch
 
 from tessera import encoders
 from tessera.pretrain.checkpoints import resume
-from tessera.pretrain.checkpoints.resume import CheckpointError, TrainState
+from tessera.pretrain.checkpoints.resume import CheckpointError
+from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.runtime import collectives
-from tests.pretrain.small import make, method, saver, settings, tensors
+from tests.pretrain.small import make, saver, tensors
 from tests.ranks import on_processes
 
 
@@ -45,7 +45,9 @@ def test_restores_everything(tmp_path: Path) -> None:
     other = tensors(engine)
     for name in ("method.center", "method.student.head.mlp.0.weight", "exp_avg_sq.student.head.mlp.0.weight"):
         assert not torch.equal(other[name], before[name])
-    assert resume.restore(path, accelerator, engine) == TrainState(7, 70, alarm={"rung": ["rank"]})
+    checkpoint = resume.open_checkpoint(path)
+    resume.restore(checkpoint, accelerator, engine)
+    assert checkpoint.trainer.position == TrainState(7, 70, alarm={"rung": ["rank"]})
     after = tensors(engine)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -55,79 +57,6 @@ def test_restores_everything(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected[0])
     assert random.random() == expected[1]
     assert (path.parent / "latest").resolve() == path.resolve()
-
-
-def test_another_encoder_is_refused_and_another_sample_order_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (path,) = resume.list_checkpoints(saved(tmp_path, 1))
-    resume.check_fits(path, settings())
-    assert "the order of the samples changes" not in caplog.text
-    resume.check_fits(path, settings() | {"shards": "abd", "seed": 1})
-    assert "changed since step-00000001: seed 0 -> 1\n" in caplog.text
-    assert (
-        "the order of the samples changes, because seed is 1 and the shards have other names or sizes, but "
-        "step-00000001 was written with" in caplog.text
-    )
-    assert "To keep the order, resume with --seed 0 and restore the data, or list the old shards first" in caplog.text
-    caplog.clear()
-    resume.check_fits(path, settings() | {"shards": "abd", "images": 41})  # the checkpoint counts 43 images
-    assert "because the data have 2 fewer images (43 before, 41 now)" in caplog.text
-    assert len(caplog.messages) == 1
-    with pytest.raises(CheckpointError, match=r"encoder\.depth is 1 in the checkpoint and 2 in this run"):
-        resume.check_fits(path, settings() | {"encoder": settings()["encoder"] | {"depth": 2}})
-
-
-def test_the_same_data_at_another_path_are_no_change(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    before = settings() | {"data": {"shards": "wds/train"}, "evaluation": {"val": ["wds/val"]}}
-    monkeypatch.setattr(resume, "read_trainer", lambda path: {"settings": copy.deepcopy(before)})
-    for shards, val, changed in (
-        (f"{tmp_path}/wds/train", f"{tmp_path}/wds/val", False),
-        ("/moved/wds/train", ["wds/val"], False),  # the fingerprint is that of the same shards
-        ("wds/train", "/moved/wds/val", True),
-    ):
-        caplog.clear()
-        resume.check_fits(tmp_path, settings() | {"data": {"shards": shards}, "evaluation": {"val": val}})
-        assert ("evaluation.val ['wds/val'] -> /moved/wds/val" in caplog.text) == changed
-        assert bool(caplog.messages) == changed
-
-
-def test_an_encoder_setting_newer_than_the_checkpoint_counts_as_its_default(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (path,) = resume.list_checkpoints(saved(tmp_path, 1))
-    full = method("dino", 0).trained_encoder().settings
-    trainer = json.loads((path / "trainer.json").read_text())
-
-    def stored(**encoder: object) -> None:
-        trainer["settings"]["encoder"] = {
-            k: v for k, v in (full | encoder).items() if k not in ("drop_path", "patch_size")
-        }
-        (path / "trainer.json").write_text(json.dumps(trainer))
-
-    stored()
-    resume.check_fits(path, settings() | {"encoder": full})
-    resume.check_fits(path, settings())  # here the new run lacks settings
-    assert "changed since" not in caplog.text
-    assert full["patch_size"] == encoders.VARIANTS["vit_micro"]["patch_size"], "the variant's, not the constructor's"
-    with pytest.raises(
-        CheckpointError, match=r"another run: encoder\.patch_size is 4 in the checkpoint and 8 in this run\. Resume"
-    ):
-        resume.check_fits(path, settings() | {"encoder": full | {"patch_size": 8}})
-    stored(depth=3)
-    with pytest.raises(CheckpointError, match=r"encoder\.depth is 3 in the checkpoint and 1 in this run"):
-        resume.check_fits(path, settings() | {"encoder": full})
-    stored(gone=1)
-    with pytest.raises(CheckpointError, match=r"encoder\.gone is 1 in the checkpoint and None in this run"):
-        resume.check_fits(path, settings() | {"encoder": full})
-    stored(variant="vit_gone")
-    with pytest.raises(
-        CheckpointError, match=r"encoder\.variant is vit_gone in the checkpoint and vit_micro in this run"
-    ):
-        resume.check_fits(path, settings() | {"encoder": full})
 
 
 def flip(path: Path) -> None:
@@ -167,14 +96,14 @@ def test_damage_is_named_with_the_newest_intact_checkpoint(
             if harm is flip:  # a flipped byte may break the syntax, which is noticed first
                 word += "|trainer.json is not valid JSON"
         with pytest.raises(CheckpointError, match=word) as caught:
-            resume.restore(newest, accelerator, engine)
+            resume.restore(resume.open_checkpoint(newest), accelerator, engine)
         if (newest / "trainer.json").exists():
             assert str(caught.value).startswith(f"{newest} is damaged: ")
             assert "--resume continues from step-99999998." in str(caught.value)
         assert all(torch.equal(tensor, untouched[key]) for key, tensor in tensors(engine).items())
         (newest / f"{name}.2").unlink(missing_ok=True)
         (newest / name).write_bytes(kept)
-    resume.restore(newest, *make(1))
+    resume.restore(resume.open_checkpoint(newest), *make(1))
     with pytest.raises(CheckpointError, match=r"encoder\.json is missing.*continues from step-99999998\."):
         resume.verify(middle)
     flip(before / "encoder.safetensors")
@@ -196,9 +125,8 @@ def test_checkpoints_of_other_versions_are_refused(tmp_path: Path) -> None:
     no_step = known | {"position": {"images": 3}}
     for other in (later, earlier, no_step, []):
         (path / "trainer.json").write_text(json.dumps(other))
-        for use in (resume.read_train_state, resume.read_trainer, lambda p: resume.check_fits(p, settings())):
-            with pytest.raises(CheckpointError, match=r"written by another version.*--init_from .*step-00000001"):
-                use(path)
+        with pytest.raises(CheckpointError, match=r"written by another version.*--init_from .*step-00000001"):
+            resume.open_checkpoint(path)
 
 
 def test_a_method_of_other_sizes_is_refused(tmp_path: Path) -> None:
@@ -208,7 +136,7 @@ def test_a_method_of_other_sizes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"step-00000001 does not fit this run: .*center \(64 elements instead of 33\)"
     ):
-        resume.restore(path, accelerator, engine)
+        resume.restore(resume.open_checkpoint(path), accelerator, engine)
 
 
 def _restore(rank: int, folder: str) -> None:
@@ -217,9 +145,9 @@ def _restore(rank: int, folder: str) -> None:
     # what only one process finds, because its share holds it or its node reads otherwise, all say
     path = Path(folder, "checkpoints", "step-00000001")
     with pytest.raises(CheckpointError, match=r"the checksum of random-00000\.pt differs"):
-        resume.restore(path, accelerator, engine)
+        resume.restore(resume.open_checkpoint(path), accelerator, engine)
     with pytest.raises(CheckpointError, match=r"^process 1: .*/trainer\.json is missing on .*all nodes share"):
-        resume.read_train_state(path if rank == 0 else Path(folder, "other", "step-00000001"))
+        resume.open_checkpoint(path if rank == 0 else Path(folder, "other", "step-00000001"))
 
 
 @pytest.mark.slow
@@ -238,7 +166,7 @@ def test_a_copy_of_a_run_whose_links_are_folders_continues(tmp_path: Path) -> No
     assert not (copy / "latest").is_symlink()
     shutil.copytree(copy / "latest", lost / "latest")  # all that was copied
     resume.adopt_latest(copy)
-    resume.restore(copy / "step-00000002", *make(1))
+    resume.restore(resume.open_checkpoint(copy / "step-00000002"), *make(1))
     assert os.readlink(copy / "latest") == "step-00000002"
     resume.adopt_latest(lost)
     assert [path.name for path in resume.list_checkpoints(lost)] == ["step-00000002"]
@@ -263,5 +191,5 @@ def test_a_disk_without_links_needs_none(tmp_path: Path, monkeypatch: pytest.Mon
     folder = saved(tmp_path, 1, 2)
     assert "the disk does not support symlinks (Operation not permitted)" in caplog.text
     assert [path.name for path in sorted(folder.iterdir())] == ["step-00000001", "step-00000002"]
-    resume.restore(folder / "step-00000002", *make(1))
+    resume.restore(resume.open_checkpoint(folder / "step-00000002"), *make(1))
     assert encoders.load(tmp_path).settings["variant"] == "vit_micro"

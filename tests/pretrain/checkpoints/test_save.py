@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tessera.pretrain.checkpoints import manifest, resume
 from tessera.pretrain.checkpoints import save as saving
-from tessera.pretrain.checkpoints.resume import CheckpointError, TrainState, list_checkpoints
+from tessera.pretrain.checkpoints.resume import CheckpointError, list_checkpoints
+from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.runtime import collectives
 from tests.pretrain.small import make, saver, tensors, walk
 from tests.ranks import on_processes
@@ -138,7 +139,7 @@ def test_a_limit_on_files_leaves_the_last_checkpoint(tmp_path: Path) -> None:
         signal.signal(signal.SIGXFSZ, handler)
     assert "free" not in str(caught.value)
     assert names(folder) == {"step-00000001", "latest"}
-    resume.restore(folder / "latest", accelerator, engine)
+    resume.restore(resume.open_checkpoint(folder / "latest"), accelerator, engine)
 
 
 @pytest.mark.parametrize("step", ["torch.save", "encoders.save", "manifest.describe", "manifest.write", "os.rename"])
@@ -274,7 +275,7 @@ INTERRUPTED = """
 import sys, time
 from pathlib import Path
 from tessera.pretrain.checkpoints import save as saving
-from tessera.pretrain.checkpoints.resume import TrainState
+from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tests.pretrain.small import make, saver
 from tests.ranks import on_processes
 saving.BACKGROUND_TIMEOUT = 0.2
@@ -402,7 +403,9 @@ def test_killed_at_any_moment_of_saving(tmp_path: Path) -> None:
         if len(listed) > 1 or "latest" in names(folder):  # it is made after the first checkpoint
             assert (folder / "latest" / "trainer.json").exists()
         accelerator, engine = make(1)
-        assert resume.restore(listed[-1], accelerator, engine).step == int(listed[-1].name[5:])
+        checkpoint = resume.open_checkpoint(listed[-1])
+        resume.restore(checkpoint, accelerator, engine)
+        assert checkpoint.step == int(listed[-1].name[5:])
         saver(output, accelerator, engine, keep=1).save(TrainState(10**6, 1), engine.method.trained_encoder())
         assert names(folder) == {"step-01000000", "latest"}
     assert ".step" in left  # some were hit amid writing

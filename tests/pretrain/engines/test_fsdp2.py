@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tessera.pretrain.build import build_method
-from tessera.pretrain.checkpoints.resume import TrainState
+from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines.fsdp2 import FSDP2

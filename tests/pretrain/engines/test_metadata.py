@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from tessera.pretrain import export
 from tessera.pretrain.checkpoints import manifest, resume
-from tessera.pretrain.checkpoints.resume import CheckpointError, TrainState
+from tessera.pretrain.checkpoints.resume import CheckpointError
+from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.engines.metadata import MetadataError, read_metadata
 from tests.pretrain.small import make, saver, tensors
 
@@ -59,7 +60,7 @@ def test_a_hostile_pickle_is_named_and_not_run(checkpoint: Path, tmp_path: Path,
     signed(checkpoint)
     accelerator, engine = make(1)
     with pytest.raises(CheckpointError) as caught:
-        resume.restore(checkpoint, accelerator, engine)
+        resume.restore(resume.open_checkpoint(checkpoint), accelerator, engine)
     if file == ".metadata":
         assert f"{function.__module__}.{function.__name__}, which no checkpoint needs" in str(caught.value)
     if file != "random-00000.pt":  # an export does not read it
@@ -127,7 +128,7 @@ def test_wrong_contents_are_named(
     _change(checkpoint, change)
     accelerator, engine = make(1)
     with pytest.raises(CheckpointError, match=said):
-        resume.restore(checkpoint, accelerator, engine)
+        resume.restore(resume.open_checkpoint(checkpoint), accelerator, engine)
     assert "Traceback" not in caplog.text
 
 
@@ -136,7 +137,7 @@ def test_sizes_that_do_not_fit_are_refused_before_memory_is_taken(checkpoint: Pa
     before = tensors(make(1)[1])
     accelerator, engine = make(1)
     with pytest.raises(CheckpointError, match="1125899906842624 elements instead of"):
-        resume.restore(checkpoint, accelerator, engine)
+        resume.restore(resume.open_checkpoint(checkpoint), accelerator, engine)
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(engine).items())
 
 
@@ -148,7 +149,7 @@ def test_a_pipe_is_not_waited_for(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "trainer.json").unlink()
     os.mkfifo(checkpoint / "trainer.json")
     with pytest.raises(CheckpointError, match=r"trainer\.json cannot be read \(not a regular file\)"):
-        resume.read_trainer(checkpoint)
+        resume.open_checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x05.", b"cos\nsystem\n.", b"\x80\x05]\x94h\x00h\x00.", b"P1\n."])
@@ -191,7 +192,7 @@ def test_wrong_values_of_trainer_json_are_named(checkpoint: Path, tmp_path: Path
     signed(checkpoint)
     said = r"trainer\.json has an invalid value of" if change != {"position": 3} else "written by another version"
     with pytest.raises(CheckpointError, match=said):
-        resume.read_train_state(checkpoint)
+        resume.open_checkpoint(checkpoint)
     with pytest.raises(CheckpointError):
         export.export(checkpoint, tmp_path / "out.safetensors")
 
@@ -206,12 +207,12 @@ def test_compressed_random_states_are_refused_before_they_expand(checkpoint: Pat
         archive.writestr("archive/data/9", bytes(2**27))
     signed(checkpoint)
     with pytest.raises(CheckpointError, match=r"random-00000\.pt contains no random states"):
-        resume.restore(checkpoint, *make(1))
+        resume.restore(resume.open_checkpoint(checkpoint), *make(1))
 
 
 def test_deep_json_is_named(checkpoint: Path) -> None:
     (checkpoint / "trainer.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match="not valid JSON"):
-        resume.read_trainer(checkpoint)
+        resume.open_checkpoint(checkpoint)
     (checkpoint / manifest.NAME).write_text("[" * 100_000)
     assert manifest.wrong_sizes(checkpoint) == ["manifest.json does not contain a list of files"]

@@ -1,0 +1,318 @@
+"""Compare a run with the checkpoint that it continues: the order of its samples, its settings and its schedules."""
+
+import hashlib
+import inspect
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from tessera import encoders
+from tessera.data.loader import mixture_sampler
+from tessera.data.sampler import BatchSampler, batch_ranges, phases
+from tessera.data.shards import Source, Sources
+from tessera.data.shards.folder import ImageFolder
+from tessera.data.shards.open import shown_paths
+from tessera.pretrain.checkpoints.resume import Checkpoint, CheckpointError
+from tessera.pretrain.checkpoints.trainer_json import SavedSettings
+from tessera.pretrain.config import RunConfig
+from tessera.pretrain.methods import METHODS
+from tessera.pretrain.methods.method import Method, RunSize
+from tessera.pretrain.optim.adamw import OptimConfig
+from tessera.pretrain.optim.schedules import cosine
+from tessera.pretrain.resolve import fingerprint
+from tessera.runtime.collectives import broadcast_object, rank, run_on_all_ranks
+from tessera.runtime.settings import SettingsError, flattened, validate
+
+log = logging.getLogger(__name__)
+NOT_COMPARED = (
+    "resume", "config", "output", "dry_run", "overwrite", "workers", "source.commands", "loader.crops", "shard_counts",
+    "mixture", "samples", "gpu", "gpus", "shards", "images",
+)  # fmt: skip
+"""Settings that may change between a run and its continuation without a warning."""
+
+DATA = ("data.shards", "evaluation.train", "evaluation.val", "evaluation.maps_train", "evaluation.maps_val")
+"""Settings that hold SHARDS, of which relative and absolute paths are the same."""
+
+
+def continued(
+    config: RunConfig, sources: Sources, order: str, checkpoint: Checkpoint
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Return the settings of a run that continues from a checkpoint, with the shards that were added since.
+
+    Shards that follow the shards of the checkpoint join their source with its next epoch. `stream.growth` stores this
+    epoch, so that the run can be resumed and repeated. Also return the values of settings that describe the order of
+    the checkpoint, if the order of the run is the same up to the checkpoint, and otherwise an empty dictionary.
+
+    Args:
+        order: fingerprint of the sample order of the run.
+
+    Raises:
+        CheckpointError: the run has already used a batch that is to be skipped, or the shards of a run with added
+            shards were changed or removed.
+    """
+    _check_past_batches(config, sources, checkpoint)
+    saved, lists = checkpoint.settings, sources.lists
+    past = [tuple(row) for row in saved.get("stream", {}).get("growth") or ()]
+    counts = saved.get("shard_counts", [])
+    old = [source.first(count) for source, count in zip(lists, counts, strict=False) if 0 < count <= len(source.shards)]
+    complete = len(old) == len(lists)  # a source that has lost shards is not in `old`
+    if complete and counts != [len(source.shards) for source in lists]:
+        order = fingerprint(old, config.stream.buffers(old))
+    if not complete or order != saved.get("shards"):
+        if not past and complete and _only_renamed(saved, old, config.stream.buffers(old)):
+            log.info("The folders of images have other names, but as many images as before. The order stays.")
+            return config, {"shards": saved.get("shards")}
+        if past:
+            raise CheckpointError(
+                f"Shards or stream settings were changed since {checkpoint.path}, whose order of samples has added "
+                "shards. Give all shards of the run in their old order, and new shards at the end."
+            )
+        return config, {}
+    growth = list(config.stream.growth or past)
+    added = [(number, counts[number]) for number, source in enumerate(lists) if counts[number] < len(source.shards)]
+    if [row for row in growth if row[:2] not in added] != past:
+        return config, {}
+    stream = config.stream.model_copy(update={"growth": tuple(past) or None})
+    if added:
+        growth = _with_added(growth, added, config.model_copy(update={"stream": stream}), sources, old, checkpoint.step)
+    updated = config.model_copy(update={"stream": stream.model_copy(update={"growth": tuple(growth) or None})})
+    return updated, {"shards": saved.get("shards"), "stream": stream.model_dump(mode="json")}
+
+
+def _check_past_batches(config: RunConfig, sources: Sources, checkpoint: Checkpoint) -> None:
+    """Check that the run skips no batch that is done. Warn if the weights of the data were others for steps that are
+    done.
+
+    Raises:
+        CheckpointError: the run has already used a batch that is to be skipped.
+    """
+    step, saved = checkpoint.step, checkpoint.settings
+    batches = BatchSampler(1, skipped=batch_ranges(config.skip_batches))
+    before = BatchSampler(1, skipped=batch_ranges(saved.get("skip_batches")))
+    if step and batches.skipped_below(before.batch(step - 1)) != before.skipped_below(before.batch(step - 1)):
+        raise CheckpointError(
+            f"--skip_batches {config.skip_batches} does not fit {checkpoint.path}, which has used or skipped other "
+            f"batches up to step {step}. To skip a batch, continue from a checkpoint before it: move later checkpoints "
+            "away."
+        )
+    past, done = saved.get("mixture", []), batches.batch(step - 1) if step else -1
+    if past and [row for row in past if row[0] <= done] != [
+        [*row] for row in phases(sources.weights) if row[0] <= done
+    ]:
+        log.warning(
+            "the order of the samples changes, because the weights of the data are others for steps that are already "
+            "done. The run goes on with the new weights. To keep the order, change only the weights of later steps: "
+            "give each pattern the weights {0: OLD, %d: NEW}.",
+            done + 2,
+        )
+
+
+def _with_added(
+    growth: list[tuple[int, ...]],
+    added: list[tuple[int, int]],
+    config: RunConfig,
+    sources: Sources,
+    old: list[Source],
+    step: int,
+) -> list[tuple[int, ...]]:
+    """Return the rows of `stream.growth` with a row for each source to which shards were added.
+
+    Args:
+        growth: rows that are known.
+        added: number and old count of shards of each source with added shards.
+        config: settings of the run, with the `stream.growth` of the checkpoint.
+        old: sources without the added shards.
+        step: number of steps done.
+    """
+    batches = BatchSampler(1, skipped=batch_ranges(config.skip_batches))
+    sampler = mixture_sampler(old, sources.weights, config.seed, config.stream, config.batch_size)
+    used = sampler.counts(batches.batch(step) * config.batch_size)
+    growth = [*growth]
+    for number, count in added:
+        shards = sources.lists[number].shards
+        if not any(row[:2] == (number, count) for row in growth):
+            growth.append((number, count, sampler.samplers[number].next_epoch(int(used[number]))))
+        log.info(
+            "%s has %d shards, %d more than at the checkpoint. The new shards are used from pass %d over this data on "
+            "(the first pass is 1). Until then, the old shards are read in the old order.",
+            shown_paths([shard.path for shard in shards]),
+            len(shards),
+            len(shards) - count,
+            growth[-1][2] + 1,
+        )
+    return growth
+
+
+def _only_renamed(saved: SavedSettings, opened: list[Source], buffers: list[int]) -> bool:
+    """Return True if folders of images have the order of a checkpoint, and only the names of the folders differ.
+
+    The name of a folder is a part of the fingerprint, but does not determine the order.
+
+    Args:
+        saved: settings of the checkpoint.
+        opened: sources of the run.
+        buffers: sizes of the shuffle buffers.
+    """
+    shards = [shard for source in opened for shard in source.shards]
+    named = (saved.get("data") or {}).get("shards")
+    names = [Path(one).name for one in ([named] if isinstance(named, str) else named or [])]
+    if len(names) != len(shards) or not all(isinstance(shard, ImageFolder) for shard in shards):
+        return False
+    counts = [count for source in opened for _, count in source.identity]
+    renamed = [[name, count] for name, count in zip(names, counts, strict=True)]
+    return hashlib.sha256(json.dumps([renamed, buffers]).encode()).hexdigest() == saved.get("shards")
+
+
+def notice_other_samples(sources: Sources, checkpoint: Checkpoint | None, order: str) -> list[str]:
+    """Return a hash of the samples of each source. Warn if they are not those of the checkpoint. Collective.
+
+    The order of samples depends on the names and counts of shards only (`fingerprint`), so a run continues although a
+    shard was replaced by other samples. Checkpoints of older versions have no such hashes. If the hash of the order,
+    `order`, is another one than in the checkpoint, `check_fits` warns.
+    """
+    found = run_on_all_ranks(lambda: [one.samples_hash() for one in sources.lists] if rank() == 0 else [])
+    found = broadcast_object(found)
+    if checkpoint is None or rank() or checkpoint.settings.get("shards") != order:
+        return found
+    hashes, counts = checkpoint.settings.get("samples"), checkpoint.settings.get("shard_counts", [])
+    if not isinstance(hashes, list) or len(hashes) != len(found) or len(counts) != len(found):
+        return found
+    for source, before, count in zip(sources.lists, hashes, counts, strict=True):
+        if not 0 < count <= len(source.shards):
+            continue
+        now = source.first(count).samples_hash()
+        if now.partition(":")[0] == str(before).partition(":")[0] and now != before:
+            log.warning(
+                "%s was changed since %s: images have other names, labels, sizes or contents. The run continues with "
+                "the images as they are now. If this is not intended, stop it and restore the data.",
+                *(shown_paths([shard.path for shard in source.shards]), checkpoint.path),
+            )
+    return found
+
+
+def changed_schedules(saved: SavedSettings, config: RunConfig, images: int, step: int) -> list[str]:
+    """Return sentences about a run that continues with another length or batch size: its learning rate, and settings
+    that keep the values that follow from the old length and batch size.
+
+    Args:
+        saved: settings of the checkpoint.
+        config: settings of the run.
+        images: number of training images.
+        step: number of steps done.
+    """
+    before, now = ((one["steps"], one["batch_size"]) for one in (saved, config.model_dump()))
+    try:
+        past = validate(OptimConfig, saved["optim"])
+    except (SettingsError, KeyError):  # an older version, with other settings
+        return []
+    if before == now and past == config.optim:
+        return []
+    peaks = [optim.scaled_lr(size) for optim, (_, size) in ((past, before), (config.optim, now))]
+    rates = [
+        cosine(step, steps, peak, optim.min_lr, optim.warmup_steps, reach_in_warmup=optim.reach_lr_in_warmup)
+        for optim, peak, (steps, _) in zip((past, config.optim), peaks, (before, now), strict=True)
+    ]
+    peak = f"stays {peaks[0]:.3g}" if peaks[0] == peaks[1] else f"is {peaks[1]:.3g} instead of {peaks[0]:.3g}"
+    said = [f"The peak learning rate {peak}{config.optim.scaling_rule(config.batch_size)}."]
+    if step < min(before[0], now[0]):
+        said.append(f"That of step {step + 1} is {rates[1]:.3g} instead of {rates[0]:.3g}.")
+    values: list[dict[str, Any]] = []
+    for steps, size in (before, now):
+        run = RunSize(images, size, steps, getattr(config.method_config, "classes", None), config.accumulate)
+        method, optim = METHODS[config.method].resolve(type(config.method_config)(), OptimConfig(), run)
+        values.append({f"optim.{n}": v for n, v in optim} | {f"{config.method}.{n}": v for n, v in method})
+    own = {f"optim.{n}": v for n, v in config.optim} | {f"{config.method}.{n}": v for n, v in config.method_config}
+    kept = [f"{n} {own[n]} (a new run: {values[1][n]})" for n in own if own[n] == values[0][n] != values[1][n]]
+    if kept:
+        said.append(f"Settings that follow from the old length or batch size keep their values: {', '.join(kept)}.")
+    return [" ".join(said)]
+
+
+def check_fits(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
+    """Check that a checkpoint has the method and encoder of the run, and warn about other changed settings.
+
+    A checkpoint may lack an encoder setting that was introduced after the checkpoint was written. The check then uses
+    the default of the encoder variant.
+
+    Args:
+        settings: resolved settings of the run to resume.
+
+    Raises:
+        CheckpointError: the method or an encoder setting differs. The message names all settings that differ.
+    """
+    path, saved = checkpoint.path, dict(checkpoint.settings)
+    saved["encoder"] = _encoder_defaults(checkpoint.settings["encoder"].get("variant")) | checkpoint.settings["encoder"]
+    settings = settings | {"encoder": _encoder_defaults(settings["encoder"].get("variant")) | settings["encoder"]}
+    old, new = flattened(saved), flattened(settings)
+    same = {"data.shards"} if all(saved.get(name) == settings.get(name) for name in ("shards", "samples")) else set()
+    same |= {name for name in DATA if _absolute(old.get(name)) == _absolute(new.get(name))}
+    changed = [
+        f"{name} {old.get(name)} -> {new.get(name)}"
+        for name in sorted(old | new)
+        if old.get(name) != new.get(name) and name not in NOT_COMPARED and name not in same
+    ]
+    if changed:
+        log.warning("settings changed since %s: %s", path.name, ", ".join(changed))
+    ordering = ("seed", "batch_size", "shards")
+    differing = sorted(name for name in old | new if old.get(name) != new.get(name))
+    if names := [name for name in differing if name in ordering or name.startswith("stream.")]:
+        reasons = [_of_data(old, new) if one == "shards" else f"{one} is {new[one]}" for one in names]
+        cures = [
+            f"resume with --{name} {old[name]}" for name in names if name != "shards" and old.get(name) is not None
+        ]
+        cures += ["restore the data, or list the old shards first and new ones after them"] if "shards" in names else []
+        log.warning(
+            "the order of the samples changes, because %s, but %s was written with other data or settings. The "
+            "run goes on with all images, but some may be used twice and others not at all in the present pass over "
+            "the data.%s",
+            *(" and ".join(reasons), path.name, f" To keep the order, {' and '.join(cures)}." if cures else ""),
+        )
+    differ = [
+        f"{name} is {old.get(name)} in the checkpoint and {new.get(name)} in this run"
+        for name in old | new
+        if (name == "method" or name.startswith("encoder.")) and old.get(name) != new.get(name)
+    ]
+    if differ:
+        raise CheckpointError(
+            f"{path} is a checkpoint of another run: {'; '.join(differ)}. Resume with the run's own settings "
+            "(remove the flags that change them), or start a new run in another --output."
+        )
+
+
+def _absolute(shards: str | list[str] | None) -> list[str]:
+    """Return the paths of SHARDS as absolute paths."""
+    return [os.path.abspath(one) for one in ([shards] if isinstance(shards, str) else shards or [])]
+
+
+def _of_data(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Return the difference between the data of a checkpoint and those of the run."""
+    before, now = old.get("images"), new.get("images")
+    if not isinstance(before, int) or not isinstance(now, int) or before == now:
+        return "the shards have other names or sizes"
+    noun = "image" if abs(before - now) == 1 else "images"
+    change = f"{before - now:,} fewer" if now < before else f"{now - before:,} more"
+    return f"the data have {change} {noun} ({before:,} before, {now:,} now)"
+
+
+def _encoder_defaults(variant: object) -> dict[str, Any]:
+    """Return the default settings of an encoder variant as JSON values. Return an empty dict for an unknown variant."""
+    if not isinstance(variant, str) or variant not in encoders.VARIANTS:
+        return {}
+    parameters = inspect.signature(encoders.family(variant)).parameters
+    settings = {name: encoders.VARIANTS[variant].get(name, parameter.default) for name, parameter in parameters.items()}
+    return json.loads(json.dumps({k: v for k, v in settings.items() if v is not inspect.Parameter.empty}))
+
+
+def warn_of_size(checkpoint: Checkpoint, config: RunConfig, method: Method) -> None:
+    """Say if the size of the crops changed since the checkpoint, because the encoder keeps its own size."""
+    past = checkpoint.settings.get(config.method) or {}
+    for name in ("size", "global_size"):
+        old, new = past.get(name), getattr(config.method_config, name, None)
+        if old != new and None not in (old, new):
+            log.info(
+                "Training crops have %s instead of %s pixels (%s.%s). Evaluations during the run use %s pixels. The "
+                "exported encoder keeps encoder.image_size %s.",
+                *(new, old, config.method, name, method.image_size, config.encoder.model_dump().get("image_size")),
+            )
