@@ -1,4 +1,9 @@
-"""Build encoders by name, fill them with published weights, save them and load them."""
+"""Build encoders by name, fill them with published weights, save them and load them.
+
+- `base` defines `Encoder` and its output, `Features`; `images` the batches of images and masks that it gets.
+- `vit`, `swin`, `twins`, `navit`, `sam_vit`: one family each, built from `layers`, `attention`, `blocks` and `rope`.
+- `registry` maps names to families; `saving` writes and reads encoder.safetensors with encoder.json.
+"""
 
 from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from tessera.encoders.errors import EncoderError, WeightsError

@@ -86,7 +86,7 @@ def check_gpus(count: int) -> Iterator[str]:
 
 
 def check_network(meets: str | None, gpus: int) -> Iterator[str]:
-    """Yield a problem if this node cannot compute a sum with the other nodes of the job.
+    """Yield a problem if an all-reduce with the other nodes of the job fails.
 
     Training uses gloo for numbers on the CPU, and NCCL for those on GPUs. Both choose a network interface by
     themselves. A node whose name stands for its loopback address offers gloo an address that no other node reaches.

@@ -1,0 +1,8 @@
+"""What all folders use and what knows nothing of images: settings, processes, files and stops.
+
+- Settings: `settings` (types, help, files, flags), `synonyms` (names of other tools), `yaml_text`.
+- Extensions: `plugins` (registries and entry points).
+- Processes: `processes`, `collectives`, `watchdog` (a process that hangs), `preemption` (signals), `machine`.
+- Files: `files` (atomic writes), `lock` (one run in a folder).
+- People: `user_error` (errors for the user), `progress`, `stdio`, `isolation` (the state of a calling program).
+"""

@@ -135,7 +135,7 @@ def _newest_dead(folder: Path, timing: Timing) -> Path | None:
         LockedError: the holder is alive.
     """
     newest = _newest(folder)
-    while newest is not None and not _is_dead(newest, timing):
+    while newest is not None and not _wait_until_free(newest, timing):
         newest = _newest(folder)
     return newest
 
@@ -165,8 +165,8 @@ def _create(folder: Path, timing: Timing) -> tuple[Path, int]:
         return path, descriptor
 
 
-def _is_dead(path: Path, timing: Timing) -> bool:
-    """Return True if the holder of a lock is dead, and False if the file of the lock has been removed.
+def _wait_until_free(path: Path, timing: Timing) -> bool:
+    """Wait until it is certain that the holder of a lock is dead. Return False if the file of the lock was removed.
 
     Raises:
         LockedError: the holder is alive.

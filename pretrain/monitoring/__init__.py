@@ -1,0 +1,6 @@
+"""What a run records: metrics, scores of the encoder during training, pictures, and alarms.
+
+- `recorder` collects the metrics of a step and hands them to `sinks` (JSON lines, TensorBoard, CSV, W&B, MLflow).
+- `online` scores the encoder, `verdict` says in words what the scores mean.
+- `collapse` raises the alarm, `feature_maps` draws pictures, `progress_bar` shows progress.
+"""
