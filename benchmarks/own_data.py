@@ -31,8 +31,9 @@ from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.data.loader import Reading, training_batches
 from tessera.data.ordered_shards import OrderedShards
 from tessera.data.sampler import BatchSampler
-from tessera.data.shards import DEFAULT, SourceConfig
-from tessera.data.shards.source import SampleKeys
+from tessera.data.shards import DEFAULT
+from tessera.data.shards.access import Access
+from tessera.data.shards.samples import SampleKeys
 from tessera.data.user_code import Augment
 from tessera.runtime.settings import Settings, parse
 
@@ -90,7 +91,7 @@ def write(folder: Path, files: list[bytes]) -> tuple[str, str]:
     return tar, table_file
 
 
-def ours(shards: Any, images: int, source: SourceConfig = DEFAULT, augment: Augment | None = None) -> Iterator[Any]:
+def ours(shards: Any, images: int, source: Access = DEFAULT, augment: Augment | None = None) -> Iterator[Any]:
     """Yield the batches of one epoch of this project's loader."""
     crop = RandomCrop(RandomCropConfig(size=224, scale=(0.08, 1.0)))
     return iter(

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, get_worker_info
 from tessera.data.batch import Batch
 from tessera.data.collate import Collator
 from tessera.data.dataset import MOST_NAMED, EvaluationDataset, TrainDataset
+from tessera.data.failures import skipped
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError
-from tessera.data.shards.failures import skipped
 from tessera.data.shared_memory import BufferRing, SharedBatch
 from tessera.data.workers import POLL, WorkerStates, receive, start_worker
 from tessera.runtime.machine import memory

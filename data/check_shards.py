@@ -29,8 +29,9 @@ from rich.filesize import decimal
 
 from tessera.data.dataset import cure_of_bands
 from tessera.data.decode import FORMATS, ImageError, decode
+from tessera.data.failures import CORRECT_INDEX, REPLACE_INDEX, RESTORE_SHARD, SampleError, ShardError, merged
 from tessera.data.maps import IGNORED, checked_map
-from tessera.data.shards.failures import CORRECT_INDEX, REPLACE_INDEX, RESTORE_SHARD, SampleError, ShardError, merged
+from tessera.data.shards.access import Access, SourceConfig
 from tessera.data.shards.index import (
     CLASSES,
     FOLDER_INDEX,
@@ -45,7 +46,8 @@ from tessera.data.shards.index import (
 from tessera.data.shards.notes import DAMAGE, Note, describe, named_notes, parse_notes, shown_classes
 from tessera.data.shards.open import ENDINGS, PARQUET, expand, load_folder_index, missing_parts, sets_in, shard_at
 from tessera.data.shards.remote import PIPE, is_remote, without_query
-from tessera.data.shards.source import DEFAULT, SampleKeys, Shard, SourceConfig, shared_class_names
+from tessera.data.shards.samples import SampleKeys
+from tessera.data.shards.source import Shard, shared_class_names
 from tessera.data.shards.tar_index import LARGEST_LABEL, Index, scan_tar
 from tessera.data.shards.tar_shard import Tar, folder_of, name_of
 from tessera.data.statistics import histogram, moments
@@ -92,12 +94,12 @@ class CheckShards(Settings):
     """name of the label in a sample, as for data.label of a run"""
     labels: str | None = None
     """CSV with the labels of images in folders: columns path and label, paths relative to it"""
-    source: SourceConfig = DEFAULT
+    source: SourceConfig = SourceConfig()
 
     @property
-    def access(self) -> SourceConfig:
-        """Settings for access to shards, with the form of samples."""
-        return self.source.with_form(SampleKeys(self.image, self.label, labels=self.labels))
+    def access(self) -> Access:
+        """Access to shards."""
+        return Access(self.source, SampleKeys(self.image, self.label, self.labels))
 
     @property
     def usual(self) -> bool:
@@ -188,7 +190,7 @@ def check(settings: CheckShards) -> dict[str, Any]:
         ShardError: a pattern matches no shards; or `write_index` is set and a shard is remote or no tar.
         WorkerError: a worker process was killed.
     """
-    paths = expand([path for pattern in settings.shards for path in _sets(pattern)], settings.source)
+    paths = expand([path for pattern in settings.shards for path in _sets(pattern)], settings.access)
     if settings.write_index and not settings.usual:
         raise ShardError("--write_index lists the usual images and labels. Leave --image and --label out.")
     if settings.write_index and (others := [path for path in paths if not _is_tar(path)]):
@@ -253,7 +255,7 @@ def check_shard(path: str, settings: CheckShards) -> Facts:
             facts.bytes = shard.size
             return facts
         with os.fdopen(shard.open(), "rb") as tar:
-            index = scan_tar(os.dup(tar.fileno()), path, settings.image, shard.config.form.label_name)
+            index = scan_tar(os.dup(tar.fileno()), path, settings.image, shard.access.keys.label_name)
             notes = parse_notes(index.notes.tobytes())
             facts.stored_notes, of_tar = notes, named_notes(shard.name, notes)
             facts.notes += [note for note in of_tar if note.kind not in DAMAGE]
@@ -385,7 +387,7 @@ def _compare_index(folder: str, shards: list[Facts], source: SourceConfig) -> li
     return differences + [f"{path} lists the shard {url}, which does not exist. {REPLACE_INDEX}" for url in missing]
 
 
-def _compare_classes(shards: list[Facts], source: SourceConfig, counts: Counter[str]) -> list[str]:
+def _compare_classes(shards: list[Facts], access: Access, counts: Counter[str]) -> list[str]:
     """Return messages if folders or files number their classes differently, or a label has no class name. Add the
     number of samples of each class name to `counts`."""
     groups: dict[str, list[Facts]] = {}
@@ -394,7 +396,7 @@ def _compare_classes(shards: list[Facts], source: SourceConfig, counts: Counter[
     problems, named = [], list[Shard]()
     for group in groups.values():
         try:
-            named.append(shard_at(group[0].path, source))
+            named.append(shard_at(group[0].path, access))
             names, largest = named[-1].class_names(), max((one for facts in group for one in facts.classes), default=-1)
         except ShardError as error:
             return [str(error)]

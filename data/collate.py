@@ -6,7 +6,7 @@ stored in the order row, column, channel, which is also the order of the decoder
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,11 +14,9 @@ from torch import Tensor
 
 from tessera.data.batch import Batch, SampleParameters, View, ViewParameters
 from tessera.data.resample import cut
+from tessera.data.user_code import Augment
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.encoders.images import best_fit, pack
-
-if TYPE_CHECKING:
-    from tessera.data.user_code import Augment
 
 NO_PIXELS = torch.empty(0, dtype=torch.uint8)
 """Placeholder that replaces the decoded image of a sample after its crops are cut, so that the memory is freed."""
@@ -104,7 +102,7 @@ class Collator:
     images: int
     """Maximum number of images in a batch (B)."""
     preprocessing: Preprocessing = IMAGENET
-    augment: "Augment | None" = None
+    augment: Augment | None = None
     """Augmentation of the user; None for none."""
     cut_for: Callable[[str], CutView] | None = None
     """Function that returns the `CutView` of the sample of a name; None cuts the crops without further changes."""

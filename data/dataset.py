@@ -18,10 +18,10 @@ from tessera.data.batch import SampleParameters, largest_shrink
 from tessera.data.collate import Sample, Skipped, Transform
 from tessera.data.crops import MixedCrops
 from tessera.data.decode import MAX_PIXELS, ImageError, Picture, Undecoded
+from tessera.data.failures import DroppedError, ResourceError
 from tessera.data.maps import MapKind, checked_map, cut_map, map_member
 from tessera.data.sampler import MixtureSampler, sample_rng
 from tessera.data.shards import ShardError, Source, UnreadableError
-from tessera.data.shards.failures import DroppedError, ResourceError
 from tessera.data.shards.folder import ImageFolder
 from tessera.data.shards.map_style import MapStyle
 from tessera.data.user_code import Augment

@@ -28,16 +28,16 @@ from tessera.data.sampler import (
     GrowingSampler,
     MixtureSampler,
     ShuffledSampler,
+    Weight,
     bounded_buffers,
     phases,
 )
 from tessera.data.shards import (
     DEFAULT,
+    Access,
     ShardError,
     Shards,
     Source,
-    SourceConfig,
-    Weight,
     WeightedShards,
     open_shards,
     open_sources,
@@ -109,8 +109,8 @@ class Reading:
     workers: int = 0
     """Number of loader workers of this process. With 0 workers, this process decodes the images itself."""
     loader: LoaderConfig = LoaderConfig()  # noqa: RUF009 - the default is immutable
-    source: SourceConfig = DEFAULT
-    """Settings for the access to remote shards."""
+    source: Access = DEFAULT
+    """Settings and knowledge for the access to shards."""
     preprocessing: Preprocessing = IMAGENET
     """Mean and standard deviation that are stored in each batch for its normalisation.
 
@@ -167,7 +167,7 @@ def training_batches(
     if reading.maps is not None:
         _require_maps(sources, transform)
     if reading.augment is not None:
-        reading.augment.check(transform)
+        reading.augment.check(len(transform.views), packed=transform.packing is not None)
     mixture = mixture_sampler(sources, weights, seed, stream, batches.batch_size, batches.streams)
     if batches.rank == 0:
         _warn_of_small_cache(sources, [sampler.buffer * batches.streams for sampler in mixture.samplers])
@@ -283,7 +283,7 @@ def _warn_of_small_cache(sources: Sequence[Source], spans: Sequence[int]) -> Non
 
     `spans` holds the number of samples that are needed at the same time, for each source.
     """
-    limit = min(opened.config.cache_gb for opened in sources) * 1e9
+    limit = min(opened.access.settings.cache_gb for opened in sources) * 1e9
     needed = 0.0
     for opened, span in zip(sources, spans, strict=True):
         with suppress(ShardError):  # the error is raised again when the shard is read

@@ -35,7 +35,7 @@ import PIL
 from pydantic import Field, model_validator
 from rich.filesize import decimal
 
-from tessera.data.shards.failures import ShardError
+from tessera.data.failures import ShardError
 from tessera.data.shards.index import CLASSES, LARGEST_CLASSES, FolderIndex, ShardEntry, parse_classes, write_folder
 from tessera.data.shards.listing import NO_LABEL, REASONS, Listing, list_folder
 from tessera.data.shards.manifest import MANIFESTS, add_labels, list_file
@@ -230,7 +230,7 @@ def _list_images(settings: MakeShards) -> Listing:
 
 def _small(path: Path) -> bytes:
     """Return the content of a classes.json."""
-    if (content := read_small(str(path), DEFAULT, LARGEST_CLASSES)) is None:
+    if (content := read_small(str(path), DEFAULT.settings, LARGEST_CLASSES)) is None:
         raise ShardError(f"{path} does not exist. Correct --classes.")
     return content
 

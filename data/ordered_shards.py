@@ -7,11 +7,12 @@ from torch.utils.data import IterableDataset
 from webdataset.utils import pytorch_worker_info
 
 from tessera.data.dataset import MOST_DROPPED, Address, addresses, in_blocks, prepare, replacements
+from tessera.data.failures import DroppedError
 from tessera.data.loader import StreamConfig, mixture_sampler
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError, WeightedShards, open_sources
-from tessera.data.shards.failures import DroppedError
-from tessera.data.shards.source import DEFAULT, SampleKeys, SourceConfig
+from tessera.data.shards.access import Access, SourceConfig
+from tessera.data.shards.samples import SampleKeys
 from tessera.data.stages import Stage, load_stages
 
 
@@ -58,13 +59,13 @@ class OrderedShards(IterableDataset[dict[str, Any]]):
         seed: int = 0,
         stages: Sequence[Stage] = (),
         stream: StreamConfig = StreamConfig(),  # noqa: B008 - the default is immutable
-        source: SourceConfig = DEFAULT,
+        source: SourceConfig = SourceConfig(),  # noqa: B008 - the default is immutable
         image: str | None = None,
         label: str | None = None,
     ) -> None:
         self.batch_size, self.first_step, self.steps, self.seed = batch_size, first_step, steps, seed
-        form = SampleKeys(image or source.form.image, label or source.form.label, load_stages(stages))
-        sources, weights = open_sources(shards, progress=False, source=source.with_form(form))
+        access = Access(source, SampleKeys(image, label), load_stages(stages))
+        sources, weights = open_sources(shards, progress=False, source=access)
         self._sampler = mixture_sampler(sources, weights, seed, stream, batch_size)
         self._sources = in_blocks(sources, self._sampler)
 

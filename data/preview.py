@@ -18,8 +18,8 @@ from pydantic import Field
 
 from tessera.data.dataset import Decoding, cure_of
 from tessera.data.decode import ImageError
-from tessera.data.shards import DEFAULT, ShardError, Source, open_shards
-from tessera.data.shards.source import SampleKeys
+from tessera.data.shards import Access, ShardError, Source, open_shards
+from tessera.data.shards.samples import SampleKeys
 from tessera.data.sheet import Cell, as_rgb, write_sheet
 from tessera.runtime.processes import exit_on_user_error
 from tessera.runtime.settings import Positional, Settings, parse
@@ -55,7 +55,7 @@ def run(settings: PreviewSettings) -> None:
         ShardError: the shards cannot be read, none of the images can be read, or the sheet cannot be written.
     """
     shards = settings.shards
-    source = DEFAULT.with_form(SampleKeys(settings.image, settings.label, labels=settings.labels))
+    source = Access(keys=SampleKeys(settings.image, settings.label, settings.labels))
     opened = open_shards(shards[0] if len(shards) == 1 else shards, source=source)
     labelled = opened.count_labels() > 0
     opened = replace(opened, classes=opened.class_names() if labelled else None)

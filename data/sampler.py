@@ -27,8 +27,8 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import Sampler
 
-from tessera.data.shards import Weight
-
+Weight = float | Mapping[int, float]
+"""Weight of a source of a mixture: a number, or a mapping from a step to the weight from this step on."""
 STREAMS = 64
 """Number of virtual streams (V)."""
 BUFFER = 1024

@@ -6,14 +6,13 @@ crops. A stage may drop a sample, which is then replaced by a sample of a later 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from webdataset import DataPipeline
 
+from tessera.data.failures import DroppedError, ShardError
 from tessera.data.python_objects import kind
-from tessera.data.shards.failures import DroppedError, ShardError
-from tessera.data.shards.map_style import Item, item_of
-from tessera.data.shards.source import SampleKeys
 from tessera.data.user_code import load_function, named_errors
 from tessera.runtime.settings import SettingsError
 
@@ -22,8 +21,38 @@ OF_STREAMS = ("shuffle", "detshuffle", "batched", "unbatched", "islice")
 """Stages of webdataset that need a stream of samples."""
 
 
-def load_stages(given: str | Sequence[str | Stage] | None) -> tuple[Stage, ...]:
-    """Return stages. Names are loaded by `data.user_code.load_function`.
+@dataclass(frozen=True)
+class Stages:
+    """Stages as one function of a sample."""
+
+    stages: tuple[Stage, ...]
+
+    def __call__(self, sample: dict[str, Any], name: str) -> Any:
+        """Return what the stages make of one sample.
+
+        Args:
+            sample: the sample as a dictionary.
+            name: name of the sample in error messages.
+
+        Raises:
+            DroppedError: a stage dropped the sample.
+            ImageError: a stage cannot decode the image.
+            ShardError: a stage raises another error, or yields several samples.
+        """
+        with named_errors(name):
+            found = list(DataPipeline(lambda: iter([sample]), *self.stages))
+        if not found:
+            raise DroppedError(f"the stages drop {name}")
+        if len(found) > 1:
+            raise ShardError(
+                f"data.stages makes {len(found)} samples of {name}. A stage must yield one sample for each sample, or "
+                "none."
+            )
+        return found[0]
+
+
+def load_stages(given: str | Sequence[str | Stage] | None) -> Stages | None:
+    """Return stages, or None for none. Names are loaded by `data.user_code.load_function`.
 
     Raises:
         SettingsError: a stage cannot be imported, or needs a stream of samples.
@@ -36,33 +65,4 @@ def load_stages(given: str | Sequence[str | Stage] | None) -> tuple[Stage, ...]:
                 f"data.stages: webdataset's {name} needs a stream of samples, but stages get one sample at a time. "
                 "Leave it out: the run shuffles and batches the samples."
             )
-    return stages
-
-
-def run_stages(sample: dict[str, Any], stages: Sequence[Stage], name: str) -> Any:
-    """Return what the stages make of one sample.
-
-    Args:
-        sample: the sample as a dictionary.
-        stages: the stages, in their order.
-        name: name of the sample in error messages.
-
-    Raises:
-        DroppedError: a stage dropped the sample.
-        ImageError: a stage cannot decode the image.
-        ShardError: a stage raises another error, or yields several samples.
-    """
-    with named_errors(name):
-        found = list(DataPipeline(lambda: iter([sample]), *stages))
-    if not found:
-        raise DroppedError(f"the stages drop {name}")
-    if len(found) > 1:
-        raise ShardError(
-            f"data.stages makes {len(found)} samples of {name}. A stage must yield one sample for each sample, or none."
-        )
-    return found[0]
-
-
-def staged_item(sample: dict[str, Any], form: SampleKeys, name: str) -> Item:
-    """Return the image and the label that the stages of `form` make of one sample. Errors are those of `run_stages`."""
-    return item_of(run_stages(sample, form.stages, name), form, name)
+    return Stages(stages) if stages else None

@@ -10,8 +10,8 @@ from PIL import Image
 from torch import Tensor
 
 from tessera.data.decode import ImageError, decode
+from tessera.data.failures import DroppedError
 from tessera.data.shards import ShardError, Source, Sources, UnreadableError
-from tessera.data.shards.failures import DroppedError
 from tessera.data.shards.source import shared_class_names
 from tessera.encoders.base import Preprocessing
 

@@ -24,12 +24,11 @@ from torch import Tensor
 from webdataset.autodecode import DecodingError
 
 from tessera.data.batch import SampleParameters, ViewParameters
-from tessera.data.collate import Transform
 from tessera.data.decode import ImageError
+from tessera.data.failures import ShardError, unreadable
 from tessera.data.python_objects import is_name, kind, named_object
 from tessera.data.resample import cut
 from tessera.data.sampler import user_seeds
-from tessera.data.shards.failures import ShardError, unreadable
 from tessera.runtime.settings import SettingsError
 from tessera.runtime.user_error import printable
 
@@ -135,18 +134,18 @@ class Augment:
     replaces: bool = False
     """True if the functions make each crop from the whole image; False if they change the crops of the method."""
 
-    def check(self, transform: Transform) -> None:
-        """Check that the augmentation fits the views of a transform.
+    def check(self, views: int, *, packed: bool) -> None:
+        """Check that the augmentation fits the views of a method.
 
         Raises:
             ValueError: the numbers of functions and views differ, or `replaces` is True for packed crops.
         """
-        if len(self.functions) not in (1, len(transform.views)):
+        if len(self.functions) not in (1, views):
             raise ValueError(
-                f"data.augment has {len(self.functions)} functions, but the method has {len(transform.views)} views. "
+                f"data.augment has {len(self.functions)} functions, but the method has {views} views. "
                 "Give one function for all views, or one per view."
             )
-        if self.replaces and transform.packing is not None:
+        if self.replaces and packed:
             raise ValueError("data.augment_replaces is not possible for packed crops. Leave it out.")
 
     def views(self, views: SampleParameters, size: tuple[int, int]) -> SampleParameters:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from tessera.data.shards.failures import ResourceError
+from tessera.data.failures import ResourceError
 from tessera.runtime import preemption
 from tessera.runtime.machine import cores, process_fields, return_freed_memory, signal_at_end_of_parent, trim_memory
 

@@ -26,7 +26,7 @@ from tessera.data.batch import ViewParameters
 from tessera.data.crops import MultiCrop, MultiCropConfig, RandomCropConfig, random_boxes
 from tessera.data.loader import Reading, evaluation_batches
 from tessera.data.sampler import sample_rng
-from tessera.data.shards import DEFAULT, Source, SourceConfig
+from tessera.data.shards import DEFAULT, Access, Source
 from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder
 from tessera.evaluation.command import Result, run_command
@@ -102,7 +102,7 @@ def correspondence(
     batch_size: int = 256,
     workers: int | None = None,
     precision: str = "fp32",
-    source: SourceConfig = DEFAULT,
+    source: Access = DEFAULT,
 ) -> tuple[Result, int]:
     """Return the score, and the number of images of all processes. Collective.
 

@@ -36,7 +36,8 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from tessera.data.shards import Source, failures, open_shards
+from tessera.data import failures
+from tessera.data.shards import Source, open_shards
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.vit import ViT
 from tessera.evaluation.command import run_command

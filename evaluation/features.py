@@ -6,6 +6,7 @@ Shape letters: B images of one batch, C channels, S x S pixels, N images of this
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -23,8 +24,8 @@ from tessera.data.collate import CutView, Transform
 from tessera.data.crops import CenterCrop
 from tessera.data.dataset import EvaluationDataset, cure_of
 from tessera.data.loader import Reading, evaluation_batches
-from tessera.data.shards import DEFAULT, ShardError, Shards, SourceConfig
-from tessera.data.shards.source import SampleKeys
+from tessera.data.shards import DEFAULT, Access, ShardError, Shards, SourceConfig
+from tessera.data.shards.samples import SampleKeys
 from tessera.data.stages import load_stages
 from tessera.data.workers import free_cores
 from tessera.encoders import published
@@ -76,14 +77,9 @@ class EncoderSettings(Settings):
     """True if images without a label in `labels` are left out."""
 
     @property
-    def form(self) -> SampleKeys:
-        """How the image and the label are taken from a sample."""
-        return SampleKeys(self.image, self.label, labels=self.labels, labelled_only=self.labelled_only)
-
-    @property
-    def access(self) -> SourceConfig:
-        """Settings for access to shards, with the form of samples."""
-        return self.source.with_form(self.form)
+    def access(self) -> Access:
+        """Access to shards."""
+        return Access(self.source, SampleKeys(self.image, self.label, self.labels, self.labelled_only))
 
 
 class PooledSettings(EncoderSettings):
@@ -93,9 +89,9 @@ class PooledSettings(EncoderSettings):
     """stages of your own, as module:function, as for data.stages of a run"""
 
     @property
-    def access(self) -> SourceConfig:
-        """Settings for access to shards, with the form of samples. Modules of the user's stages are imported."""
-        return self.source.with_form(self.form._replace(stages=load_stages(self.stages)))
+    def access(self) -> Access:
+        """Access to shards. Modules of the user's stages are imported."""
+        return replace(super().access, stages=load_stages(self.stages))
 
     def options(self) -> dict[str, Any]:
         """Return the settings as arguments for `extract`."""
@@ -246,7 +242,7 @@ def extract(
     batch_size: int = 256,
     workers: int | None = None,
     precision: str = "fp32",
-    source: SourceConfig = DEFAULT,
+    source: Access = DEFAULT,
     feature: Callable[[Encoder, Tensor], Tensor] = pooled,
     transform: Transform | None = None,
     cut_for: Callable[[str], CutView] | None = None,

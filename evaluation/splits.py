@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from tessera.data.python_objects import kind
-from tessera.data.shards import ShardError, Shards, Source, SourceConfig, describe_remote, open_shards
+from tessera.data.shards import Access, ShardError, Shards, Source, describe_remote, open_shards
 from tessera.data.shards.folder import ImageFolder
 from tessera.data.shards.map_style import MapStyle, parts_of
 from tessera.data.shards.source import Shard
@@ -25,7 +25,7 @@ Flags = tuple[str, str]
 
 
 def open_splits(
-    train: Shards, val: Shards, source: SourceConfig, accelerator: Accelerator, flags: Flags = ("--train", "--val")
+    train: Shards, val: Shards, source: Access, accelerator: Accelerator, flags: Flags = ("--train", "--val")
 ) -> tuple[Source, Source]:
     """Open the shards of the training set and of the validation set, and check that no image is in both. Collective.
 
@@ -35,13 +35,13 @@ def open_splits(
     """
     source = describe_remote([train, val], source)
     opened, other = (open_shards(one, source=source, progress=accelerator.is_main_process) for one in (train, val))
-    if not source.allow_overlap:
+    if not source.settings.allow_overlap:
         check_disjoint(opened, other, flags)
     return opened, other
 
 
 def open_labelled_splits(
-    train: Shards, val: Shards, source: SourceConfig, accelerator: Accelerator, flags: Flags = ("--train", "--val")
+    train: Shards, val: Shards, source: Access, accelerator: Accelerator, flags: Flags = ("--train", "--val")
 ) -> tuple[Source, Source]:
     """Open the labelled shards of the training set and of the validation set, and match their classes by name.
 
@@ -101,7 +101,7 @@ def check_training_images(data: Sequence[Source], val: Source, flag: str) -> Non
         EvaluationError: as `check_disjoint`.
         ShardError: the index of a shard cannot be read.
     """
-    if not val.config.allow_overlap:
+    if not val.access.settings.allow_overlap:
         for one in data:
             check_disjoint(one, val, ("--data", flag), download=False)
 
@@ -178,7 +178,7 @@ def _indices(opened: Source, download: bool = True) -> Iterator[tuple[int, Shard
         try:
             yield first, shard, shard.index()
         except ShardError:
-            if opened.config.unreadable == "stop":
+            if opened.access.settings.unreadable == "stop":
                 raise  # otherwise, the loader skips the shard
 
 

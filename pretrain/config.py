@@ -7,6 +7,7 @@ derived from other settings and from the data.
 import inspect
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self, cast
 
 import yaml
@@ -15,8 +16,8 @@ from pydantic import Field, PrivateAttr, create_model, field_validator, model_va
 from tessera import encoders
 from tessera.data.loader import LoaderConfig, StreamConfig
 from tessera.data.sampler import batch_ranges
-from tessera.data.shards import SourceConfig
-from tessera.data.shards.source import SampleKeys
+from tessera.data.shards import Access, SourceConfig
+from tessera.data.shards.samples import SampleKeys
 from tessera.data.stages import load_stages
 from tessera.data.user_code import Augment, load_function
 from tessera.encoders.base import IMAGENET, Preprocessing
@@ -265,20 +266,20 @@ class RunConfig(Settings, frozen=True):
         return {"variant": self.encoder.variant} | self.encoder.model_dump(exclude_unset=True)
 
     @property
-    def access(self) -> SourceConfig:
-        """Settings for access to shards, with the form of samples. Modules of the user's stages are imported.
+    def access(self) -> Access:
+        """Access to shards. Modules of the user's stages are imported.
 
         Raises:
             SettingsError: a stage cannot be used.
         """
         stages, only = load_stages(self.data.stages), METHODS[self.method].supervised
-        return self.source.with_form(SampleKeys(self.data.image, self.data.label, stages, self.labels, only))
+        return Access(self.source, SampleKeys(self.data.image, self.data.label, self.labels, only), stages)
 
     @property
-    def labelled_access(self) -> SourceConfig:
-        """Settings for access to the shards of the evaluation. Images that `labels` does not name are left out."""
+    def labelled_access(self) -> Access:
+        """Access to the shards of the evaluation. Images that `labels` does not name are left out."""
         access = self.access
-        return access.with_form(access.form._replace(labelled_only=True))
+        return replace(access, keys=access.keys._replace(labelled_only=True))
 
     @property
     def own_augment(self) -> Augment | None:

@@ -16,11 +16,11 @@ from tessera import encoders
 from tessera.data.batches import Batches
 from tessera.data.dataset import Decoding
 from tessera.data.decode import ImageError
+from tessera.data.failures import DroppedError, UnreadableError
 from tessera.data.loader import Reading, training_batches
 from tessera.data.python_objects import is_name
 from tessera.data.sampler import BatchSampler, batch_ranges, phases
 from tessera.data.shards import ShardError, Source, Sources, WeightedShards, describe_remote, open_sources
-from tessera.data.shards.failures import DroppedError, UnreadableError
 from tessera.data.workers import free_cores
 from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.splits import check_training_images
@@ -347,7 +347,7 @@ def loader(config: RunConfig, method: Method, shards: Sources, first_step: int, 
             reading=Reading(
                 workers(config, accelerator),
                 config.loader,
-                config.source,
+                config.access,
                 config.data.preprocessing,
                 method.classes,
                 augment=config.own_augment,

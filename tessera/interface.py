@@ -24,10 +24,11 @@ from torch.nn import Module
 import tessera.evaluation.knn as knn_command
 import tessera.evaluation.linear_probe as probe_command
 from tessera import encoders
+from tessera.data import failures
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.python_objects import PREFIX, naming
-from tessera.data.shards import DEFAULT, failures, open_shards
+from tessera.data.shards import DEFAULT, open_shards
 from tessera.data.shards.open import with_names
 from tessera.data.shards.tar_shard import close_files
 from tessera.encoders import published
@@ -267,7 +268,7 @@ def embed(
     accelerator = make_accelerator()
     source = options.pop("source", DEFAULT)
     if not isinstance(labels, bool):
-        source = source.with_form(source.form._replace(labels=os.fspath(labels)))
+        source = replace(source, keys=source.keys._replace(labels=os.fspath(labels)))
     shards = replace(open_shards(data, source=source), optional_labels=True)
     read = labels is not False and shards.count_labels() > 0
     names = shards.class_names() if read else None

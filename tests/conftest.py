@@ -39,7 +39,7 @@ LEFT_OUT = pytest.StashKey[int]()
 @pytest.fixture(autouse=True)
 def new_run() -> None:
     """Let each test log what an earlier test of the process has logged."""
-    from tessera.data.shards.failures import forget_warnings
+    from tessera.data.failures import forget_warnings
 
     forget_warnings()
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from tessera.data.shards.failures import EXHAUSTED, ResourceError
+from tessera.data.failures import EXHAUSTED, ResourceError
 from tessera.runtime.machine import file_system, process_fields
 from tessera.runtime.preemption import check_wait
 

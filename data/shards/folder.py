@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from tessera.data.shards.failures import SampleError, ShardError, unreadable
+from tessera.data.failures import SampleError, ShardError, unreadable
+from tessera.data.shards.access import DEFAULT, Access
 from tessera.data.shards.listing import Listing, list_folder
 from tessera.data.shards.manifest import add_labels, list_file
-from tessera.data.shards.source import DEFAULT, PROBES, SampleKeys, Shard, SourceConfig, some_bytes
+from tessera.data.shards.samples import SampleKeys
+from tessera.data.shards.source import PROBES, Shard, some_bytes
 from tessera.data.shards.tar_index import IMAGES, Index
 from tessera.runtime.user_error import printable
 
@@ -36,21 +38,21 @@ class ImageFolder(Shard):
     """Name and number of images of each class; empty if the classes have no names."""
 
     @classmethod
-    def at(cls, path: str, config: SourceConfig = DEFAULT) -> "ImageFolder":
+    def at(cls, path: str, access: Access = DEFAULT) -> "ImageFolder":
         """Return the folder of images at `path`, or the images of the manifest at `path`.
 
         Raises:
             ShardError: the folder contains no readable images, or its subfolders look like separate sets, such as
                 train and val.
         """
-        listing = _list(path, config.form)
+        listing = _list(path, access.keys)
         classes = None if listing.classes is None else tuple(listing.classes)
         size = int(listing.sizes[listing.usable].sum())
         below = os.path.join(os.path.dirname(path), "")
         notes = tuple(note._replace(first=note.first and below + note.first) for note in listing.notes())
         counts = tuple(listing.class_counts())
         facts = {"classes": classes, "class_counts": counts, "notes": notes}
-        folder = cls(path, size, listing.fingerprint(), config=config, **facts)
+        folder = cls(path, size, listing.fingerprint(), access=access, **facts)
         folder._mapped(lambda: _index(listing))
         return folder
 
@@ -84,7 +86,7 @@ class ImageFolder(Shard):
 
     def make_index(self) -> Index:
         """List the folder again, and return the names, sizes, modification times and labels of the images."""
-        listing = _list(self.path, self.config.form)
+        listing = _list(self.path, self.access.keys)
         if listing.fingerprint() != self.version:
             raise ShardError(f"{self.path} has changed since it was opened. Restart the run.")
         return _index(listing)
@@ -133,13 +135,13 @@ def holds_images(folder: str, extensions: Sequence[str] = IMAGES) -> bool:
     return any(name.lower().endswith(endings) for _, _, names in os.walk(folder) for name in names)
 
 
-def _list(path: str, form: SampleKeys) -> Listing:
+def _list(path: str, keys: SampleKeys) -> Listing:
     try:
         if not path.endswith("/"):
-            return list_file(Path(path), root=None, labels="auto", only=form.labelled_only, inside=False)
-        listing = list_folder(Path(path), labels="auto", manifest=None if form.labels is None else Path(form.labels))
-        if form.labels is not None:
-            add_labels(listing, Path(form.labels), only=form.labelled_only)
+            return list_file(Path(path), root=None, labels="auto", only=keys.labelled_only, inside=False)
+        listing = list_folder(Path(path), labels="auto", manifest=None if keys.labels is None else Path(keys.labels))
+        if keys.labels is not None:
+            add_labels(listing, Path(keys.labels), only=keys.labelled_only)
         return listing
     except OSError as error:
         raise unreadable(path, error, "Correct the path or its permissions.") from error

@@ -22,8 +22,8 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
+from tessera.data.failures import REPLACE_INDEX, ShardError, is_exhausted, unreadable
 from tessera.data.headers import read_array_header
-from tessera.data.shards.failures import REPLACE_INDEX, ShardError, is_exhausted, unreadable
 from tessera.data.shards.tar_index import LARGEST_MEMBER, Index
 from tessera.runtime.files import atomic_write
 from tessera.runtime.user_error import CONTROL, printable

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tessera.data.shards.failures import ShardError, is_exhausted
+from tessera.data.failures import ShardError, is_exhausted
 from tessera.data.shards.index import composed
 from tessera.data.shards.notes import (
     ALIKE,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tessera.data.shards.failures import ShardError, warn_once
+from tessera.data.failures import ShardError, warn_once
 from tessera.data.shards.index import composed
 from tessera.data.shards.listing import MISSING, NO_LABEL, UNLABELLED, File, Listing, file_facts
 from tessera.data.shards.notes import LOST, MASKS

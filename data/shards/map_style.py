@@ -5,56 +5,26 @@ arrays of images, and classes of the user. An item is an image, a tuple (image, 
 a Pillow image, an array, a tensor or an encoded file (`data.decode`).
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
-from tessera.data.decode import ImageError, Undecoded, check_kind, upright
+from tessera.data.decode import ImageError, Undecoded, upright
+from tessera.data.failures import ShardError
 from tessera.data.python_objects import kind, named_object
-from tessera.data.shards.failures import SampleError, ShardError
+from tessera.data.shards.access import DEFAULT, Access
 from tessera.data.shards.index import composed, unique_names
 from tessera.data.shards.listing import class_order
 from tessera.data.shards.notes import LABELS, Note
-from tessera.data.shards.source import DEFAULT, MOST_PROBED, SampleKeys, Shard, SourceConfig, equal_names
+from tessera.data.shards.samples import Item, SampleKeys, is_number, is_scalar, item_of, label_keys, label_number
+from tessera.data.shards.source import MOST_PROBED, Shard, equal_names
 from tessera.data.shards.stored_index import Header, header_of
-from tessera.data.shards.tar_index import IMAGES, LABEL, Index, whole_number
+from tessera.data.shards.tar_index import Index, NumberedIndex
 from tessera.data.user_code import named_errors, seeded
-
-IMAGE_KEYS = ("image", "img", *IMAGES)
-"""Keys under which an item that is a dictionary may hold its image. The first key that the item has is used."""
-LABEL_KEYS = ("label", LABEL)
-"""Keys under which an item that is a dictionary may hold its label."""
-
-
-class NumberedIndex(Index):
-    """Index of samples whose names are their numbers. Its arrays take no memory."""
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, samples: int, labelled: bool) -> "NumberedIndex":
-        """Return the index of `samples` samples, which all have a label or all have none."""
-        places = np.broadcast_to(np.int64(0), (samples, 2))
-        labels = places if labelled else np.broadcast_to(np.int64(-1), (samples, 2))
-        summary = np.array([samples, samples * labelled, 0], dtype=np.int64)
-        return cls(np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.int64), places, labels, summary)
-
-    def raw_key(self, sample: int) -> bytes:
-        return b"%d" % sample
-
-
-class Item(NamedTuple):
-    """Image and label of an item."""
-
-    image: Undecoded
-    label: Any
-    """Label as the data set returns it; None if the item has no label."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +47,7 @@ class MapStyle(Shard):
     class_remedy: ClassVar[str] = "Give the classes the same numbers in both (ImageFolder: target_transform)"
 
     @classmethod
-    def at(cls, path: str, config: SourceConfig = DEFAULT) -> "MapStyle":
+    def at(cls, path: str, access: Access = DEFAULT) -> "MapStyle":
         """Return the data set with the name `path`. The first item that is not corrupt is read as a check.
 
         Raises:
@@ -90,7 +60,7 @@ class MapStyle(Shard):
                 f"{path} stands for a data set object of Python, which settings cannot hold. Pass the object again, "
                 "for example with tessera.pretrain(data=DATASET, resume=True, output=RUN)."
             ) from None
-        opened = cls(path, 0, "", config=config, dataset=dataset, samples=len(dataset))
+        opened = cls(path, 0, "", access=access, dataset=dataset, samples=len(dataset))
         if not opened.samples:
             raise ShardError(f"the data set {opened.name} is empty.")
         for number in range(min(opened.samples, MOST_PROBED)):
@@ -102,15 +72,15 @@ class MapStyle(Shard):
                 continue
         else:
             return opened
-        stored = None if item.label is None and not isinstance(dataset, list) else stored_labels(dataset, config.form)
+        stored = None if item.label is None and not isinstance(dataset, list) else stored_labels(dataset, access.keys)
         numbers, texts = numbered(stored or [])
         notes = ()
-        if not (config.form.stages or item.label is None or numbers is not None or _is_number(item.label)):
+        if not (access.stages or item.label is None or numbers is not None or is_number(item.label)):
             group = f"the label of {opened.name}/{number} is {item.label!r:.50}, not an integer"
             notes = (Note(LABELS, opened.samples, group=group),)
         labelled = item.label is not None and not notes
         found = {"samples": opened.samples, "labelled": labelled, "numbers": numbers, "texts": texts, "notes": notes}
-        return cls(path, 0, "", config=config, dataset=dataset, **found)
+        return cls(path, 0, "", access=access, dataset=dataset, **found)
 
     @property
     def name(self) -> str:
@@ -130,7 +100,7 @@ class MapStyle(Shard):
         Raises:
             ShardError: the parts of a `ConcatDataset` number their classes differently.
         """
-        return self.texts or _class_names(self.dataset, self.config.form, self.path)
+        return self.texts or _class_names(self.dataset, self.access.keys, self.path)
 
     def make_index(self) -> Index:
         index = NumberedIndex.of(self.samples, self.labelled)
@@ -161,9 +131,9 @@ class MapStyle(Shard):
     def members(self, index: Index, sample: int) -> dict[str, Any]:
         with named_errors(f"{self.name}/{sample}"):
             item = self.dataset[sample]
-        image, label = item_of(item, self.config.form, f"{self.name}/{sample}")
+        image, label = item_of(item, self.access.keys, f"{self.name}/{sample}")
         others = {str(key): value for key, value in item.items()} if isinstance(item, Mapping) else {}
-        found = {"__key__": str(sample), "__url__": self.path, **others, self.config.form.image or "jpg": image}
+        found = {"__key__": str(sample), "__url__": self.path, **others, self.access.keys.image or "jpg": image}
         return found if label is None else found | {"cls": label}
 
     def item(self, sample: int) -> Item:
@@ -176,7 +146,7 @@ class MapStyle(Shard):
         name = f"{self.name}/{sample}"
         with named_errors(name):
             item = self.dataset[sample]
-        found = item_of(item, self.config.form, name)
+        found = item_of(item, self.access.keys, name)
         if isinstance(found.image, Image.Image) and _only_opens(self.dataset):
             return found._replace(image=upright(found.image))
         return found
@@ -209,77 +179,6 @@ def check_map_style(dataset: Any) -> None:
     raise ShardError(f"data: a {name} is no data set. Give SHARDS, or a data set with `__len__` and `__getitem__`.")
 
 
-def item_of(item: Any, form: SampleKeys, name: str) -> Item:
-    """Return the image and the label of an item: an image, a tuple (image, label, ...) or a dictionary.
-
-    Args:
-        item: item of a data set.
-        form: names of image and label in a dictionary.
-        name: name of the sample in error messages.
-
-    Raises:
-        ShardError: the item has no image.
-    """
-    image, label = item, None
-    if isinstance(item, Mapping):
-        image_keys = IMAGE_KEYS if form.image is None else (form.image,)
-        key = next((key for key in image_keys if key in item), None)
-        if key is None:
-            raise ShardError(
-                f"{name} has no image under {' or '.join(map(repr, image_keys))}. It has the keys "
-                f"{', '.join(map(repr, item))}. Name the key of the image with data.image."
-            )
-        image = item[key]
-        label = next((item[key] for key in _label_keys(form) if key in item), None)
-        label = field_of(label, form.label_field, name) if form.label_field and label is not None else label
-    elif isinstance(item, tuple | list) and item:
-        # annotations such as boxes and masks are no labels
-        image, label = item[0], item[1] if len(item) > 1 and _is_scalar(item[1]) else None
-    if isinstance(image, Mapping) and image.keys() >= {"bytes"}:  # Hugging Face's `Image(decode=False)`
-        image = image["bytes"] if image["bytes"] is not None else _file(image.get("path"), name)
-    try:
-        check_kind(image)
-    except TypeError as error:
-        raise ShardError(f"the image of {name} cannot be used: {error}") from None
-    return Item(image, label)
-
-
-def label_number(label: Any, name: str) -> int:
-    """Return a label as a number.
-
-    Raises:
-        SampleError: the label is None or not an integer.
-    """
-    if label is None:
-        raise SampleError(
-            f"{name} has no label, but labels are needed. Let the data set return (image, label), or name the key of "
-            "the label with data.label."
-        )
-    if not _is_number(label):
-        raise SampleError(
-            f"the label of {name} is {label!r:.100}, not an integer. Number the classes from 0. Class names are "
-            "possible in a CSV, in a list of pairs (image, name), and in data sets of Hugging Face."
-        )
-    return int(label)
-
-
-def field_of(content: Any, field: str, name: str) -> Any:
-    """Return a field of a JSON object, which may be encoded. `field` is a dotted name, such as `object.category`.
-
-    Raises:
-        SampleError: the content is not a JSON object, or has no such field.
-    """
-    try:
-        found = json.loads(content) if isinstance(content, bytes | str) else content
-        for part in field.split("."):
-            found = found[part]
-        return found
-    except (ValueError, RecursionError):
-        raise SampleError(f"the label of {name} is not valid JSON. Correct the member that data.label names.") from None
-    except (KeyError, TypeError, IndexError):
-        raise SampleError(f"the label of {name} has no field {field!r}. Correct data.label or the sample.") from None
-
-
 def parts_of(dataset: Any) -> Iterator[tuple[Any, np.ndarray | None]]:
     """Yield each data set that a `Subset` or a `ConcatDataset` reads, with the indices of its items (None for all)."""
     if isinstance(dataset, ConcatDataset):
@@ -296,14 +195,14 @@ def parts_of(dataset: Any) -> Iterator[tuple[Any, np.ndarray | None]]:
         yield dataset, None
 
 
-def _class_names(dataset: Any, form: SampleKeys, name: str) -> tuple[str, ...] | None:
+def _class_names(dataset: Any, keys: SampleKeys, name: str) -> tuple[str, ...] | None:
     """Return the class names of a data set and of all its parts."""
     parts = {id(part): part for part, _ in parts_of(dataset)}
     named = []
     for number, part in enumerate(parts.values()):
         features = getattr(part, "features", None)
         if isinstance(features, Mapping):
-            key = next((key for key in _label_keys(form) if key in features), None)
+            key = next((key for key in label_keys(keys) if key in features), None)
             names = getattr(features.get(key), "names", None)
         else:
             names = getattr(part, "classes", None)
@@ -312,22 +211,22 @@ def _class_names(dataset: Any, form: SampleKeys, name: str) -> tuple[str, ...] |
     return None if isinstance(dataset, Subset) else names  # a subset may lack classes
 
 
-def stored_labels(dataset: Any, form: SampleKeys) -> list[Any] | None:
+def stored_labels(dataset: Any, keys: SampleKeys) -> list[Any] | None:
     """Return the labels of all items if they can be read without the images: those of lists of pairs, and texts in
     columns of Hugging Face. Return None otherwise.
     """
     if isinstance(dataset, Subset):
-        labels = stored_labels(dataset.dataset, form)
+        labels = stored_labels(dataset.dataset, keys)
         return labels and [labels[number] for number in dataset.indices]
     if isinstance(dataset, ConcatDataset):
-        found = [stored_labels(part, form) for part in dataset.datasets]
+        found = [stored_labels(part, keys) for part in dataset.datasets]
         return None if None in found else [label for labels in found for label in labels or ()]
     if isinstance(dataset, list):
         seconds = (one[1] if isinstance(one, tuple | list) and len(one) > 1 else None for one in dataset)
-        return [one if _is_scalar(one) else None for one in seconds]
+        return [one if is_scalar(one) else None for one in seconds]
     features = getattr(dataset, "features", None) or {}
-    key = next((key for key in _label_keys(form) if key in features), None)
-    if key is None or form.label_field or "string" not in str(getattr(features[key], "dtype", "")):
+    key = next((key for key in label_keys(keys) if key in features), None)
+    if key is None or keys.label_field or "string" not in str(getattr(features[key], "dtype", "")):
         return None
     return list(dataset.with_format(None)[key])
 
@@ -344,13 +243,9 @@ def numbered(labels: list[Any]) -> tuple[np.ndarray | None, tuple[str, ...] | No
         texts = tuple(sorted({composed(label) for label in known}, key=class_order))
         numbers = {text: number for number, text in enumerate(texts)}
         return np.array([-1 if one is None else numbers[composed(one)] for one in given], dtype=np.int64), texts
-    if 0 < len(known) < len(given) and all(map(_is_number, known)):
+    if 0 < len(known) < len(given) and all(map(is_number, known)):
         return np.array([-1 if one is None else int(one) for one in given], dtype=np.int64), None
     return None, None
-
-
-def _label_keys(form: SampleKeys) -> tuple[str, ...]:
-    return LABEL_KEYS if form.label_name is None else (form.label_name,)
 
 
 def _only_opens(dataset: Any) -> bool:
@@ -359,22 +254,3 @@ def _only_opens(dataset: Any) -> bool:
         dataset = dataset.dataset
     loader = getattr(dataset, "loader", None)
     return getattr(loader, "__module__", "") == "torchvision.datasets.folder" and dataset.transform is None
-
-
-def _is_number(label: Any) -> bool:
-    if isinstance(label, bytes):  # an undecoded .cls member
-        return whole_number(label) is not None
-    label = label.numpy() if isinstance(label, torch.Tensor) else label
-    if isinstance(label, np.ndarray):
-        return label.ndim == 0 and label.dtype.kind in "iu"
-    return isinstance(label, int | np.integer) and not isinstance(label, bool)
-
-
-def _is_scalar(label: Any) -> bool:
-    """Return True for a number, a text, or an array or tensor of one value without an axis."""
-    return bool(np.isscalar(label)) or getattr(label, "ndim", None) == 0
-
-
-def _file(path: Any, name: str) -> bytes:
-    with named_errors(name), open(path, "rb") as file:
-        return file.read()

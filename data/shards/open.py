@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from braceexpand import braceexpand
 
-from tessera.data.python_objects import is_name, naming
-from tessera.data.shards import index, remote
-from tessera.data.shards.failures import (
+from tessera.data.failures import (
     CORRECT_INDEX,
     MAKE_SHARD_AGAIN,
     MOST_LISTED,
@@ -30,13 +28,18 @@ from tessera.data.shards.failures import (
     unreadable,
     warn_once,
 )
+from tessera.data.python_objects import is_name, naming
+from tessera.data.sampler import Weight
+from tessera.data.shards import index, remote
+from tessera.data.shards.access import DEFAULT, Access, SourceConfig
 from tessera.data.shards.folder import ImageFolder, holds_images
 from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, ShardEntry, parse_folder
 from tessera.data.shards.manifest import MANIFESTS
 from tessera.data.shards.notes import OTHER_IMAGES, PARTS, Note, describe, named_notes, shown_classes, valid_notes
-from tessera.data.shards.source import DEFAULT, Shard, Source, SourceConfig
+from tessera.data.shards.source import Shard, Source
 from tessera.data.shards.tar_index import IMAGES
 from tessera.data.shards.tar_shard import GZIPPED, LocalTar, PackedTar, RemoteTar, Tar, folder_of
+from tessera.runtime import collectives
 from tessera.runtime.progress import track
 from tessera.runtime.user_error import CONTROL, printable
 
@@ -61,10 +64,6 @@ A pattern is a path, a glob, a brace range such as `train-{000000..000099}.tar`,
 the `index.json` of a folder, or `pipe:COMMAND`. Paths, globs, brace ranges and `index.json` files may be URLs that
 fsspec can open, such as `https://`, `s3://` or `gs://`. File names of shards must end in `.tar`, `.tar.gz`,
 `.tgz` or, for local files, `.parquet`."""
-
-
-Weight = float | Mapping[int, float]
-"""Weight of a source of a mixture: a number, or a mapping from a step to the weight from this step on."""
 
 
 class Sources(NamedTuple):
@@ -102,7 +101,7 @@ class _Opened(NamedTuple):
     notes: tuple[Note, ...] = ()
 
 
-def open_sources(shards: WeightedShards, *, progress: bool = True, source: SourceConfig = DEFAULT) -> Sources:
+def open_sources(shards: WeightedShards, *, progress: bool = True, source: Access = DEFAULT) -> Sources:
     """Open the sources of a mixture. Shards without weights form one source of weight 1.
 
     Raises:
@@ -120,7 +119,7 @@ def open_sources(shards: WeightedShards, *, progress: bool = True, source: Sourc
         return Sources(lists, [w if isinstance(w, Mapping) else float(w) for w in shards.values()])
 
 
-def open_shards(shards: Shards, *, progress: bool = True, source: SourceConfig = DEFAULT) -> Source:
+def open_shards(shards: Shards, *, progress: bool = True, source: Access = DEFAULT) -> Source:
     """Open a source: open its shards and count their samples.
 
     The counts come from `index.json`, from the cache, from the tables beside the shards, or from the tar headers.
@@ -176,13 +175,13 @@ def with_names(shards: Any, name: Callable[[Any], str]) -> Any:
     return name(shards)
 
 
-def _open_patterns(shards: Shards, progress: bool, source: SourceConfig) -> Source:
+def _open_patterns(shards: Shards, progress: bool, source: Access) -> Source:
     """Open a source whose data sets have names, as `open_shards` describes."""
     paths, indices = _listed(shards, source)
     opened, errors = _open_all(paths, indices, progress)
     if len(paths) == 1 and errors and (paths[0].endswith("/") or paths[0].lower().endswith(MANIFESTS)):
         raise errors[0]  # a folder of images or a manifest, which is no list of shards for the user
-    _report(errors, len(paths), source)
+    _report(errors, len(paths), source.settings)
     found = [opened[place] for place in sorted(opened)]
     counts, labelled, sizes = np.array([[one.samples, one.labelled, one.size] for one in found], dtype=np.int64).T
     statistics = {one.moments for one in found}
@@ -203,7 +202,7 @@ def _open_patterns(shards: Shards, progress: bool, source: SourceConfig) -> Sour
         labelled,
         sizes,
         unreadable=[paths[place] for place in sorted(errors)],
-        config=source,
+        access=source,
         digests=tuple(one.digest for one in found),
         notes=notes,
         mean=mean,
@@ -230,7 +229,7 @@ def missing_parts(paths: Sequence[str]) -> list[Note]:
     ]
 
 
-def _listed(shards: Shards, source: SourceConfig) -> tuple[list[str], "_FolderIndices"]:
+def _listed(shards: Shards, source: Access) -> tuple[list[str], "_FolderIndices"]:
     """Expand shard patterns, and read the `index.json` beside each shard."""
     indices = _FolderIndices(source)
     paths = _expand(shards, indices)
@@ -239,7 +238,7 @@ def _listed(shards: Shards, source: SourceConfig) -> tuple[list[str], "_FolderIn
     return paths, indices
 
 
-def describe_remote(shards: Sequence[WeightedShards], source: SourceConfig) -> SourceConfig:
+def describe_remote(shards: Sequence[WeightedShards], source: Access) -> Access:
     """Return the settings with the size and version of each remote shard that no `index.json` lists. Collective.
 
     Rank 0 asks the servers, one request per shard. Otherwise every process would ask for every shard when it opens the
@@ -248,8 +247,6 @@ def describe_remote(shards: Sequence[WeightedShards], source: SourceConfig) -> S
     Raises:
         RankError: a pattern cannot be expanded.
     """
-    from tessera.runtime import collectives  # imported here, because shards can be listed without torch
-
     patterns = [pattern for one in shards for pattern in _remote_patterns(one)]
     if not patterns or collectives.world_size() == 1:
         return source
@@ -264,7 +261,7 @@ def describe_remote(shards: Sequence[WeightedShards], source: SourceConfig) -> S
 
     with collectives.patient_group() as group:
         found = collectives.run_on_all_ranks(ask, group)
-        return source.with_described(collectives.broadcast_object(found, group))
+        return replace(source, described=collectives.broadcast_object(found, group))
 
 
 def _remote_patterns(shards: WeightedShards) -> list[str]:
@@ -276,16 +273,16 @@ def _remote_patterns(shards: WeightedShards) -> list[str]:
     return []
 
 
-def _description(url: str, source: SourceConfig) -> tuple[int, str] | ShardError:
+def _description(url: str, source: Access) -> tuple[int, str] | ShardError:
     try:
-        return remote.describe(url, source)
+        return remote.describe(url, source.settings)
     except ResourceError:
         raise
     except ShardError as error:
         return error
 
 
-def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
+def shard_at(path: str, access: Access = DEFAULT) -> Shard:
     """Return the shard at a path, a URL or `pipe:COMMAND`.
 
     To support another kind of storage, return an instance of another subclass of `Shard` here.
@@ -296,19 +293,19 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
     """
     local = not is_name(path) and not remote.is_remote(path)
     if local and (os.path.isdir(path) or (path.lower().endswith(MANIFESTS) and os.path.exists(path))):
-        return ImageFolder.at(path, config)
-    if config.form.labels is not None:
+        return ImageFolder.at(path, access)
+    if access.keys.labels is not None:
         raise ShardError(f"--labels is for folders of images, but {path} is none. It stores its own labels.")
     if is_name(path):
         from tessera.data.shards.map_style import MapStyle  # imported here, because the module imports torch
 
-        return MapStyle.at(path, config)
+        return MapStyle.at(path, access)
     if path.startswith(remote.PIPE):
-        return RemoteTar(path, 0, "", config)
+        return RemoteTar(path, 0, "", access)
     if path.endswith(PARQUET) and os.path.exists(path):
         from tessera.data.shards.parquet import ParquetFile  # imported here, because pyarrow is optional
 
-        return ParquetFile.at(path, config)
+        return ParquetFile.at(path, access)
     if not remote.without_query(path).endswith(ENDINGS):
         if not remote.is_remote(path) and not os.path.exists(path):
             where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
@@ -328,10 +325,10 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
             "it from the list."
         )
     if remote.is_remote(path):
-        found = config.described.get(path) or remote.describe(path, config)
+        found = access.described.get(path) or remote.describe(path, access.settings)
         if isinstance(found, ShardError):
             raise found
-        return RemoteTar(path, *found, config)
+        return RemoteTar(path, *found, access)
     try:
         status = os.stat(path)
     except OSError as error:
@@ -344,7 +341,7 @@ def shard_at(path: str, config: SourceConfig = DEFAULT) -> Shard:
     # version includes both times.
     version = f"{status.st_mtime_ns}\n{status.st_ctime_ns}"
     kind = PackedTar if path.endswith(GZIPPED) else LocalTar
-    return kind(path, status.st_size, version, config, modified=status.st_mtime_ns)
+    return kind(path, status.st_size, version, access, modified=status.st_mtime_ns)
 
 
 def _open_all(
@@ -356,10 +353,12 @@ def _open_all(
     """
     opened: dict[int, _Opened] = {}
     errors: dict[int, ShardError] = {}
-    verifies = indices.config.verify and os.environ.get("LOCAL_RANK", "0") == "0"  # true in one process per node
+    verifies = (
+        indices.access.settings.verify and os.environ.get("LOCAL_RANK", "0") == "0"
+    )  # true in one process per node
     for place, path in enumerate(paths):
         if path in indices.entries and remote.is_remote(path) and not verifies:
-            opened[place] = _from_index(path, indices.entries[path], indices.config)
+            opened[place] = _from_index(path, indices.entries[path], indices.access)
     unknown = [place for place in range(len(paths)) if place not in opened]
     with ThreadPoolExecutor(THREADS) as pool:
         futures = {pool.submit(_open, paths[place], indices, verifies): place for place in unknown}
@@ -372,17 +371,17 @@ def _open_all(
                     errors[futures[future]] = error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-    _probe_servers([one.shard for one in opened.values()], indices.config)
+    _probe_servers([one.shard for one in opened.values()], indices.access.settings)
     return opened, errors
 
 
 def _open(path: str, indices: "_FolderIndices", verifies: bool) -> _Opened:
     listed = indices.entries.get(path)
     if verifies and listed is not None and remote.is_remote(path):
-        opened = _from_index(path, listed, indices.config)
+        opened = _from_index(path, listed, indices.access)
         opened.shard.verify()
         return opened
-    shard = shard_at(path, indices.config)
+    shard = shard_at(path, indices.access)
     if verifies:
         replace(shard, sha256=listed and listed.entry.sha256).verify()
     if listed is not None and isinstance(shard, Tar):
@@ -398,10 +397,10 @@ def _open(path: str, indices: "_FolderIndices", verifies: bool) -> _Opened:
     return _Opened(shard, samples, labelled, shard.size or size, digest=header.digest, notes=notes)
 
 
-def _from_index(path: str, listed: _Listed, config: SourceConfig) -> _Opened:
+def _from_index(path: str, listed: _Listed, access: Access) -> _Opened:
     """Return a remote shard from its entry in `index.json`, without a request to the server."""
     size, sha256 = listed.entry.filesize, listed.entry.sha256
-    return _counted(RemoteTar(path, size, sha256 or "", config, sha256), listed)
+    return _counted(RemoteTar(path, size, sha256 or "", access, sha256), listed)
 
 
 def _counted(shard: Shard, listed: _Listed) -> _Opened:
@@ -435,7 +434,7 @@ def _report(errors: dict[int, ShardError], total: int, config: SourceConfig) -> 
     log.warning("unusable shards are left out: %s", message)
 
 
-def expand(shards: Shards, source: SourceConfig = DEFAULT) -> list[str]:
+def expand(shards: Shards, source: Access = DEFAULT) -> list[str]:
     """Expand shard patterns to paths and URLs. The path of a folder of images ends in a slash.
 
     The result follows the order of the patterns. Matches of a glob and shards of a folder are sorted, and shards of an
@@ -487,7 +486,7 @@ def _matches(pattern: str, indices: "_FolderIndices") -> list[str]:
     paths = []
     for path in braced:
         if remote.is_remote(path):
-            found = _remote_matches(path, indices.config)
+            found = _remote_matches(path, indices.access.settings)
         elif glob.has_magic(path) and not os.path.exists(path):
             found = [_local(one) for one in sorted(glob.glob(path))]
         else:
@@ -613,8 +612,8 @@ def load_folder_index(path: str, source: SourceConfig) -> FolderIndex | None:
 class _FolderIndices:
     """Contents of the `index.json` files of all folders. Each file is read once."""
 
-    def __init__(self, config: SourceConfig):
-        self.config = config
+    def __init__(self, access: Access):
+        self.access = access
         self.entries: dict[str, _Listed] = {}
         """Maps the path or URL of each listed shard to its entry."""
         self._visited: set[str] = set()
@@ -648,9 +647,9 @@ class _FolderIndices:
         try:
             found = self._content(path)
         except ShardError as error:
-            if self.config.unreadable == "stop" and remote.is_remote(shard):
+            if self.access.settings.unreadable == "stop" and remote.is_remote(shard):
                 raise type(error)(f"{shard} cannot be used, because its folder cannot be read. {error}") from error
-            if self.config.unreadable == "stop":
+            if self.access.settings.unreadable == "stop":
                 raise
             log.warning("the index is not used: %s", error)
             return
@@ -663,7 +662,7 @@ class _FolderIndices:
     def _content(self, path: str) -> bytes | None:
         """Return the content of an `index.json`."""
         self._visited.add(path)
-        return remote.read_small(path, self.config, index.LARGEST_FOLDER_INDEX)
+        return remote.read_small(path, self.access.settings, index.LARGEST_FOLDER_INDEX)
 
     def _add(self, path: str, content: bytes) -> list[str]:
         folder = parse_folder(content, path)
@@ -672,6 +671,6 @@ class _FolderIndices:
             prefix + slash + entry.url if slash else _local(entry.url): _Listed(entry, folder)
             for entry in folder.shardlist
         }
-        if self.config.form.image is self.config.form.label is None:  # the counts are those of the usual members
+        if self.access.keys.image is self.access.keys.label is None:  # the counts are those of the usual members
             self.entries |= entries
         return list(entries)

@@ -15,12 +15,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tessera.data.shards.failures import SampleError, ShardError, is_exhausted, unreadable
+from tessera.data.failures import SampleError, ShardError, is_exhausted, unreadable
+from tessera.data.shards.access import DEFAULT, Access
 from tessera.data.shards.index import LARGEST_CLASSES, unique_names
-from tessera.data.shards.map_style import IMAGE_KEYS, LABEL_KEYS, NumberedIndex
 from tessera.data.shards.notes import LABELS, Note
-from tessera.data.shards.source import DEFAULT, Shard, SourceConfig, some_bytes
-from tessera.data.shards.tar_index import LARGEST_MEMBER, Index
+from tessera.data.shards.samples import IMAGE_KEYS, LABEL_KEYS
+from tessera.data.shards.source import Shard, some_bytes
+from tessera.data.shards.tar_index import LARGEST_MEMBER, Index, NumberedIndex
 from tessera.runtime.user_error import printable
 
 LARGEST_GROUP = 2**31
@@ -58,7 +59,7 @@ class ParquetFile(Shard):
     )
 
     @classmethod
-    def at(cls, path: str, config: SourceConfig = DEFAULT) -> "ParquetFile":
+    def at(cls, path: str, access: Access = DEFAULT) -> "ParquetFile":
         """Return the Parquet file at `path`.
 
         Raises:
@@ -79,11 +80,11 @@ class ParquetFile(Shard):
             raise ShardError(
                 f"{path} states {metadata.num_rows:,} rows, but has {status.st_size:,} bytes. Write the file again."
             )
-        column = _image_column(schema, path, config.form.image)
-        labels = LABEL_KEYS if config.form.label is None else (config.form.label,)
+        column = _image_column(schema, path, access.keys.image)
+        labels = LABEL_KEYS if access.keys.label is None else (access.keys.label,)
         present = [name for name in schema.names if name in labels]
         label = present[0] if len(present) == 1 else None
-        reason = _unread_label(schema, present, config.form.label)
+        reason = _unread_label(schema, present, access.keys.label)
         notes = (Note(LABELS, metadata.num_rows, group=reason),) if reason else ()
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         limits = tuple(_most_bytes(_column_bytes(group, column, "total_compressed_size")) for group in groups)
@@ -92,7 +93,7 @@ class ParquetFile(Shard):
                 raise _too_large(path, f"{size:,}", limit)
         ends = np.cumsum([group.num_rows for group in groups]).tolist()
         classes = None if label is None else _class_names(path, schema.metadata, label)
-        facts = (path, status.st_size, version, config, None, tuple(ends), limits, column, label, classes)
+        facts = (path, status.st_size, version, access, None, tuple(ends), limits, column, label, classes)
         return cls(*facts, notes=notes)
 
     @property

@@ -25,9 +25,9 @@ from urllib.parse import quote, urlsplit
 import fsspec.config
 from fsspec.core import url_to_fs
 
+from tessera.data.failures import MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError, causes, is_exhausted, unreadable
+from tessera.data.shards.access import SourceConfig
 from tessera.data.shards.cache import Sink
-from tessera.data.shards.failures import MAKE_SHARD_AGAIN, RESTORE_SHARD, ShardError, causes, is_exhausted, unreadable
-from tessera.data.shards.source import SourceConfig
 from tessera.runtime.preemption import WaitInterruptedError, check_wait
 from tessera.runtime.user_error import printable
 

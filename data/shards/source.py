@@ -12,17 +12,16 @@ import itertools
 import os
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-from pydantic import Field, PrivateAttr
 
-from tessera.data.shards.cache import INDEX, Cache, CacheError, node_cache
-from tessera.data.shards.failures import (
+from tessera.data.decode import Undecoded
+from tessera.data.failures import (
     CORRECT_INDEX,
     MAKE_INDEX_AGAIN,
     DroppedError,
@@ -33,11 +32,14 @@ from tessera.data.shards.failures import (
     unreadable,
     warn_once,
 )
+from tessera.data.shards.access import DEFAULT, Access
+from tessera.data.shards.cache import INDEX, Cache, CacheError, node_cache
 from tessera.data.shards.index import CLASSES
 from tessera.data.shards.notes import Note
+from tessera.data.shards.samples import Item, item_of, label_number
 from tessera.data.shards.stored_index import Header, header_of, map_index, packed, read_header
 from tessera.data.shards.tar_index import LARGEST_LABEL, MAPS, Index
-from tessera.runtime.settings import Section
+from tessera.data.user_code import seeded
 
 KEPT_INDICES = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 64), 4096)
 """Maximum number of indices of shards that a source keeps mapped. Each one needs a file descriptor."""
@@ -58,84 +60,7 @@ MOST_LOST = 10
 
 T = TypeVar("T")
 
-if TYPE_CHECKING:
-    # imported only for types, because shards can be listed without torch
-    from tessera.data.decode import Undecoded
-    from tessera.data.shards.map_style import Item
 
-
-class SampleKeys(NamedTuple):
-    """How the image and the label are taken from a sample."""
-
-    image: str | None = None
-    """Name of the image in a sample; None for the usual names."""
-    label: str | None = None
-    """Name of the label in a sample, or `NAME:FIELD` for a field of a JSON object; None for the usual names."""
-    stages: tuple[Callable[..., Any], ...] = ()
-    """Stages of the user, which change a sample before its image and label are taken from it (`data.stages`)."""
-    labels: str | None = None
-    """Manifest with the labels of the images in folders (`data.shards.manifest`); None for no manifest."""
-    labelled_only: bool = False
-    """True to leave out the images of folders that have no label in the manifest."""
-
-    @property
-    def label_name(self) -> str | None:
-        """Name of the label without the field; None for the usual names."""
-        return self.label and self.label.partition(":")[0]
-
-    @property
-    def label_field(self) -> str:
-        """Dotted name of the field that holds the label; empty if the member itself is the label."""
-        return (self.label or "").partition(":")[2]
-
-
-class SourceConfig(Section):
-    """Settings for access to shards. No setting of this group changes the order of samples."""
-
-    unreadable: Literal["stop", "skip"] = "stop"
-    """behaviour if a shard cannot be read; stop: the run stops; skip: the run leaves the shard out and logs its name"""
-    retries: int = Field(default=5, ge=0)
-    """maximum number of repetitions of a failed request; each pause is about twice as long as the previous pause"""
-    timeout: float = Field(default=60, gt=0)
-    """time in seconds after which a request without an answer fails"""
-    verify: bool = False
-    """compare the SHA-256 of every shard with index.json at the start; remote shards are downloaded completely"""
-    allow_overlap: bool = False
-    """accept validation images that are also training images; their scores say nothing about new images"""
-    cache_gb: float = Field(default=64, gt=0)
-    """maximum size in GB, on each node, of the cache below $TESSERA_CACHE: downloaded and decompressed shards, and the
-    indices of all shards"""
-    commands: bool | None = None
-    """run the commands of pipe:COMMAND shards; only a flag can set this; by default, a command in a flag is run,
-    and a command in a settings file is refused"""
-
-    _form: SampleKeys = PrivateAttr(default=SampleKeys())
-    _described: Mapping[str, tuple[int, str] | ShardError] = PrivateAttr(default_factory=dict)
-
-    @property
-    def form(self) -> SampleKeys:
-        """How the image and the label are taken from a sample."""
-        return self._form
-
-    def with_form(self, form: SampleKeys) -> Self:
-        """Return a copy of the settings with another form of samples."""
-        copy = self.model_copy()
-        copy._form = form
-        return copy
-
-    @property
-    def described(self) -> Mapping[str, tuple[int, str] | ShardError]:
-        """Size and version of remote shards, or the error for a shard, as rank 0 has found them: maps URLs to them."""
-        return self._described
-
-    def with_described(self, described: Mapping[str, tuple[int, str] | ShardError]) -> Self:
-        """Return a copy of the settings with the sizes and versions of remote shards."""
-        copy = self.model_copy()
-        copy._described = described
-        return copy
-
-
-DEFAULT = SourceConfig()
 _NO_SEEDS = nullcontext()
 
 
@@ -158,7 +83,7 @@ class Shard(ABC):
     """Size of the stored data in bytes; 0 if unknown."""
     version: str
     """String that changes when the data change: file times, an ETag, a checksum or a hash; empty if unknown."""
-    config: SourceConfig = field(default=DEFAULT, repr=False, compare=False)
+    access: Access = field(default=DEFAULT, repr=False, compare=False)
     sha256: str | None = None
     """SHA-256 from an `index.json`; None if unknown."""
     notes: tuple[Note, ...] = field(default=(), repr=False, compare=False, kw_only=True)
@@ -209,7 +134,7 @@ class Shard(ABC):
         return self._mapped(self.make_index)
 
     @abstractmethod
-    def image(self, index: Index, sample: int) -> "Undecoded":
+    def image(self, index: Index, sample: int) -> Undecoded:
         """Return the image of a sample, encoded if the shard stores files. `index` is the index of this shard.
 
         Raises:
@@ -313,7 +238,7 @@ class Shard(ABC):
         Raises:
             CacheError: there is no folder for the cache.
         """
-        return node_cache(self.config.cache_gb)
+        return node_cache(self.access.settings.cache_gb)
 
     def cache_name(self, part: str) -> str:
         """Return the name of the cache entry for a part of this shard, for example for a byte range."""
@@ -378,7 +303,7 @@ class Source:
     """Size of each shard in bytes; for the output of a command, size of the output: (S,) int64."""
     unreadable: list[str] = field(default_factory=list)
     """Paths and URLs of shards that cannot be opened and are therefore left out."""
-    config: SourceConfig = DEFAULT
+    access: Access = DEFAULT
     digests: tuple[int | None, ...] = ()
     """Hash of the samples of each shard (`Header.digest`); None for a shard that `index.json` lists."""
     notes: tuple[Note, ...] = ()
@@ -476,7 +401,7 @@ class Source:
         A block of a remote shard is downloaded in one request. If the cache can hold the complete source and blocks are
         small, one request downloads several neighbouring blocks. `readers` is the number of sources of the mixture.
         """
-        joined = int(self.sizes.sum()) <= self.config.cache_gb * 1e9 / 2
+        joined = int(self.sizes.sum()) <= self.access.settings.cache_gb * 1e9 / 2
         return replace(self, shards=[shard.in_blocks(block, joined) for shard in self.shards], readers=readers)
 
     def name(self, number: int) -> str:
@@ -485,7 +410,7 @@ class Source:
         index = self._guard(shard, lambda: self._index(shard))
         return f"{self.shards[shard].name}/{index.key(sample)}"
 
-    def image(self, number: int, at: tuple[int, int] | None = None) -> "Undecoded":
+    def image(self, number: int, at: tuple[int, int] | None = None) -> Undecoded:
         """Return the image of a sample, encoded if the shards store files.
 
         Args:
@@ -493,14 +418,14 @@ class Source:
             at: seed of the run and position of the sample in the run, from which random numbers of the user's code
                 follow. None stands for the seed 0 and the position `number`.
         """
-        if self.config.form.stages:
+        if self.access.stages:
             self._last = (number, self._staged(number, at or (0, number)))
             return self._last[1].image
         shard, sample = self.place(number)
         with self._seeded(shard, at or (0, number)):
             return self._guard(shard, lambda: self.shards[shard].image(self._index(shard), sample))
 
-    def stored_image(self, number: int) -> "Undecoded":
+    def stored_image(self, number: int) -> Undecoded:
         """Return the image of a sample as the shards store it, without stages of the user."""
         shard, sample = self.place(number)
         with self._seeded(shard, (0, number)):
@@ -512,29 +437,19 @@ class Source:
         Raises:
             DroppedError: a stage dropped the sample.
         """
-        from tessera.data.stages import run_stages  # imported here, because the module imports torch
-
         shard, sample = self.place(number)
         with self._seeded(shard, at or (0, number)):
             found = self._guard(shard, lambda: self.shards[shard].members(self._index(shard), sample))
-            stages = self.config.form.stages
-            return run_stages(found, stages, self.name(number)) if stages else found
+            return self.access.stages(found, self.name(number)) if self.access.stages else found
 
-    def _staged(self, number: int, at: tuple[int, int]) -> "Item":
+    def _staged(self, number: int, at: tuple[int, int]) -> Item:
         """Return the image and the label that the stages of the user make of a sample."""
-        from tessera.data.stages import staged_item  # imported here, because the module imports torch
-
-        shard, sample = self.place(number)
-        with self._seeded(shard, at):
-            found = self._guard(shard, lambda: self.shards[shard].members(self._index(shard), sample))
-            return staged_item(found, self.config.form, self.name(number))
+        return item_of(self.members(number, at), self.access.keys, self.name(number))
 
     def _seeded(self, shard: int, at: tuple[int, int]) -> AbstractContextManager[Any]:
         """Return a context in which the global random generators are seeded, if the shard runs code of the user."""
-        if not (self.shards[shard].runs_code or self.config.form.stages):
+        if not (self.shards[shard].runs_code or self.access.stages):
             return _NO_SEEDS
-        from tessera.data.user_code import seeded  # imported here, because the module imports torch
-
         return seeded(*at)
 
     def target(self, number: int) -> bytes:
@@ -553,7 +468,7 @@ class Source:
             SampleError: the sample has no label, its label is not an integer, or classes.json has no name for it.
         """
         shard, sample = self.place(number)
-        if self.config.form.stages:
+        if self.access.stages:
             label = self._staged_label(number)
         elif self.optional_labels and self._guard(shard, lambda: self._index(shard)).labels[sample, 0] < 0:
             return -1
@@ -575,8 +490,6 @@ class Source:
         return self.numbers[label]
 
     def _staged_label(self, number: int) -> int:
-        from tessera.data.shards.map_style import label_number
-
         if self._last is None or self._last[0] != number:
             self._last = (number, self._staged(number, (0, number)))
         return label_number(self._last[1].label, self.name(number))
@@ -654,7 +567,7 @@ class Source:
         except ShardError as error:
             warn_once(f"labels are left out: {error}")
             return 0
-        if self.config.form.stages:
+        if self.access.stages:
             try:
                 self._first_staged_label()
             except SampleError as error:
@@ -675,7 +588,7 @@ class Source:
             ShardError: two folders or files number their classes differently (`class_names`).
         """
         refuse_mixed_classes([self])
-        if self.config.form.stages:
+        if self.access.stages:
             self._first_staged_label()
             return
         if self.optional_labels:
@@ -720,7 +633,7 @@ class Source:
         except ShardError as error:
             self._lost_in_a_row += shard not in self._lost
             self._lost[shard] = str(error)
-            if self.config.unreadable == "stop":
+            if self.access.settings.unreadable == "stop":
                 raise
             if self._lost_in_a_row >= MOST_LOST or len(self._lost) == len(self.shards):
                 raise ShardError(

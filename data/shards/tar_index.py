@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tessera.data.shards.failures import MAKE_SHARD_AGAIN, NO_IMAGES, ShardError, unreadable
+from tessera.data.failures import MAKE_SHARD_AGAIN, NO_IMAGES, ShardError, unreadable
 from tessera.data.shards.notes import (
     CHOSEN,
     LINK,
@@ -277,6 +277,23 @@ class Index(NamedTuple):
     def raw_key(self, sample: int) -> bytes:
         """Return the name of a sample as it is stored."""
         return self.keys[self.ends[sample - 1] if sample else 0 : self.ends[sample]].tobytes()
+
+
+class NumberedIndex(Index):
+    """Index of samples whose names are their numbers. Its arrays take no memory."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, samples: int, labelled: bool) -> "NumberedIndex":
+        """Return the index of `samples` samples, which all have a label or all have none."""
+        places = np.broadcast_to(np.int64(0), (samples, 2))
+        labels = places if labelled else np.broadcast_to(np.int64(-1), (samples, 2))
+        summary = np.array([samples, samples * labelled, 0], dtype=np.int64)
+        return cls(np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.int64), places, labels, summary)
+
+    def raw_key(self, sample: int) -> bytes:
+        return b"%d" % sample
 
 
 def scan_tar(path: str | int, shard: str, image: str | None = None, label: str | None = None) -> Index:

@@ -19,9 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tessera.data.shards import remote
-from tessera.data.shards.cache import Sink, first_version
-from tessera.data.shards.failures import (
+from tessera.data.failures import (
     CORRECT_INDEX,
     MAKE_INDEX_AGAIN,
     MAKE_SHARD_AGAIN,
@@ -30,8 +28,12 @@ from tessera.data.shards.failures import (
     unreadable,
     warn_once,
 )
+from tessera.data.shards import remote
+from tessera.data.shards.access import SourceConfig
+from tessera.data.shards.cache import Sink, first_version
 from tessera.data.shards.index import CLASSES, LARGEST_CLASSES, LARGEST_TABLE, TABLE, parse_classes, parse_table
-from tessera.data.shards.source import Shard, SourceConfig, some_bytes
+from tessera.data.shards.samples import field_of, label_number
+from tessera.data.shards.source import Shard, some_bytes
 from tessera.data.shards.tar_index import (
     LABEL,
     LARGEST_MEMBER,
@@ -79,7 +81,7 @@ class Tar(Shard):
         return b"" if self.is_remote else some_bytes(self.path)
 
     def class_names(self) -> tuple[str, ...] | None:
-        return read_classes(self.folder, self.config)
+        return read_classes(self.folder, self.access.settings)
 
     @abstractmethod
     def open(self) -> int:
@@ -95,7 +97,7 @@ class Tar(Shard):
         if self._has_usual_members and (table := self._table()) is not None:
             return table
         try:
-            return scan_tar(self.open(), self.path, self.config.form.image, self.config.form.label_name)
+            return scan_tar(self.open(), self.path, self.access.keys.image, self.access.keys.label_name)
         except OSError as error:
             raise unreadable(self.path, error) from error
 
@@ -124,18 +126,16 @@ class Tar(Shard):
             os.close(descriptor)
 
     def label(self, index: Index, sample: int) -> int:
-        form = self.config.form
+        keys = self.access.keys
         if index.labels[sample, 0] < 0:
             raise SampleError(
                 f"{self.name}/{index.key(sample)} has no label, but labels are needed. Add a member "
-                f"KEY.{form.label_name or LABEL} to the shard."
+                f"KEY.{keys.label_name or LABEL} to the shard."
             )
-        if form.label_field:
-            from tessera.data.shards.map_style import field_of, label_number  # imported here, because it imports torch
-
+        if keys.label_field:
             content = self._member(index, sample, index.labels[sample], LONGEST_JSON)
             name = f"{self.name}/{index.key(sample)}"
-            return label_number(field_of(content, form.label_field, name), name)
+            return label_number(field_of(content, keys.label_field, name), name)
         text = self._member(index, sample, index.labels[sample], LONGEST_LABEL)
         if (label := whole_number(text)) is None:
             raise SampleError(
@@ -165,11 +165,11 @@ class Tar(Shard):
     @property
     def _has_usual_members(self) -> bool:
         """True if the image and the label of a sample are the members that tables list."""
-        return self.config.form.image is self.config.form.label is None
+        return self.access.keys.image is self.access.keys.label is None
 
     def _index_part(self) -> str:
-        form = self.config.form
-        return self._table_version() if self._has_usual_members else f"index by kind {form.image} {form.label_name}"
+        keys = self.access.keys
+        return self._table_version() if self._has_usual_members else f"index by kind {keys.image} {keys.label_name}"
 
     def _table_version(self) -> str:
         """Return a name of the index that changes if the table beside the shard changes."""
@@ -323,7 +323,7 @@ class PackedTar(Tar):
     def open(self) -> int:
         def fill(sink: Sink) -> None:
             check = None if self.sha256 else self._check_version  # `fetch` checks a known SHA-256 instead
-            remote.fetch(self.path, sink, self.config, size=self.size, sha256=self.sha256, check=check)
+            remote.fetch(self.path, sink, self.access.settings, size=self.size, sha256=self.sha256, check=check)
 
         return self.cache.open(self.cache_name("whole"), fill, None if self._is_packed else self.size or None)
 
@@ -397,7 +397,7 @@ class RemoteTar(PackedTar):
         Raises:
             ShardError: the server does not answer.
         """
-        return not self._is_packed and not self._is_command and remote.supports_ranges(self.path, self.config)
+        return not self._is_packed and not self._is_command and remote.supports_ranges(self.path, self.access.settings)
 
     def in_blocks(self, block: int, joined: bool) -> "RemoteTar":
         return replace(self, block=block, joined=joined)
@@ -421,7 +421,7 @@ class RemoteTar(PackedTar):
         """
 
         def read() -> list[bytes]:
-            return [remote.read_range(self.path, start, end, self.size, self.config, self._check_version)]
+            return [remote.read_range(self.path, start, end, self.size, self.access.settings, self._check_version)]
 
         try:
             return self.cache.open_checked(self.cache_name(f"{start}-{end}"), read, end - start)
@@ -501,7 +501,7 @@ class RemoteTar(PackedTar):
             return None
         path, content = self.path + TABLE, None
         if "?" not in self.path:
-            content = remote.read_small(path, self.config, LARGEST_TABLE)
+            content = remote.read_small(path, self.access.settings, LARGEST_TABLE)
         if content is not None:
             return self._parsed(content, path)
         if self.supports_ranges:

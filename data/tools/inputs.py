@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tessera.data.shards.failures import ShardError
+from tessera.data.failures import ShardError
 from tessera.data.shards.listing import MISSING, Listing, Maps, file_facts
 from tessera.data.shards.tar_index import MAPS
 from tessera.runtime.user_error import printable

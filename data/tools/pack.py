@@ -21,9 +21,9 @@ from webdataset.writer import TarWriter
 
 from tessera.data.batch import ViewParameters
 from tessera.data.decode import ImageError, decode
+from tessera.data.failures import ShardError, is_exhausted
 from tessera.data.headers import HeaderError, is_jpeg, is_png, raise_lack_of_memory
 from tessera.data.maps import checked_map, cut_map, encode_map, map_member
-from tessera.data.shards.failures import ShardError, is_exhausted
 from tessera.data.shards.index import MOST_CHANNELS, write_table
 from tessera.data.shards.listing import MISSING, NO_LABEL, REASONS, Listing
 from tessera.data.shards.tar_index import LABEL, scan_tar

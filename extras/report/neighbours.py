@@ -22,8 +22,8 @@ from tessera.data.collate import Collator, Sample
 from tessera.data.crops import CenterCrop
 from tessera.data.dataset import Decoding, EvaluationDataset
 from tessera.data.pictures import colours
-from tessera.data.shards import ShardError, Source, SourceConfig, open_shards
-from tessera.data.shards.source import SampleKeys
+from tessera.data.shards import Access, ShardError, Source, SourceConfig, open_shards
+from tessera.data.shards.samples import SampleKeys
 from tessera.encoders.base import Preprocessing
 from tessera.evaluation.features import (
     EvaluationError,
@@ -108,16 +108,16 @@ def examine(
     by_content: dict[tuple[str, SampleKeys], tuple[str, Source, list[RunFolder]]] = {}
     for key, some in by_shards.items():
         shards, *names = json.loads(key)
-        form = SampleKeys(*(one if isinstance(one, str) else None for one in names))
+        keys = SampleKeys(*(one if isinstance(one, str) else None for one in names))
         try:
             # the settings of a run may come from a stranger, so that only --val can name a command to run
-            access = SourceConfig(commands=None if val else False).with_form(form)
+            access = Access(SourceConfig(commands=None if val else False), keys)
             opened = open_shards(shards, progress=False, source=access)
             opened = replace(opened, classes=opened.class_names() if opened.all_labelled() else None)
         except ShardError as error:
             problems.append(f"{', '.join(run.name for run in some)}: neighbours are not shown. {_line(error)}")
             continue
-        by_content.setdefault((opened.content() or key, form), (data_name(shards), opened, []))[2].extend(some)
+        by_content.setdefault((opened.content() or key, keys), (data_name(shards), opened, []))[2].extend(some)
     groups = []
     for name, opened, some in by_content.values():
         encoded: dict[str, _Encoded] = {}

@@ -5,7 +5,7 @@ from accelerate import Accelerator
 
 from tessera.data.loader import Reading
 from tessera.data.maps import IGNORED
-from tessera.data.shards import SourceConfig
+from tessera.data.shards import Access
 from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder
 from tessera.evaluation.patch_knn import PatchKNNSettings, segment
@@ -23,9 +23,7 @@ BANK = 50_000
 class OnlineSegmentation:
     """k-NN segmentation of the images of a run's evaluation. Collective."""
 
-    def __init__(
-        self, config: EvaluationConfig, image_size: int, accelerator: Accelerator, source: SourceConfig
-    ) -> None:
+    def __init__(self, config: EvaluationConfig, image_size: int, accelerator: Accelerator, source: Access) -> None:
         """Open the images, and read their maps.
 
         Args:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tessera.data.augment import to_model_input
 from tessera.data.crops import CenterCrop
 from tessera.data.loader import Reading, evaluation_batches
-from tessera.data.shards import DEFAULT, Source, SourceConfig, describe_remote, open_shards
+from tessera.data.shards import DEFAULT, Access, Source, describe_remote, open_shards
 from tessera.encoders.base import Encoder, Preprocessing
 from tessera.evaluation import logistic
 from tessera.evaluation.features import (
@@ -53,7 +53,7 @@ class OnlineEvaluation:
         train: str | list[str],
         image_size: int,
         accelerator: Accelerator,
-        source: SourceConfig = DEFAULT,
+        source: Access = DEFAULT,
     ) -> None:
         """Open the shards, and match the classes of both sets by name.
 

@@ -22,7 +22,8 @@ from tessera.data.loader import LoaderConfig, Reading, StreamConfig
 from tessera.data.loader import evaluation_batches as _evaluation_batches
 from tessera.data.loader import training_batches as _training_batches
 from tessera.data.sampler import BUFFER, STREAMS, BatchSampler
-from tessera.data.shards import DEFAULT, Shards, SourceConfig, WeightedShards
+from tessera.data.shards import DEFAULT, Shards, WeightedShards
+from tessera.data.shards.access import Access
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.encoders.images import PackedImages
 
@@ -43,7 +44,7 @@ def training_batches(
     block: int | None = None,
     window: int = BUFFER,
     window_gb: float | None = None,
-    source: SourceConfig = DEFAULT,
+    source: Access = DEFAULT,
     config: LoaderConfig = LoaderConfig(),  # noqa: B008 - frozen
     preprocessing: Preprocessing = IMAGENET,
     classes: int | None = None,
@@ -70,7 +71,7 @@ def evaluation_batches(
     world_size: int = 1,
     workers: int = 0,
     labels: bool = True,
-    source: SourceConfig = DEFAULT,
+    source: Access = DEFAULT,
     config: LoaderConfig = LoaderConfig(),  # noqa: B008 - frozen
     preprocessing: Preprocessing = IMAGENET,
 ) -> Batches:

@@ -21,8 +21,8 @@ from PIL import Image
 
 from tessera.data import make_shards
 from tessera.data.check_shards import main
+from tessera.data.failures import warn_once
 from tessera.data.shards import ShardError, open_shards
-from tessera.data.shards.failures import warn_once
 from tessera.data.shards.index import FolderIndex, parse_folder, parse_table, write_folder
 from tessera.data.shards.notes import CHOSEN, Note, describe
 from tessera.data.shards.tar_index import scan_tar

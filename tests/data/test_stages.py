@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 from tessera.data import dataset
 from tessera.data.crops import CenterCrop, RandomCrop, RandomCropConfig
 from tessera.data.ordered_shards import OrderedShards
-from tessera.data.shards import DEFAULT, ShardError, open_shards
+from tessera.data.shards import ShardError, open_shards
+from tessera.data.shards.access import Access
 from tessera.data.shards.index import write_table
 from tessera.data.shards.open import open_sources
-from tessera.data.shards.source import SampleKeys
+from tessera.data.shards.samples import SampleKeys
 from tessera.data.shards.tar_index import scan_tar
 from tessera.data.stages import load_stages
 from tessera.data.statistics import count_classes
@@ -57,8 +58,8 @@ def by_webdataset(paths):
     return [{key: value for key, value in sample.items() if key != "__local_path__"} for sample in kept]
 
 
-def form(**values):
-    return DEFAULT.with_form(SampleKeys(**values))
+def form(stages=None, **values):
+    return Access(keys=SampleKeys(**values), stages=load_stages(stages))
 
 
 def batches(shards, **settings):
@@ -237,7 +238,7 @@ def test_stages_that_cannot_be_used(write_shards, stage, message, monkeypatch):
 def test_names_of_stages(tmp_path, monkeypatch):
     (tmp_path / "tessera_stage_code.py").write_text("def same(samples):\n    yield from samples\n")
     monkeypatch.chdir(tmp_path)
-    (stage,) = load_stages("tessera_stage_code:same")
+    (stage,) = load_stages("tessera_stage_code:same").stages
     assert list(stage(iter([1]))) == [1]
     for stage in (wds.shuffle(10), wds.batched(3), wds.detshuffle(10), wds.slice(3)):
         with pytest.raises(SettingsError, match="needs a stream of samples"):

@@ -18,6 +18,7 @@ from tessera.data import make_shards as make
 from tessera.data.crops import CenterCrop
 from tessera.data.loader import evaluation_batches
 from tessera.data.shards import SourceConfig, open_shards, open_sources
+from tessera.data.shards.access import Access
 from tessera.data.shards.tar_shard import LocalTar
 from tessera.data.tools.pack import write_samples
 from tessera.evaluation import linear_probe
@@ -130,13 +131,13 @@ def test_several_folders_need_the_same_names(sets, tmp_path):
     train, val = sets("ant bee", "ant bee")
     same = make_set(tmp_path / "same", "ant bee", 2)
     more = make_set(tmp_path / "more", "bee cat", 3)
-    opened, _ = open_labelled_splits([train, same], val, settings("", "").source, make_accelerator())
+    opened, _ = open_labelled_splits([train, same], val, settings("", "").access, make_accelerator())
     assert (opened.images, opened.classes) == (24, ("ant", "bee"))
     with pytest.raises(RankError, match="number their classes differently: class 0 is"):
-        open_labelled_splits([train, more], val, settings("", "").source, make_accelerator())
+        open_labelled_splits([train, more], val, settings("", "").access, make_accelerator())
     (Path(more) / "classes.json").unlink()
     with pytest.raises(RankError, match=f"names its classes, but {more}"):
-        open_labelled_splits([train, more], val, settings("", "").source, make_accelerator())
+        open_labelled_splits([train, more], val, settings("", "").access, make_accelerator())
 
 
 def test_names_are_found_beside_shards_on_a_server(sets):
@@ -144,7 +145,7 @@ def test_names_are_found_beside_shards_on_a_server(sets):
     folder = Path(sets("ant bee cat", "ant cat")[0]).parents[1]
     with Server(folder) as server:
         train, val = (f"{server.url}/{part}/shards/shard-000000.tar" for part in ("train", "val"))
-        _, opened = open_labelled_splits(train, val, settings("", "").source, make_accelerator())
+        _, opened = open_labelled_splits(train, val, settings("", "").access, make_accelerator())
         assert (opened.classes, opened.numbers) == (("ant", "bee", "cat"), (0, 2))
         (batch,) = evaluation_batches(opened, CenterCrop(16), 64)
     assert batch.labels is not None
@@ -193,7 +194,7 @@ def write(path, numbers, names=None):
 
 def opened(train, val, **source):
     """Open the shards of both sets, as an evaluation does."""
-    return open_splits(train, val, SourceConfig(**source), make_accelerator())
+    return open_splits(train, val, Access(SourceConfig(**source)), make_accelerator())
 
 
 def refuses(train, val):
@@ -307,7 +308,7 @@ def test_training_images_of_a_run_are_compared_with_scored_images(tmp_path, monk
     with pytest.raises(EvaluationError, match=message):
         check_training_images(sources, val, "--evaluation.val")
     check_training_images(sources[:1], val, "--evaluation.val")
-    check_training_images(sources, replace(val, config=SourceConfig(allow_overlap=True)), "--evaluation.val")
+    check_training_images(sources, replace(val, access=Access(SourceConfig(allow_overlap=True))), "--evaluation.val")
     train, val = (open_shards(write(tmp_path / f"{name}.tar", [7])) for name in ("train", "val"))
     with pytest.raises(EvaluationError, match=r"is also in --data, as train.tar/007"):
         check_training_images([train], val, "--evaluation.val")

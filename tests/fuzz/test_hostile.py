@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from tessera.data.decode import ImageError, decode
 from tessera.data.maps import decode_map
 from tessera.data.shards import ShardError, cache, expand, open_shards, remote
+from tessera.data.shards.access import Access, SourceConfig
 from tessera.data.shards.index import FolderIndex, ShardEntry, parse_classes, parse_folder
-from tessera.data.shards.source import SourceConfig
 from tessera.data.shards.tar_index import scan_tar
 from tests.fuzz.cases import CORPUS, bounded, limited_addresses, members, run, seeds, tar
 
@@ -279,7 +279,7 @@ def server(tmp_path: Path) -> Iterator[_Server]:
 def wrong_answers(server: _Server) -> Callable[..., None]:
     """Return a test case for wrong answers of a web server."""
     samples = [content for _, content in members([0, 5, 8])]
-    source, number = SourceConfig(retries=0, timeout=0.5), count()
+    source, number = Access(SourceConfig(retries=0, timeout=0.5)), count()
 
     @given(st.dictionaries(st.sampled_from(sorted(server.files)), _answers, max_size=2), st.booleans())
     @bounded

@@ -435,11 +435,11 @@ def test_a_settings_file_runs_no_command(tmp_path: Path, shards: str) -> None:
         config = load([*flag, *more])
         assert config.source.commands is False
         with pytest.raises(ShardError, match=r"(?s)not run|no file matches"):
-            open_sources(config.data.shards, source=config.source)
+            open_sources(config.data.shards, source=config.access)
     assert not ran.exists()
     config = load([*flag, "--source.commands"])
     with pytest.raises(ShardError):  # the command ends with an error
-        open_sources(config.data.shards, source=config.source)
+        open_sources(config.data.shards, source=config.access)
     assert ran.exists() or "file://" in shards or ".." in shards
     assert load(["--data", "pipe:true"]).source.commands is None
     assert load([*flag, "--data", "other.tar"]).source.commands is None

@@ -9,12 +9,12 @@ import pytest
 
 from tessera.data.shards import ShardError, open_shards, remote, tar_shard
 from tessera.data.shards import cache as caches
-from tessera.data.shards.source import SourceConfig
+from tessera.data.shards.access import Access, SourceConfig
 from tessera.runtime import preemption
 from tests.data.shards.batches import add_index, sha256
 from tests.data.shards.servers import Server
 
-QUICK = SourceConfig(retries=0, timeout=1)
+QUICK = Access(SourceConfig(retries=0, timeout=1))
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_servers_may_lack_versions(write_shards, server, png):
 def test_checksums_are_verified_on_demand(write_shards, server, tmp_path, remotely, ending):
     (path,) = write_shards([3], ending)
     place = f"{server.url}/index.json" if remotely else str(tmp_path / "index.json")
-    verify = SourceConfig(verify=True, retries=0)
+    verify = Access(SourceConfig(verify=True, retries=0))
     add_index([path], [3], sha256=sha256(path))
     assert open_shards(place, source=verify).images == 3
     for digest, message in (("0" * 64, "SHA-256 .*differs from index.json"), (None, "has no SHA-256")):
@@ -104,7 +104,7 @@ def test_slow_servers_are_given_up(write_shards, server, part):
 def test_waiting_for_a_server_hears_signals(write_shards, server, monkeypatch):
     (path,) = write_shards([3])
     add_index([path], [3], tables=True)
-    opened = open_shards(f"{server.url}/index.json", source=SourceConfig(timeout=60))
+    opened = open_shards(f"{server.url}/index.json", source=Access(SourceConfig(timeout=60)))
     opened.shards[0].index()
     server.faults = {".tar": "silent"}
     monkeypatch.setattr(preemption, "LONGEST_WAIT", 1.0)

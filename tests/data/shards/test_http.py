@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from tessera.data.shards import ShardError, describe_remote, expand, open_shards, remote, tar_shard
+from tessera.data.shards.access import Access, SourceConfig
 from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, ShardEntry, write_folder, write_table
-from tessera.data.shards.source import SourceConfig
 from tessera.data.shards.tar_index import scan_tar
 from tessera.runtime.collectives import RankError
 from tests.data.shards.batches import evaluate, train
@@ -103,7 +103,7 @@ def test_an_index_saves_a_request_a_shard(write_shards, server):
 
 
 def test_each_block_is_fetched_once_by_a_node(write_shards, server):
-    source = SourceConfig(cache_gb=5.5e-4)  # holds all, but does not know it
+    source = Access(SourceConfig(cache_gb=5.5e-4))  # holds all, but does not know it
     counts = [64, 64, 40]
     paths = write_shards(counts)
     assert 5.5e5 / 2 < sum(map(os.path.getsize, paths)) < 4e5
@@ -185,7 +185,7 @@ def test_faults_that_pass_are_tried_again(write_shards, server, caplog):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_faults_that_stay_name_the_shard(write_shards, server, fault, attempts, message, workers):
     add_index(write_shards([20, 20]), [20, 20])
-    source = SourceConfig(retries=2, timeout=0.3)
+    source = Access(SourceConfig(retries=2, timeout=0.3))
     batches = train(f"{server.url}/{FOLDER_INDEX}", batch_size=8, seed=1, steps=100, workers=workers, source=source)
     server.faults = {"data-000001.tar": fault}
     start = time.monotonic()
@@ -200,7 +200,7 @@ def test_faults_that_stay_name_the_shard(write_shards, server, fault, attempts, 
 def test_whole_shards_are_checked(write_shards, server):
     paths = write_shards([5], ".tar.gz")
     add_index(paths, [5], tables=False)
-    opened = open_shards(f"{server.url}/{FOLDER_INDEX}", source=SourceConfig(retries=1))
+    opened = open_shards(f"{server.url}/{FOLDER_INDEX}", source=Access(SourceConfig(retries=1)))
     raw = bytearray(Path(paths[0]).read_bytes())
     raw[4] ^= 1  # the time in gzip's header: only the checksum sees it
     Path(paths[0]).write_bytes(raw)
@@ -237,7 +237,7 @@ def test_a_damaged_copy_in_the_cache_is_fetched_again(write_shards, server, cach
 def test_lost_shards_are_skipped_and_counted(write_shards, server, workers, caplog):
     counts = [300, 4, 300]
     add_index(write_shards(counts), counts)
-    source = SourceConfig(unreadable="skip", retries=1, timeout=5)
+    source = Access(SourceConfig(unreadable="skip", retries=1, timeout=5))
     settings = {"batch_size": 4, "seed": 1, "steps": 4, "streams": 4, "source": source}
     batches = train(f"{server.url}/{FOLDER_INDEX}", workers=workers, **settings)
     (server.folder / "data-000000.tar").unlink()
@@ -261,19 +261,19 @@ def test_shards_that_are_missing_at_the_start(write_shards, server, caplog):
     named = f"{server.url}/data-{{000000..000002}}.tar"
     with pytest.raises(ShardError, match=r"1 of 3 shards cannot be used:\n.*data-000001.tar: not found"):
         open_shards(named)
-    opened = open_shards(named, source=SourceConfig(unreadable="skip"))
+    opened = open_shards(named, source=Access(SourceConfig(unreadable="skip")))
     assert opened.counts.tolist() == [3, 5]
     assert opened.unreadable == [f"{server.url}/data-000001.tar"]
     assert "left out: 1 of 3 shards cannot be used" in caplog.text
     with pytest.raises(ShardError, match="1 of 1 shards cannot be used"):
-        open_shards(f"{server.url}/data-000001.tar", source=SourceConfig(unreadable="skip"))
+        open_shards(f"{server.url}/data-000001.tar", source=Access(SourceConfig(unreadable="skip")))
 
 
 @pytest.mark.parametrize("unreadable", ["stop", "skip"])
 def test_a_server_that_goes_ends_the_run(write_shards, tmp_path, unreadable):
     counts = [4] * 40
     add_index(write_shards(counts), counts)
-    source = SourceConfig(unreadable=unreadable, retries=1, timeout=5)
+    source = Access(SourceConfig(unreadable=unreadable, retries=1, timeout=5))
     with Server(tmp_path) as server:
         batches = train(f"{server.url}/{FOLDER_INDEX}", batch_size=8, seed=1, steps=100, workers=2, source=source)
     start = time.monotonic()
@@ -293,7 +293,7 @@ def test_forked_workers_have_their_own_connections(write_shards, server):
     def busy():
         while not stop.is_set():
             opened.shards[0].cache.remove(opened.shards[0].cache_name("0-1"))
-            remote.read_range(opened.shards[0].path, 0, 512, 0, opened.config)
+            remote.read_range(opened.shards[0].path, 0, 512, 0, opened.access.settings)
 
     thread = threading.Thread(target=busy)
     thread.start()
@@ -314,7 +314,7 @@ def test_names_of_signed_urls(write_shards, server):
 def test_an_endless_answer_is_bounded(server, monkeypatch, tmp_path):
     (tmp_path / "large.tar").write_bytes(bytes(3_000_000))
     with pytest.raises(ShardError, match=r"pieces-v1 is limited to 1.0 MB.*Raise source.cache_gb"):
-        open_shards(f"{server.url}/large.tar", source=SourceConfig(cache_gb=0.001))
+        open_shards(f"{server.url}/large.tar", source=Access(SourceConfig(cache_gb=0.001)))
     monkeypatch.setattr("tessera.data.shards.index.LARGEST_FOLDER_INDEX", 1000)
     (tmp_path / FOLDER_INDEX).write_bytes(b" " * 2000)
     with pytest.raises(ShardError, match=r"index.json has more than 1000 bytes"):
@@ -371,15 +371,15 @@ def test_options_of_the_user_keep_the_time_limits(monkeypatch):
 
 def _open_on_each_process(rank, url, cache):
     os.environ["TESSERA_CACHE"] = f"{cache}-{rank}"  # each process is a node of its own
-    config = describe_remote([{f"{url}/data-{{000000..000003}}.tar": 1}], SourceConfig(retries=0))
+    config = describe_remote([{f"{url}/data-{{000000..000003}}.tar": 1}], Access(SourceConfig(retries=0)))
     opened = open_shards(f"{url}/data-{{000000..000003}}.tar", source=config)
     assert opened.counts.tolist() == [3, 5, 2, 4]
     assert all(shard.version for shard in opened.shards)
-    missing = describe_remote([f"{url}/data-00000{{0,9}}.tar"], SourceConfig(retries=0))
+    missing = describe_remote([f"{url}/data-00000{{0,9}}.tar"], Access(SourceConfig(retries=0)))
     with pytest.raises(ShardError, match=r"1 of 2 shards cannot be used:\n.*data-000009.tar: not found"):
         open_shards(f"{url}/data-00000{{0,9}}.tar", source=missing)
     with pytest.raises(RankError, match=r"process 0: .*/x\.parquet: Parquet files are read from a local disk only"):
-        describe_remote([f"{url}/x.parquet"], SourceConfig(retries=0))
+        describe_remote([f"{url}/x.parquet"], Access(SourceConfig(retries=0)))
 
 
 @pytest.mark.medium

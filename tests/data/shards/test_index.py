@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tessera.data.failures import ShardError
 from tessera.data.shards import open_shards
-from tessera.data.shards.failures import ShardError
 from tessera.data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table, write_folder, write_table
 from tessera.data.shards.stored_index import header_of, map_index, packed, read_header
 from tessera.data.shards.tar_index import Index, scan_tar

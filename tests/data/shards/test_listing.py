@@ -7,8 +7,8 @@ import tarfile
 
 import pytest
 
+from tessera.data.failures import ShardError, forget_warnings
 from tessera.data.shards import open_shards
-from tessera.data.shards.failures import ShardError, forget_warnings
 from tessera.data.shards.index import parse_classes
 from tessera.data.shards.listing import list_folder
 from tessera.data.shards.notes import describe

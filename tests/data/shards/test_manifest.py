@@ -8,7 +8,8 @@ from PIL import Image
 
 from tessera.data.make_shards import main as make_shards
 from tessera.data.shards import DEFAULT, ShardError, Source, open_shards
-from tessera.data.shards.source import SampleKeys
+from tessera.data.shards.access import Access
+from tessera.data.shards.samples import SampleKeys
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def photos(tmp_path: Path) -> Path:
 def opened(photos: Path, text: str | bytes, *, only: bool = True, name: str = "labels.csv") -> Source:
     file = photos.parent / name
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return open_shards(str(photos), source=DEFAULT.with_form(SampleKeys(labels=str(file), labelled_only=only)))
+    return open_shards(str(photos), source=Access(keys=SampleKeys(labels=str(file), labelled_only=only)))
 
 
 def labels(source: Source) -> dict[str, str | int]:
@@ -142,7 +143,7 @@ def test_shards_with_labels_of_their_own_are_refused(photos: Path, tmp_path: Pat
 
 def as_shards(photos: Path, text: str, *, only: bool = False) -> Source:
     (photos.parent / "set.csv").write_text(text)
-    return open_shards(str(photos.parent / "set.csv"), source=DEFAULT.with_form(SampleKeys(labelled_only=only)))
+    return open_shards(str(photos.parent / "set.csv"), source=Access(keys=SampleKeys(labelled_only=only)))
 
 
 def test_blank_rows_and_rows_without_a_label_are_left_out(photos: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -189,7 +190,7 @@ def test_only_regular_files_of_bounded_texts_are_read(photos: Path, name: str) -
 
     file = photos.parent / name
     os.mkfifo(file)
-    form = DEFAULT.with_form(SampleKeys(labels=str(file)))
+    form = Access(keys=SampleKeys(labels=str(file)))
     for shards, source in ((str(photos), form), (str(file), DEFAULT)):
         with pytest.raises(ShardError, match=rf"{name} is not a regular file"):
             open_shards(shards, source=source)

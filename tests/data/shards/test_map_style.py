@@ -13,9 +13,10 @@ import webdataset
 from PIL import Image, ImageOps
 
 from tessera.data.crops import CenterCrop, RandomCrop, RandomCropConfig
-from tessera.data.shards import ShardError, SourceConfig, open_shards, open_sources
+from tessera.data.shards import ShardError, open_shards, open_sources
+from tessera.data.shards.access import Access
 from tessera.data.shards.notes import describe
-from tessera.data.shards.source import SampleKeys
+from tessera.data.shards.samples import SampleKeys
 from tessera.encoders.base import Preprocessing
 from tests.data.batches import evaluation_batches, saved, training_batches
 
@@ -122,7 +123,7 @@ def test_hugging_face():
         "fine": [n // 7 for n in range(14)],
     }
     dataset = datasets.Dataset.from_dict(rows, features=features)
-    source = SourceConfig().with_form(SampleKeys(label="fine"))
+    source = Access(keys=SampleKeys(label="fine"))
     expected = Items(lambda n: (pixels(n), n // 7), 14)
     check_equal(batches(dataset, source=source), batches(expected))
     check_equal(batches(dataset.cast_column("img", datasets.Image(decode=False)), source=source), batches(expected))
@@ -274,7 +275,7 @@ def named_pairs(*names):
 
 
 def labels(dataset, **form):
-    opened = open_shards(dataset, source=SourceConfig().with_form(SampleKeys(**form)))
+    opened = open_shards(dataset, source=Access(keys=SampleKeys(**form)))
     opened.require_labels()
     return opened.class_names(), [opened.label(number) for number in range(opened.images)]
 

@@ -12,10 +12,11 @@ from pyarrow import parquet
 
 from tessera.data.check_shards import main as check_shards
 from tessera.data.crops import CenterCrop, RandomCrop, RandomCropConfig
-from tessera.data.shards import ShardError, SourceConfig, expand, open_shards
+from tessera.data.shards import ShardError, expand, open_shards
+from tessera.data.shards.access import Access
 from tessera.data.shards.cache import _intact
 from tessera.data.shards.notes import describe
-from tessera.data.shards.source import SampleKeys
+from tessera.data.shards.samples import SampleKeys
 from tests.data.batches import evaluation_batches, training_batches
 from tests.data.made import picture
 
@@ -97,8 +98,8 @@ def test_named_columns(tmp_path, tars):
     paths = [write(tmp_path / "other" / f"{n}.parquet", *rows(n), name="left", label="kind") for n in range(2)]
     with pytest.raises(ShardError, match=r"no column of encoded images named image or img.*columns id, left, kind"):
         open_shards(paths)
-    check_equal(batches(paths, source=SourceConfig().with_form(SampleKeys("left", "kind"))), batches(tars))
-    left = SourceConfig().with_form(SampleKeys("left"))
+    check_equal(batches(paths, source=Access(keys=SampleKeys("left", "kind"))), batches(tars))
+    left = Access(keys=SampleKeys("left"))
     with pytest.raises(ShardError, match=r"0.parquet/0 has no label, .* name another column with data.label"):
         batches(paths, source=left)
 
@@ -210,7 +211,7 @@ def test_columns_that_may_be_meant(tmp_path):
     several = file([image, image], ["png", "jpg"])
     with pytest.raises(ShardError, match=r"several columns of encoded images: jpg, png. .*--data.image=jpg"):
         open_shards(several)
-    assert open_shards(several, source=SourceConfig().with_form(SampleKeys("png"))).images == 1
+    assert open_shards(several, source=Access(keys=SampleKeys("png"))).images == 1
     labels = pa.array([3]), pa.array([4])
     both = file([image, *labels], ["image", "label", "cls"])
     assert not open_shards(both).all_labelled()
@@ -220,8 +221,8 @@ def test_columns_that_may_be_meant(tmp_path):
     ]
     with pytest.raises(ShardError, match=r"if the file has only one of them; name another column with data.label"):
         open_shards(both).require_labels()
-    assert open_shards(both, source=SourceConfig().with_form(SampleKeys(None, "cls"))).label(0) == 4
-    (line,) = describe(open_shards(both, source=SourceConfig().with_form(SampleKeys(None, "fine"))).notes)
+    assert open_shards(both, source=Access(keys=SampleKeys(None, "cls"))).label(0) == 4
+    (line,) = describe(open_shards(both, source=Access(keys=SampleKeys(None, "fine"))).notes)
     assert line == "1 sample is used without a label: there is no column fine, which data.label names."
     (line,) = describe(open_shards(file([image, pa.array(["cat"])], ["image", "label"])).notes)
     assert line.startswith("1 sample is used without a label: the column label holds string, not integers.")

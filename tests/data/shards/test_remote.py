@@ -11,7 +11,7 @@ import pytest
 from fsspec.registry import _registry
 
 from tessera.data.shards import ShardError, expand, open_shards, remote
-from tessera.data.shards.source import SourceConfig
+from tessera.data.shards.access import SourceConfig
 
 fork = multiprocessing.get_context("fork")
 
@@ -38,7 +38,7 @@ def test_a_process_that_is_forked_reads_too(memory, png):
     assert opened.image(0) == png(0)
 
     def read():
-        assert remote.read_range(opened.shards[1].path, 0, 4, 0, opened.config) == b"s000"
+        assert remote.read_range(opened.shards[1].path, 0, 4, 0, opened.access.settings) == b"s000"
         os._exit(7)
 
     process = fork.Process(target=read)

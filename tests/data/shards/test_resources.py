@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 
 from tessera.data.crops import CenterCrop
+from tessera.data.failures import ResourceError, unreadable
 from tessera.data.loader import Reading, evaluation_batches
 from tessera.data.shards import ShardError, open_shards, remote, tar_shard
 from tessera.data.shards import cache as caches
+from tessera.data.shards.access import Access, SourceConfig
 from tessera.data.shards.cache import Cache, CacheError, cache_folder
-from tessera.data.shards.failures import ResourceError, unreadable
 from tessera.data.shards.open import shard_at
-from tessera.data.shards.source import SourceConfig
 from tessera.data.workers import WorkersError
 from tests.data.made import picture
 from tests.data.shards.batches import add_index
 from tests.data.shards.servers import Server
 
-SKIP = SourceConfig(unreadable="skip", retries=0)
+SKIP = Access(SourceConfig(unreadable="skip", retries=0))
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tessera.data.shards import ShardError, expand, open_shards, remote, tar_shard
-from tessera.data.shards.source import SourceConfig
+from tessera.data.shards.access import Access, SourceConfig
 from tests.data.shards.batches import add_index, train
 
 s3fs = pytest.importorskip("s3fs")
@@ -117,7 +117,7 @@ def test_a_store_that_is_gone(monkeypatch, free_port):
     with pytest.raises(
         ShardError, match=r"^s3://shards/a.tar cannot be used.* s3://shards/index.json: .*failed attempts: 3"
     ):
-        open_shards("s3://shards/a.tar", source=SourceConfig(retries=2, timeout=3))
+        open_shards("s3://shards/a.tar", source=Access(SourceConfig(retries=2, timeout=3)))
 
 
 def test_without_credentials(bucket, monkeypatch):
@@ -128,11 +128,11 @@ def test_without_credentials(bucket, monkeypatch):
     with pytest.raises(
         ShardError, match=r"^s3://shards/a.tar cannot be used.* s3://shards/index.json: .*[Cc]redentials"
     ):
-        open_shards("s3://shards/{a,b}.tar", source=SourceConfig(retries=2, timeout=4))
+        open_shards("s3://shards/{a,b}.tar", source=Access(SourceConfig(retries=2, timeout=4)))
     with pytest.raises(
         ShardError, match=r"s3://shards/folder is no tar, .* Give the tars, such as s3://shards/folder/\*"
     ):
-        open_shards("s3://shards/folder", source=SourceConfig(retries=2, timeout=4))
+        open_shards("s3://shards/folder", source=Access(SourceConfig(retries=2, timeout=4)))
 
 
 @pytest.mark.medium

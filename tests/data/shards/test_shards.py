@@ -9,7 +9,7 @@ import pytest
 from tessera.data import dataset
 from tessera.data.sampler import ShuffledSampler
 from tessera.data.shards import ShardError, Source, expand, open_shards, open_sources, source, tar_shard
-from tessera.data.shards.source import SourceConfig
+from tessera.data.shards.access import Access, SourceConfig
 from tests.data.shards.batches import train
 
 
@@ -226,10 +226,10 @@ def test_a_window_of_few_bytes(write_shards):
 def test_a_cache_that_is_too_small_is_said(write_shards, caplog):
     paths = write_shards([40, 40], ".tar.gz")
     settings = {"batch_size": 16, "seed": 0, "steps": 1}
-    train(paths, source=SourceConfig(cache_gb=0.001), **settings)
+    train(paths, source=Access(SourceConfig(cache_gb=0.001)), **settings)
     assert "in use at a time" not in caplog.text
     total = sum(os.path.getsize(path) for path in paths)
-    small = open_shards(paths, source=SourceConfig(cache_gb=0.001))
-    small = dataclasses.replace(small, config=SourceConfig(cache_gb=0.9 * total / 1e9))
+    small = open_shards(paths, source=Access(SourceConfig(cache_gb=0.001)))
+    small = dataclasses.replace(small, access=Access(SourceConfig(cache_gb=0.9 * total / 1e9)))
     train(small, **settings)
     assert "Raise source.cache_gb or lower stream.window_gb" in caplog.text

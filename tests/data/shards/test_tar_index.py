@@ -9,12 +9,13 @@ import pytest
 import webdataset
 
 from tessera.data import check_shards
-from tessera.data.shards import SourceConfig, cache, open_shards, tar_index
+from tessera.data.failures import ShardError, warn_once
+from tessera.data.shards import cache, open_shards, tar_index
+from tessera.data.shards.access import Access
 from tessera.data.shards.cache import cache_folder
-from tessera.data.shards.failures import ShardError, warn_once
 from tessera.data.shards.notes import describe
 from tessera.data.shards.open import shard_at
-from tessera.data.shards.source import SampleKeys
+from tessera.data.shards.samples import SampleKeys
 from tessera.data.shards.tar_index import whole_number
 from tests.data.shards.batches import header, keys
 
@@ -144,8 +145,8 @@ def test_images_of_other_names_are_named_once(write_tar, png, capsys):
     assert "--image left.jpg for check_shards" in shown
     assert "sorted by name" not in shown
     with pytest.raises(ShardError, match="Further shards like this: 2"):
-        open_shards(paths, source=SourceConfig().with_form(SampleKeys("top.jpg")))
-    assert open_shards(paths, source=SourceConfig().with_form(SampleKeys("left.jpg"))).images == 6
+        open_shards(paths, source=Access(keys=SampleKeys("top.jpg")))
+    assert open_shards(paths, source=Access(keys=SampleKeys("left.jpg"))).images == 6
 
 
 def test_a_missing_end_mark_is_a_warning(write_tar, png, caplog):
@@ -205,7 +206,7 @@ def said(path, caplog, **form):
     for _ in range(2):  # the second time, the index is in the cache
         warn_once.cache_clear()
         caplog.clear()
-        opened = open_shards(str(path), source=SourceConfig().with_form(SampleKeys(**form)))
+        opened = open_shards(str(path), source=Access(keys=SampleKeys(**form)))
         assert [f"{path}: {line}" for line in describe(opened.notes)] == caplog.messages
         found.append([line.removeprefix(f"{path}: ") for line in caplog.messages])
     assert found[0] == found[1]
@@ -268,7 +269,7 @@ def test_several_images_of_a_sample(write_tar, caplog):
     (line,) = said(path, caplog, image="webp")
     assert line.startswith("1 sample has images, but not the image that data.image names (--image of other commands)")
     assert line.endswith("It is left out: 1 .png. Its name is a.tar/c.png.")
-    opened = open_shards(path, source=SourceConfig().with_form(SampleKeys("webp")))
+    opened = open_shards(path, source=Access(keys=SampleKeys("webp")))
     assert [opened.image(number) for number in range(opened.images)] == [b"image", b"other"]
     assert said(path, caplog, image=".PNG") == []
 
@@ -284,7 +285,7 @@ def test_samples_without_the_chosen_image_are_counted_by_kind_and_class(write_ta
     assert chosen.endswith(groups)
     assert orphan.endswith("Its name is a.tar/c.")
     with pytest.raises(ShardError, match=r"holds no image KEY.webp. .* 6 samples have images, .* 2 .jpg of class 7"):
-        open_shards(path, source=SourceConfig().with_form(SampleKeys("webp")))
+        open_shards(path, source=Access(keys=SampleKeys("webp")))
 
 
 @pytest.mark.parametrize(

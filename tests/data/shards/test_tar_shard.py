@@ -10,9 +10,9 @@ import pytest
 
 from tessera.data.shards import ShardError, open_shards, remote, source, tar_shard
 from tessera.data.shards import cache as caches
+from tessera.data.shards.access import Access, SourceConfig
 from tessera.data.shards.index import FOLDER_INDEX, FolderIndex, write_folder, write_table
 from tessera.data.shards.open import shard_at
-from tessera.data.shards.source import SourceConfig
 from tessera.data.shards.tar_index import scan_tar
 from tests.data.shards.batches import add_index, keys
 
@@ -85,7 +85,7 @@ def test_bad_gzip_is_named_and_leaves_nothing(write_tar, png, cache):
         shard_at(str(path)).index()
     path.write_bytes(gzip.compress(bytes(2**22)))
     with pytest.raises(ShardError, match=r"pieces-v1 is limited to 1.0 MB.*Raise source.cache_gb"):
-        shard_at(str(path), SourceConfig(cache_gb=0.001)).index()
+        shard_at(str(path), Access(SourceConfig(cache_gb=0.001))).index()
     assert not list(cache.rglob("*.part"))
     assert sum(file.stat().st_size for file in cache.rglob("*") if file.is_file()) < 2**20
 
@@ -180,7 +180,7 @@ def test_tables_are_read_once_by_all_processes(write_shards, monkeypatch):
 
 
 def test_indices_count_in_the_limit_of_the_cache(write_tar, png, cache):
-    config = SourceConfig(cache_gb=1e-5)
+    config = Access(SourceConfig(cache_gb=1e-5))
     paths = [write_tar(f"{n}.tar", [(f"{'k' * 90}{k:03d}.png", png(0)) for k in range(10)]) for n in range(20)]
     for _ in range(2):
         assert open_shards(paths, source=config).images == 200
@@ -193,7 +193,7 @@ def test_a_truncated_shard_differs_from_the_index(write_shards, tmp_path):
     os.truncate(paths[1], 3 * 1024)  # three whole samples: only a missing end mark would tell
     with pytest.raises(ShardError, match=rf"data-000001.tar has 3072 bytes, but index.json lists {size}"):
         open_shards(tmp_path / FOLDER_INDEX)
-    left = open_shards(paths, source=SourceConfig(unreadable="skip"))
+    left = open_shards(paths, source=Access(SourceConfig(unreadable="skip")))
     assert [shard.path for shard in left.shards] == paths[:1]
     assert left.unreadable == paths[1:]
 
@@ -231,12 +231,12 @@ def test_a_command_is_a_shard(write_shards, png, tmp_path, caplog):
     assert (tmp_path / "runs").read_text().count(".") == 2  # each once
     bad = f"pipe:cat {paths[0]} | false; exit 3"
     with pytest.raises(ShardError, match=r"exit 3: the command ended with status 3. Number of failed attempts: 1"):
-        open_shards(bad, source=SourceConfig(retries=0))
+        open_shards(bad, source=Access(SourceConfig(retries=0)))
     with pytest.raises(ShardError, match=r"ended with status 1. .*failed attempts: 1"):  # the first of a pipeline
-        open_shards(f"pipe:(cat {paths[0]}; exit 1) | cat", source=SourceConfig(retries=0))
+        open_shards(f"pipe:(cat {paths[0]}; exit 1) | cat", source=Access(SourceConfig(retries=0)))
     start = time.monotonic()
     with pytest.raises(ShardError, match=r"no response for 0.5 s"):
-        open_shards(f"pipe:head -c 700 {paths[0]}; sleep 100", source=SourceConfig(retries=0, timeout=0.5))
+        open_shards(f"pipe:head -c 700 {paths[0]}; sleep 100", source=Access(SourceConfig(retries=0, timeout=0.5)))
     assert time.monotonic() - start < 5
 
 
@@ -248,7 +248,7 @@ def test_commands_come_from_the_user_alone(write_shards, tmp_path, monkeypatch):
         listed["shardlist"] = [{"url": url, "nsamples": 1, "filesize": 1}]
         (tmp_path / FOLDER_INDEX).write_text(json.dumps(listed))
         with pytest.raises(ShardError):
-            open_shards(tmp_path / FOLDER_INDEX, source=SourceConfig(retries=0))
+            open_shards(tmp_path / FOLDER_INDEX, source=Access(SourceConfig(retries=0)))
     os.remove(tmp_path / FOLDER_INDEX)
     monkeypatch.chdir(tmp_path)
     os.rename(paths[0], "pipe:touch trap; cat x.tar")
@@ -258,13 +258,13 @@ def test_commands_come_from_the_user_alone(write_shards, tmp_path, monkeypatch):
     assert open_shards(FOLDER_INDEX).images == 2
     assert not trap.exists()
     with pytest.raises(ShardError):
-        open_shards("pipe:touch trap", source=SourceConfig(retries=0))
+        open_shards("pipe:touch trap", source=Access(SourceConfig(retries=0)))
     assert trap.exists()  # so the trap was a real one
 
 
 def test_unpacked_shards_stay_below_the_bound(write_tar, cache):
     paths = [write_tar(f"{n}.tar.gz", [("a.jpg", bytes(300_000)), ("b.jpg", b"%d" % n)]) for n in range(8)]
-    opened = open_shards(paths, source=SourceConfig(cache_gb=0.001))
+    opened = open_shards(paths, source=Access(SourceConfig(cache_gb=0.001)))
     for _ in range(2):
         assert [opened.image(2 * shard + 1) for shard in range(8)] == [b"%d" % n for n in range(8)]
         assert sum(file.stat().st_size for file in (cache / "pieces-v1").rglob("*")) < 1_100_000
