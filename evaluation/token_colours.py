@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tessera.encoders.base import Encoder
-from tessera.evaluation.frozen import patch_tokens
+from tessera.evaluation.tokens import patch_tokens
 
 COMMON = 16
 """Side length, in cells, of the grid on which the tokens of two encoders are compared."""

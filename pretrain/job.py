@@ -40,8 +40,14 @@ from tessera.pretrain.engines import Engine
 from tessera.pretrain.forecast import GPUS, LONG, check_gpus, forecast, shorter
 from tessera.pretrain.loop import train
 from tessera.pretrain.methods.method import Method
-from tessera.pretrain.monitoring.dense import OnlineSegmentation
-from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, OnlineViews, write_accuracy
+from tessera.pretrain.monitoring.online import (
+    OF_MAPS,
+    Accuracy,
+    OnlineEvaluation,
+    OnlineKNN,
+    OnlineViews,
+    write_accuracy,
+)
 from tessera.pretrain.monitoring.recorder import Recorder, earlier_contents, record_start
 from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
 from tessera.pretrain.origins import differing
@@ -172,7 +178,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
             name = "evaluation.val" if own.val else "evaluation.train" if own.train else "data.shards"
             contents[name] = scored.val.content()
         if dense:
-            contents["evaluation.maps_val"] = dense.opened[1].content()
+            contents["evaluation.maps_val"] = dense.val.content()
         done = checkpoint is not None and position.step >= config.steps
         other = checkpoint is not None and scores_other_images(output, contents, done=done)
         contents = {} if other and done else contents
@@ -369,8 +375,8 @@ def workers(config: RunConfig, accelerator: Accelerator) -> int:
 
 def evaluations(
     config: RunConfig, method: Method, prepared: Prepared, accelerator: Accelerator, *, continues: bool = False
-) -> tuple[OnlineKNN | OnlineViews | None, Accuracy | None, OnlineSegmentation | None]:
-    """Return the score of the features, the evaluation of a supervised method, and the segmentation of images with
+) -> tuple[OnlineKNN | OnlineViews | None, Accuracy | None, OnlineEvaluation | None]:
+    """Return the score of the features, the evaluation of a supervised method, and the evaluation of images with
     maps.
 
     The first is None for a supervised method, and the second for all other methods. If `evaluation.val` is not set, the
@@ -390,8 +396,8 @@ def evaluations(
     own, dense = config.evaluation, None
     train: Any = list(prepared.shards) if isinstance(prepared.shards, dict) else prepared.shards
     if own.maps_train is not None or own.maps_val is not None:
-        dense = OnlineSegmentation(own, method.image_size, accelerator, config.access)
-        compare(dense.opened[1], "--evaluation.maps_val")
+        dense = OF_MAPS["segmentation"](own, method.image_size, accelerator, config.access)
+        compare(dense.val, "--evaluation.maps_val")
     access = config.access if own.val is None else config.labelled_access
     options = (method.image_size, accelerator, access)
     if method.supervised:

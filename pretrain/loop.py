@@ -324,7 +324,8 @@ def _score(run: TrainingRun, record: dict[str, Any], alarm: CollapseAlarm) -> di
         log.info("%s", _verdict(run, run.online, record, alarm))
     if run.dense is not None:
         found = run.dense.evaluate(encoder)
-        log.info("step %d: mean IoU of a k-NN segmentation %.1f %%", run.state.step, 100 * found["patch_miou"])
+        for score in found.values():
+            log.info("step %d: %s %.1f %%", run.state.step, run.dense.name, 100 * score)
         record |= found
     return shown
 

@@ -12,8 +12,7 @@ from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.methods.method import Method
-from tessera.pretrain.monitoring.dense import OnlineSegmentation
-from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, OnlineViews
+from tessera.pretrain.monitoring.online import Accuracy, OnlineEvaluation, OnlineKNN, OnlineViews
 from tessera.pretrain.monitoring.recorder import Recorder
 
 
@@ -37,8 +36,8 @@ class TrainingRun:
     """Progress of the run, such as the number of steps and images so far. Every checkpoint stores this state."""
     accuracy: Accuracy | None = None
     """Evaluation of a supervised method; None for other methods, or if the settings name no evaluation shards."""
-    dense: OnlineSegmentation | None = None
-    """k-NN segmentation of patch tokens; None if the settings name no shards with maps."""
+    dense: OnlineEvaluation | None = None
+    """Evaluation of images with maps; None if the settings name none."""
 
     @cached_property
     def copy_stream(self) -> torch.cuda.Stream:

@@ -34,6 +34,7 @@ from tessera.pretrain.config import EvaluationConfig, RunConfig
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring.verdict import Scores
 from tessera.runtime.collectives import all_gather, all_reduce_max, all_reduce_sum
+from tessera.runtime.plugins import Registry
 
 PIXEL_SIDE = 32
 """Side in pixels to which larger images are shrunk before the k-NN accuracy of the raw pixels is computed."""
@@ -79,6 +80,15 @@ class OnlineEvaluation:
         self.accelerator, self.source = accelerator, source
 
     @property
+    def name(self) -> str:
+        """Name of the score in messages."""
+        return ""
+
+    def evaluate(self, model: Any, /) -> dict[str, float]:
+        """Return the scores of an encoder, or of a supervised method. Collective."""
+        raise NotImplementedError
+
+    @property
     def options(self) -> dict[str, Any]:
         """Options of `evaluation.features.extract`."""
         precision = self.config.precision
@@ -113,7 +123,6 @@ class OnlineViews(OnlineEvaluation):
     """Score without labels (`evaluation.view_retrieval`)."""
 
     name = "view retrieval"
-    """Name of the score in messages."""
 
     def evaluate(self, encoder: Encoder) -> dict[str, float]:
         """Return the share of images whose crops find each other, 0 to 1, as `view_retrieval`.
@@ -132,7 +141,6 @@ class OnlineKNN(OnlineEvaluation):
 
     @property
     def name(self) -> str:
-        """Name of the main score in messages."""
         return f"{self.config.k}-NN"
 
     _shown: Tensor | None = None
@@ -238,6 +246,16 @@ def _check_classes(labels: Tensor, classes: int) -> None:
             f"evaluation.val has the label {wrong}, but the training images have {classes} classes, numbered from "
             "0. Check that both sets belong to the same data set, or set finetune.classes."
         )
+
+
+OF_MAPS: Registry[type[OnlineEvaluation]] = Registry(
+    "evaluation of images with maps",
+    {},
+    group="tessera.online_evaluations",
+    expected="a subclass of tessera.pretrain.monitoring.online.OnlineEvaluation",
+    valid=lambda value: isinstance(value, type) and issubclass(value, OnlineEvaluation),
+)
+"""Evaluations of the images of `evaluation.maps_train` and `evaluation.maps_val`, by name. The scores are metrics."""
 
 
 def write_accuracy(config: RunConfig, output: Path, scores: Scores, content: str | None) -> None:

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from tessera import encoders
-from tessera.evaluation import frozen, memory
+from tessera.evaluation import memory, tokens
 from tessera.evaluation.features import extract
-from tessera.evaluation.frozen import patch_tokens
 from tessera.evaluation.memory import COPIES, images_at_once
+from tessera.evaluation.tokens import patch_tokens
 from tessera.runtime.processes import make_accelerator
 from tests.evaluation.conftest import FAMILIES
 
@@ -45,13 +45,13 @@ def test_features_do_not_depend_on_the_limit(variant: str, shards, monkeypatch: 
     encoder.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])) if given[0].any() else None)
     whole = extract(encoder, train, make_accelerator(), workers=0).features
     images = torch.rand(5, 3, 16, 16)
-    tokens = patch_tokens(encoder, images, "fp32")
+    expected = patch_tokens(encoder, images, "fp32")
     assert seen == [len(whole), 5]
     seen.clear()
-    frozen._at_once.clear()
+    tokens._at_once.clear()
     blank = torch.zeros(1, 3, 16, 16)
     each = memory.LIMITS["cpu"] // images_at_once(encoder, blank)
     monkeypatch.setitem(memory.LIMITS, "cpu", 2 * each + each // 2)
     torch.testing.assert_close(extract(encoder, train, make_accelerator(), workers=0).features, whole)
-    torch.testing.assert_close(patch_tokens(encoder, images, "fp32"), tokens)
+    torch.testing.assert_close(patch_tokens(encoder, images, "fp32"), expected)
     assert seen == [2] * (len(whole) // 2) + [1] * (len(whole) % 2) + [2, 2, 1]

@@ -9,7 +9,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from tessera import encoders
 from tessera.evaluation.features import EvaluationError, extract
-from tessera.evaluation.ood import OODSettings, run, separation
+from tessera.extras.ood.ood import OODSettings, run, separation
 from tests.evaluation.conftest import FAMILIES, results_of_one_and_two_processes, save_encoder, write_shard
 
 

@@ -1,9 +1,9 @@
 """Errors of a linear prediction of depth from frozen patch tokens, as in DINOv2 (2304.07193).
 
-    accelerate launch evaluation/depth.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS --depth_scale 1000
+    tessera depth --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS --depth_scale 1000
 
 Each sample of the shards is an image KEY.jpg with a depth map KEY.depth.png or KEY.depth.npy (`data.maps`). The head of
-`evaluation/segmentation.py` gives each token a score s_k for each of K = 256 depths d_k, which are spaced evenly from
+`segmentation` gives each token a score s_k for each of K = 256 depths d_k, which are spaced evenly from
 `--min_depth` to `--max_depth`. The scores are resized bilinearly to 4 times the grid, and the depth is the mean of the
 d_k with weights max(s_k, 0) + 0.1, as in AdaBins (2011.14141). The depths are resized bilinearly to the map.
 
@@ -28,10 +28,10 @@ from tessera.data.batches import Batches
 from tessera.data.crops import Areas, WholeImage
 from tessera.evaluation.command import run_command
 from tessera.evaluation.features import EvaluationError, full_float32, single_view
-from tessera.evaluation.frozen import DenseSettings, evaluation_set, load_frozen, write
 from tessera.evaluation.results import check_output
-from tessera.evaluation.segmentation import resized, train_head
 from tessera.evaluation.splits import open_splits
+from tessera.extras.dense.frozen import DenseSettings, evaluation_set, load_frozen, write
+from tessera.extras.dense.segmentation import resized, train_head
 from tessera.runtime.collectives import all_reduce_sum, rank
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.progress import track

@@ -7,7 +7,6 @@ number of processes, up to rounding.
 
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,19 +31,16 @@ from tessera.evaluation.features import (
     EncoderSettings,
     EvaluationError,
     check_total,
-    encoding,
     input_size,
     load_encoder,
 )
-from tessera.evaluation.memory import images_at_once
 from tessera.evaluation.results import Evaluation, write_result
+from tessera.evaluation.tokens import patch_tokens
 from tessera.runtime.collectives import all_reduce_sum, rank
 from tessera.runtime.progress import track
 
 WARMUP = 1500 / 40_000
 """Fraction of the training steps in which the learning rate rises, as in DINOv2."""
-_at_once: "weakref.WeakKeyDictionary[Encoder, dict[Any, int]]" = weakref.WeakKeyDictionary()
-"""Number of images that each encoder encodes at once, by the form of the images."""
 STEP = 2 / 3
 """Largest distance between neighbouring windows, as a fraction of their side, as in DINOv2."""
 
@@ -216,30 +212,6 @@ def rate(step: int, steps: int) -> float:
     """Return the factor of the learning rate. It rises linearly in the first steps (`WARMUP`), then falls linearly."""
     warmup = math.ceil(WARMUP * steps)
     return min((step + 1) / warmup, 1.0) * (1 - step / steps)
-
-
-def patch_tokens(encoder: Encoder, images: Tensor, precision: str) -> Tensor:
-    """Return the tokens of normalised images on their grid: (b, C, S, S) -> (b, D, h, w) float32.
-
-    Images that need much memory are encoded in several parts (`evaluation.memory`).
-
-    Raises:
-        EvaluationError: the encoder does not accept images of this size.
-    """
-
-    def encode(images: Tensor) -> Tensor:
-        with encoding(encoder, images, precision):
-            features = encoder(images)
-        rows, columns = features.grids[0].tolist()  # all images have one size
-        return features.tokens.float().unflatten(0, (-1, rows, columns)).permute(0, 3, 1, 2)  # (T, D) -> (b, D, h, w)
-
-    known = _at_once.setdefault(encoder, {})
-    case = images.shape[1:], images.device, precision
-    if case not in known:
-        known[case] = images_at_once(encode, torch.zeros_like(images[:1]))
-    with torch.no_grad():
-        parts = [encode(part) for part in images.split(known[case])]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def window_tokens(encoder: Encoder, images: Tensor, precision: str, window: int | None = None) -> Tensor:

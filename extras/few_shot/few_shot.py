@@ -1,6 +1,6 @@
 """Accuracy with few labels: k-NN and logistic regression on frozen features, with a share of the training labels.
 
-    accelerate launch evaluation/few_shot.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
+    tessera few_shot --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 
 The features of all images are computed once, from centre crops. A share is a percentage of the training images. For
 each share, this percentage of every class is drawn at random, and at least one image per class, as in MSN (2204.07141).

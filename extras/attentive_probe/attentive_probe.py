@@ -1,6 +1,6 @@
 """Attentive probe of frozen tokens, as in AIM (2401.08541): a classifier that learns which tokens to look at.
 
-    accelerate launch evaluation/attentive_probe.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
+    tessera attentive_probe --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 
 One learned query per head attends to the normed tokens of the last block, and a linear layer maps the result to the
 logits of the classes. Methods such as MAE and I-JEPA do not train a global feature, and a linear probe of the pooled
@@ -39,19 +39,19 @@ from tessera.evaluation.features import (
     resize_size,
     single_view,
 )
-from tessera.evaluation.frozen import (
-    HeadSettings,
-    evaluation_set,
-    load_frozen,
-    patch_tokens,
-    train_heads,
-    training_set,
-    write,
-)
 from tessera.evaluation.linear_probe import held_out
 from tessera.evaluation.memory import limit
 from tessera.evaluation.results import check_output
 from tessera.evaluation.splits import open_labelled_splits
+from tessera.evaluation.tokens import patch_tokens
+from tessera.extras.dense.frozen import (
+    HeadSettings,
+    evaluation_set,
+    load_frozen,
+    train_heads,
+    training_set,
+    write,
+)
 from tessera.runtime.collectives import all_reduce_sum, rank
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.progress import track

@@ -1,11 +1,11 @@
 """Mean intersection over union (IoU) of a k-NN segmentation of frozen patch tokens, as in CAPI (2502.08769).
 
-    accelerate launch evaluation/patch_knn.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
+    tessera patch_knn --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 
 Nothing is trained. The bank holds tokens of the images of `--train`, each with the class that most of its pixels have.
 Each token of an image of `--val` takes the classes of its k nearest tokens in the bank by cosine similarity s, which
 have the weight exp(s / temperature). The votes are resized bilinearly to the map. The IoU is that of
-`evaluation/segmentation.py`.
+`segmentation`.
 
 The bank has about `--bank` tokens, if there are so many: the same number of random tokens of each image, which depend
 only on the name of the image. CAPI tries several k and reports the best one; here, the first of `--k` is the result,
@@ -39,10 +39,11 @@ from tessera.evaluation.features import (
     input_size,
     single_view,
 )
-from tessera.evaluation.frozen import evaluation_set, load_frozen, patch_tokens, write
 from tessera.evaluation.results import check_output
-from tessera.evaluation.segmentation import MapSettings, class_numbers, confusion, count_values, scores
 from tessera.evaluation.splits import open_splits
+from tessera.evaluation.tokens import patch_tokens
+from tessera.extras.dense.frozen import evaluation_set, load_frozen, write
+from tessera.extras.dense.segmentation import MapSettings, class_numbers, confusion, count_values, scores
 from tessera.runtime.collectives import all_gather, rank
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.progress import track

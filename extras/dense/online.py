@@ -1,6 +1,5 @@
-"""Score of the patch tokens during a run: the mean IoU of a k-NN segmentation (`evaluation/patch_knn.py`)."""
+"""Score of the patch tokens during a run: the mean IoU of a k-NN segmentation (`patch_knn`)."""
 
-import torch
 from accelerate import Accelerator
 
 from tessera.data.loader import Reading
@@ -8,10 +7,11 @@ from tessera.data.maps import IGNORED
 from tessera.data.shards import Access
 from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder
-from tessera.evaluation.patch_knn import PatchKNNSettings, segment
-from tessera.evaluation.segmentation import class_numbers, count_values, scores
 from tessera.evaluation.splits import open_splits
+from tessera.extras.dense.patch_knn import PatchKNNSettings, segment
+from tessera.extras.dense.segmentation import class_numbers, count_values, scores
 from tessera.pretrain.config import EvaluationConfig
+from tessera.pretrain.monitoring.online import OnlineEvaluation, eval_mode
 from tessera.runtime.settings import SettingsError
 
 K = 10
@@ -20,8 +20,10 @@ BANK = 50_000
 """Number of tokens in the bank, on average."""
 
 
-class OnlineSegmentation:
+class OnlineSegmentation(OnlineEvaluation):
     """k-NN segmentation of the images of a run's evaluation. Collective."""
+
+    name = "mean IoU of a k-NN segmentation"
 
     def __init__(self, config: EvaluationConfig, image_size: int, accelerator: Accelerator, source: Access) -> None:
         """Open the images, and read their maps.
@@ -41,25 +43,20 @@ class OnlineSegmentation:
         if config.maps_train is None or config.maps_val is None:
             given, missing = flags if config.maps_val is None else flags[::-1]
             raise SettingsError(f"{given} needs {missing}, which also names images with maps. Give both, or neither.")
-        self.opened = open_splits(config.maps_train, config.maps_val, source, accelerator, flags)
-        self.values = count_values(*self.opened, None, accelerator)
+        self.train, self.val = open_splits(config.maps_train, config.maps_val, source, accelerator, flags)
+        self.values = count_values(self.train, self.val, None, accelerator)
         self.numbers = class_numbers(self.values, config.maps_ignore).to(accelerator.device)
-        in_bf16 = accelerator.mixed_precision == "bf16" and accelerator.device.type == "cuda"
-        precision = config.precision if config.precision != "auto" else "bf16" if in_bf16 else "fp32"
-        given = {"checkpoint": "", "train": config.maps_train, "val": config.maps_val, "precision": precision}
-        self.settings = PatchKNNSettings(**given, k=[K], bank=BANK)
-        self.image_size, self.accelerator, self.source = image_size, accelerator, source
+        self.config, self.image_size, self.accelerator, self.source = config, image_size, accelerator, source
+        given = {"checkpoint": "", "train": config.maps_train, "val": config.maps_val}
+        self.settings = PatchKNNSettings(**given, precision=self.options["precision"], k=[K], bank=BANK)
 
     def evaluate(self, encoder: Encoder) -> dict[str, float]:
         """Return the mean IoU, 0 to 1, as `patch_miou`. Mode and random states stay unchanged. Collective."""
         workers = free_cores(self.accelerator.num_processes)
         reading = Reading(workers, source=self.source, preprocessing=encoder.preprocessing, maps=self.values)
-        training = encoder.training
-        encoder.eval()
-        with torch.random.fork_rng(devices=[]):
+        with eval_mode(encoder):
             (matrix,), _, _ = segment(
-                encoder, self.opened, self.numbers, self.settings, self.image_size, reading, self.accelerator
+                encoder, (self.train, self.val), self.numbers, self.settings, self.image_size, reading, self.accelerator
             )
-        encoder.train(training)
         kept = (self.numbers != IGNORED).nonzero().squeeze(1).tolist()
         return {"patch_miou": scores(matrix, kept)["mean_iou"]}

@@ -7,8 +7,8 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
-from tessera.evaluation import few_shot
-from tessera.evaluation.few_shot import FewShotSettings, drawn, places_in_class, run
+from tessera.extras.few_shot import few_shot
+from tessera.extras.few_shot.few_shot import FewShotSettings, drawn, places_in_class, run
 from tessera.runtime.settings import validate
 from tests.evaluation.conftest import knn_oracle, results_of_one_and_two_processes
 

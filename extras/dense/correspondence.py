@@ -1,6 +1,6 @@
 """Score of patch tokens without labels: how often the nearest token in another crop shows the same place.
 
-    accelerate launch evaluation/correspondence.py --checkpoint OUTPUT --data SHARDS
+    tessera correspondence --checkpoint OUTPUT --data SHARDS
 
 Each image is copied twice with the colour changes of DINO's global crops (2104.14294), for every method alike. A random
 box of each copy, with 40 to 100 % of its area, is resized to a crop and mirrored with probability 0.5. So the place of
@@ -31,10 +31,10 @@ from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder
 from tessera.evaluation.command import Result, run_command
 from tessera.evaluation.features import EvaluationError, encoding, full_float32, input_size, single_view
-from tessera.evaluation.frozen import patch_tokens
 from tessera.evaluation.memory import images_at_once
-from tessera.evaluation.patch_knn import COMPARED, seed_of
+from tessera.evaluation.tokens import patch_tokens
 from tessera.evaluation.view_retrieval import ViewRetrievalSettings, evaluate_unlabelled, first_shards
+from tessera.extras.dense.patch_knn import COMPARED, seed_of
 from tessera.runtime.collectives import all_reduce_sum
 from tessera.runtime.progress import track
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from sklearn.metrics import mean_absolute_percentage_error, root_mean_squared_error
 
 from tessera.data.shards import ShardError
-from tessera.evaluation import depth
-from tessera.evaluation.depth import DepthSettings, backward, depths, errors, metres, run
 from tessera.evaluation.features import EvaluationError
+from tessera.extras.dense import depth
+from tessera.extras.dense.depth import DepthSettings, backward, depths, errors, metres, run
 from tests.data.batches import saved, write_tar
 from tests.evaluation.conftest import results_of_one_and_two_processes, save_encoder
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tessera.evaluation.attentive_probe import AttentiveHead, AttentiveSettings, Probe, run
 from tessera.evaluation.features import EvaluationError, Pixels
 from tessera.evaluation.linear_probe import held_out
+from tessera.extras.attentive_probe.attentive_probe import AttentiveHead, AttentiveSettings, Probe, run
 from tessera.runtime.processes import make_accelerator
 from tests.evaluation.conftest import FAMILIES, results_of_one_and_two_processes, save_encoder, write_shard
 from tests.pretrain.small import on_processes

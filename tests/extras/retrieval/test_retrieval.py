@@ -6,7 +6,7 @@ import torch
 from sklearn.metrics import average_precision_score
 
 from tessera.evaluation.features import EvaluationError, LabelledFeatures
-from tessera.evaluation.retrieval import RetrievalSettings, retrieve, run
+from tessera.extras.retrieval.retrieval import RetrievalSettings, retrieve, run
 from tests.evaluation.conftest import FAMILIES, made_up, results_of_one_and_two_processes, save_encoder, write_shard
 
 

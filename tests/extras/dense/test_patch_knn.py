@@ -9,9 +9,9 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 
 from tessera.evaluation.features import EvaluationError
-from tessera.evaluation.patch_knn import PatchKNNSettings, chosen_tokens, run, token_classes, votes
+from tessera.extras.dense.patch_knn import PatchKNNSettings, chosen_tokens, run, token_classes, votes
 from tests.evaluation.conftest import FAMILIES, results_of_one_and_two_processes, save_encoder
-from tests.evaluation.test_segmentation import write_scenes
+from tests.extras.dense.test_segmentation import write_scenes
 from tests.pretrain.small import on_processes
 
 

@@ -12,8 +12,8 @@ from scipy import ndimage
 from sklearn.datasets import load_sample_image
 from torch import Tensor
 
-from tessera.data import corruptions
-from tessera.data.corruptions import CORRUPTIONS, SEVERITIES, SIDE, corrupt
+from tessera.extras.corruptions import images as corruptions
+from tessera.extras.corruptions.images import CORRUPTIONS, SEVERITIES, SIDE, corrupt
 
 RANDOM = CORRUPTIONS.keys() - {"defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg"}
 SEEDED = np.random.default_rng

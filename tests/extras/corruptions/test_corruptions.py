@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 
 from tessera import encoders
-from tessera.data.corruptions import CORRUPTIONS, SEVERITIES, corrupt
-from tessera.evaluation.corruptions import CorruptionSettings, run
+from tessera.extras.corruptions.corruptions import CorruptionSettings, run
+from tessera.extras.corruptions.images import CORRUPTIONS, SEVERITIES, corrupt
 from tests.evaluation.conftest import knn_oracle, results_of_one_and_two_processes, save_encoder, write_shard
 
 

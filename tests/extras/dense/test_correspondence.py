@@ -9,7 +9,7 @@ from tessera import encoders
 from tessera.data.batch import ViewParameters
 from tessera.data.crops import RandomCropConfig, random_boxes
 from tessera.data.shards import open_shards
-from tessera.evaluation.correspondence import (
+from tessera.extras.dense.correspondence import (
     CorrespondenceSettings,
     correspondence,
     cut,

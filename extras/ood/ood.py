@@ -1,6 +1,6 @@
 """Separation of known images from images of another data set, by the distance of frozen features (2204.06507).
 
-    accelerate launch evaluation/ood.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS --ood OTHER_SHARDS
+    tessera ood --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS --ood OTHER_SHARDS
 
 The score of an image is the cosine similarity of its features to those of the k-th most similar image of `--train`. The
 AUROC is the probability that a random image of `--val` has a higher score than a random image of `--ood`, where equal

@@ -1,8 +1,8 @@
 """Robustness of frozen features: k-NN accuracy on corrupted images, as in ImageNet-C (1903.12261).
 
-    accelerate launch evaluation/corruptions.py --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
+    tessera corruptions --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 
-The centre crops of `--val` are corrupted in fifteen ways at five severities (`data.corruptions`), and classified by
+The centre crops of `--val` are corrupted in fifteen ways at five severities (`images`), and classified by
 their nearest neighbours among the features of the clean images of `--train`. The score is the mean accuracy over all
 corruptions and severities. The relative accuracy is its ratio to the accuracy on clean images. The corrupted images are
 made here, so the scores compare encoders with each other, but not with published ones on ImageNet-C.
@@ -20,11 +20,11 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from tessera.data.corruptions import CORRUPTIONS, SEVERITIES, CorruptedCrop
 from tessera.encoders.base import Encoder
 from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, run_command
 from tessera.evaluation.features import LabelledFeatures, extract, input_size, resize_size
 from tessera.evaluation.knn import knn_accuracy
+from tessera.extras.corruptions.images import CORRUPTIONS, SEVERITIES, CorruptedCrop
 
 
 class CorruptionSettings(LabelledSettings):

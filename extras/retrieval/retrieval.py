@@ -1,6 +1,6 @@
 """Mean average precision of image retrieval by cosine similarity of frozen features.
 
-    accelerate launch evaluation/retrieval.py --checkpoint OUTPUT --train GALLERY_SHARDS [--val QUERY_SHARDS]
+    tessera retrieval --checkpoint OUTPUT --train GALLERY_SHARDS [--val QUERY_SHARDS]
 
 Each query ranks all images of the gallery by the cosine similarity of their features. An image is relevant if it has
 the class of the query. The average precision of a query is the mean, over its relevant images i, of the precision at i:

@@ -10,8 +10,9 @@ from torch import nn
 from tessera import encoders
 from tessera.data.shards import ShardError
 from tessera.evaluation.features import EvaluationError
-from tessera.evaluation.frozen import patch_tokens, rate, window_tokens
-from tessera.evaluation.segmentation import (
+from tessera.evaluation.tokens import patch_tokens
+from tessera.extras.dense.frozen import rate, window_tokens
+from tessera.extras.dense.segmentation import (
     Head,
     SegmentationSettings,
     backward,
