@@ -1,4 +1,4 @@
 """Classifier that attends to frozen tokens: the command `tessera attentive_probe`. Page: docs/evaluation.md.
 
-Needs: extras.dense.
+Needs: dense.
 """
