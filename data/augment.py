@@ -17,6 +17,7 @@ from functools import cache, partial, reduce
 from itertools import groupby
 from math import ceil
 from typing import Annotated, Any, ClassVar, TypeVar
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -31,7 +32,8 @@ from tessera.encoders.segments import copy_to_device
 from tessera.runtime.settings import Section
 
 SHARED_DRAWS = 13
-"""Number of random values that are drawn for each crop. DINO's operations divide them (`Operation.shared`)."""
+"""Number of random values of a crop that DINO's operations share (`Operation.shared`). It never changes, because the
+crops and colours of every run would change with it."""
 HUE = 3
 """Index of the hue among the changes of `Jitter`: brightness (0), contrast (1), saturation (2), hue (3)."""
 LUMINANCE = (0.299, 0.587, 0.114)
@@ -117,8 +119,11 @@ def colors_for(config: ColorConfigT, channels: int) -> ColorConfigT:
 class Operation:
     """A random colour change. Its attributes are its settings. Operations must be picklable."""
 
-    shared: ClassVar[tuple[int, ...]]
-    """Indices of the operation's random values among the `SHARED_DRAWS` values of a crop."""
+    values: ClassVar[int] = 1
+    """Number of random values per crop. They come from a stream of the operation's own (`own_rng`)."""
+    shared: ClassVar[tuple[int, ...]] = ()
+    """Indices of the operation's random values among the `SHARED_DRAWS` values of a crop, in place of `values`. Only
+    DINO's operations share values."""
     fuses: ClassVar[bool] = True
     """True if `apply` accepts both forms of `Crops`, so that the compiler can fuse the operation with others; False if
     `apply` accepts only one tensor."""
@@ -325,14 +330,28 @@ def color_operations(
     ]
 
 
+def own_rng(rng: np.random.Generator, operation: str) -> np.random.Generator:
+    """Return a random generator for one operation of a sample. `rng` does not advance.
+
+    The random numbers depend only on the state of `rng` and the name of the operation, so that an operation changes no
+    random numbers of other operations, and none of theirs changes its own.
+    """
+    key = rng.bit_generator.jumped(1 + crc32(operation.encode())).random_raw(2)
+    return np.random.Generator(np.random.Philox(key=key))
+
+
 def draw_colors(rng: np.random.Generator, operations: Sequence[Operation], crops: int) -> Colors:
     """Draw the parameters of colour changes for the crops of one image.
 
-    The function always draws `crops` * `SHARED_DRAWS` values from `rng`, one crop after another. This number does not
-    depend on `operations`.
+    `rng` always advances by `crops` * `SHARED_DRAWS` values, one crop after another. The number does not depend on
+    `operations`. The name of its class selects the stream of an operation that shares no values (`own_rng`).
     """
-    values = rng.random((crops, SHARED_DRAWS))
-    return [(operation, operation.draw(values[:, operation.shared])) for operation in operations]
+    shared = rng.random((crops, SHARED_DRAWS))
+
+    def values(one: Operation) -> np.ndarray:
+        return shared[:, one.shared] if one.shared else own_rng(rng, type(one).__name__).random((crops, one.values))
+
+    return [(operation, operation.draw(values(operation))) for operation in operations]
 
 
 @torch.no_grad()

@@ -25,7 +25,8 @@ from tessera.runtime.settings import Section
 TRIES = 10
 """Number of random boxes that are tried before the central box is used."""
 BOX_DRAWS = 2 * TRIES + 4
-"""Number of random values per crop, for its box, its mirroring and its rotation."""
+"""Number of random values per crop, for its box, its mirroring and its rotation. It never changes, because the crops
+and colours of every run would change with it. Another operation draws from `data.augment.own_rng`."""
 LONGEST = 4
 """Maximum ratio of the longer side to the shorter side of a box of `NativeCrop`."""
 SMALL_SIDE = 128

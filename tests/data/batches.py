@@ -123,7 +123,8 @@ NAMES = ("brightness", "contrast", "saturation", "hue", "order", "grayscale", "b
 
 def by_name(colors: Colors) -> dict[str, np.ndarray]:
     """Numbers of DINO's colour changes for each crop, (N,) or (N, 4) for the order."""
-    jitter, grayscale, blur, solarize = (numbers for _, numbers in colors)
+    drawn = {type(operation): numbers for operation, numbers in colors}
+    jitter, grayscale, blur, solarize = (drawn[one] for one in (Jitter, Grayscale, Blur, Solarize))
     return dict(zip(NAMES, (*jitter[:, :4].T, jitter[:, 4:], grayscale, blur, solarize), strict=True))
 
 
