@@ -3,8 +3,9 @@
     python benchmarks/exports.py --output benchmarks/results/exports.md
 
 The encoders are small variants with random weights. Each export is loaded by the library of its format, and its pooled
-features and tokens are compared with those of the encoder (`encoders.certificate`). A cell holds the largest difference
-at all sizes as a fraction of the largest feature, or the number of the message with which `tessera export` refuses.
+features and tokens are compared with those of the encoder (`extras.exports.certificate`). A cell holds the
+largest difference at all sizes as a fraction of the largest feature, or the number of the message with which `tessera
+export` refuses.
 
 The second table compares run folders. Each library opens the export as its users do, and prepares and encodes a
 photograph, whose pooled features are compared with those of `tessera.embed`.
@@ -26,14 +27,14 @@ from torch import Tensor
 import tessera
 from tessera import encoders
 from tessera.encoders.errors import EncoderError, WeightsError
-from tessera.encoders.export import ENDINGS, METADATA, export
-from tessera.encoders.preprocessing import prepare
-from tessera.evaluation.photograph import made_photograph
+from tessera.extras.exports.command import export as export_run
+from tessera.extras.exports.export import ENDINGS, METADATA, export
+from tessera.extras.exports.photograph import made_photograph
+from tessera.extras.exports.preparation import prepare
 from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.config import CheckpointConfig
 from tessera.pretrain.engines.ddp import DDP
-from tessera.pretrain.export import export as export_run
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import RunSize
 from tessera.pretrain.optim.adamw import OptimConfig

@@ -7,26 +7,25 @@ of the constructor:
     encoders.VARIANTS.register("my_vit_small", {"family": MyViT, "dim": 384, "depth": 12})
 
 `MyViT` derives from `Encoder` and takes all settings as keyword arguments with defaults. One of them is `image_size`,
-the size at which evaluations encode images. To load published weights into encoders of the new family, also add a
-module for their file format to `encoders.formats.checkpoint.FORMATS`.
+the size at which evaluations encode images. A package that also loads published weights into encoders of the family
+adds their format to `encoders.weight_files.FORMATS`.
 
-`from_module` registers any module that returns a map or tokens. `timm:NAME` is a model of timm.
+`BACKBONES` holds further encoders and weights, whose names begin with a prefix, such as `timm:NAME`.
 """
 
-import copy
 import difflib
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from torch import nn
 
-from tessera.encoders import navit, sam_vit, swin, timm_models, twins, vit
-from tessera.encoders.base import Encoder
+from tessera.encoders import navit, sam_vit, swin, twins, vit
+from tessera.encoders.base import Encoder, Preprocessing
 from tessera.encoders.checks import check_settings
 from tessera.encoders.errors import EncoderError
-from tessera.encoders.module import ModuleEncoder, module_family
+from tessera.encoders.loading import State
 from tessera.encoders.navit import NaViT
 from tessera.encoders.sam_vit import SAMViT
 from tessera.encoders.swin import Swin
@@ -66,24 +65,82 @@ VARIANTS: Registry[dict[str, Any]] = Registry(
 All other entries are settings that differ from the defaults of the class."""
 
 
+class Backbone(Protocol):
+    """Encoders and weights of another project. Their names are `PREFIX:NAME`; PREFIX is the key in `BACKBONES`."""
+
+    NAMES: str
+    """Names of the variants for messages, such as "timm:NAME for any model of timm"."""
+
+    def family(self, variant: str) -> type[Encoder]:
+        """Return the encoder class of a variant `PREFIX:NAME`."""
+        ...
+
+    def fetch(self, name: str | Path, encoder: Encoder | None = None) -> tuple[State, Preprocessing]:
+        """Return the weights `PREFIX:NAME`, and the normalisation of their images.
+
+        The weights may be adapted to the size and the channels of `encoder`, which receives them.
+        """
+        ...
+
+    def settings(self, name: str | Path, state: State) -> dict[str, Any]:
+        """Return the arguments of `build` for an encoder that fits the weights `state` of `name`."""
+        ...
+
+    def other_name(self, name: str) -> tuple[str, str | None] | None:
+        """Return the variant that another project calls `name`, and the name of its published weights or None.
+
+        The result is None if no project is known to have an encoder of this name.
+        """
+        ...
+
+
+BACKBONES: Registry[Backbone] = Registry(
+    "backbone",
+    {},
+    group="tessera.backbones",
+    expected="a module with the functions of `encoders.registry.Backbone`",
+    valid=lambda value: all(hasattr(value, name) for name in ("NAMES", "family", "fetch", "settings", "other_name")),
+)
+"""Backbones of extras and of other packages, by prefix."""
+WRAPPERS: Registry[Callable[..., Encoder]] = Registry(
+    "wrapper of modules", {}, group="tessera.wrappers", expected="a function that returns an encoder", valid=callable
+)
+"""Functions that make a variant of a module of the user."""
+
+
+def backbone(name: object) -> Backbone | None:
+    """Return the backbone with the prefix of a variant or of weights, such as `timm:NAME`, or None."""
+    prefix, colon, _ = str(name).partition(":")
+    return BACKBONES[prefix] if colon and prefix in BACKBONES else None
+
+
+def other_name(name: str) -> tuple[str, str | None] | None:
+    """Return the variant that another project calls `name`, and the name of its published weights or None.
+
+    The result is None if no project is known to have an encoder of this name.
+    """
+    return next((found for one in BACKBONES.names() if (found := BACKBONES[one].other_name(name))), None)
+
+
 def entry(variant: str) -> dict[str, Any]:
-    """Return the entry of a variant in `VARIANTS`. The variant may also be `timm:NAME`, any model of timm.
+    """Return the entry of a variant in `VARIANTS`. The variant may also be that of a backbone, such as `timm:NAME`.
 
     Raises:
-        EncoderError: the variant is unknown, or needs timm, which is not installed.
+        EncoderError: the variant is unknown, or needs a package that is not installed.
     """
-    if timm_models.is_variant(variant):
-        return {"family": timm_models.family(variant)}
+    if isinstance(variant, str) and (origin := backbone(variant)):
+        return {"family": origin.family(variant)}
     if not isinstance(variant, str) or variant not in VARIANTS:
         unknown = f"Unknown encoder {printable(repr(variant)[:200])}."
-        if meant := timm_models.other_name(str(variant)):
+        if meant := other_name(str(variant)):
             ours, published = meant
             weights = f" Its published weights are --init_from {published}." if published else ""
             raise EncoderError(f"{unknown} Did you mean {ours!r}?{weights}")
-        known = VARIANTS.names()
+        known, others = VARIANTS.names(), [BACKBONES[name].NAMES for name in BACKBONES.names()]
+        more = ", and ".join(["", *filter(None, others)])
         raise EncoderError(
-            f"{unknown}{_nearest(variant, known)} Known encoders: {', '.join(known)}, and timm:NAME for any model of "
-            f"timm. {VARIANTS.elsewhere} A program that uses encoders.from_module must call it first."
+            f"{unknown}{_nearest(variant, known)} Known encoders: {', '.join(known)}{more}. {VARIANTS.elsewhere} A "
+            "program that uses encoders.from_module must call it first."
         )
     return VARIANTS[variant]
 
@@ -139,42 +196,18 @@ def build(variant: str, **settings: Any) -> Encoder:
     return encoder
 
 
-def from_module(
-    module: nn.Module | Callable[..., nn.Module],
-    name: str,
-    *,
-    image_size: int | tuple[int, int] = 224,
-    channels: int = 3,
-    stride: int | None = None,
-) -> Encoder:
-    """Register a module as the encoder variant `name`, and return an encoder of this variant.
-
-    The module maps images (B, C, H, W) to a map (B, D, h, w) or (B, h, w, D), or to tokens (B, P + h * w, D); see
-    `encoders.module.ModuleEncoder`. Runs and evaluations in this process then know the variant. In another process,
-    call this function again before a run is resumed or its encoder is loaded.
+def from_module(module: nn.Module | Callable[..., nn.Module], name: str, **options: Any) -> Encoder:
+    """Register a module as the encoder variant `name`, and return an encoder of this variant (docs/backbones.md).
 
     Args:
-        module: class of the module or a function that returns a new module, which gets those of the arguments
-            `image_size` and `channels` that it names. For a module, each encoder of the variant is a copy, which
-            starts with the weights of the module.
+        module: class of the module, a function that returns a new module, or a module to copy.
         name: name of the variant.
-        image_size: default of the setting `image_size`, one side or (height, width) in pixels.
-        channels: number of channels of an image.
-        stride: side, in pixels, of the square that one token covers. None computes it from the output.
+        options: `image_size`, `channels` and `stride`, as in the docstring of the entry of `WRAPPERS`.
 
     Raises:
         EncoderError: the name belongs to another kind of encoder, or the output is neither a map nor tokens.
     """
-    taken = name in VARIANTS and not issubclass(VARIANTS[name]["family"], ModuleEncoder)
-    if taken or timm_models.is_variant(name):
-        raise EncoderError(f"The name {name!r} belongs to another encoder. Choose another name.")
-    make = functools.partial(copy.deepcopy, module) if isinstance(module, nn.Module) else module
-    VARIANTS[name] = {"family": module_family(name, make, {"image_size": image_size, "channels": channels}, stride)}
-    try:
-        return build(name)
-    except EncoderError:
-        del VARIANTS[name]
-        raise
+    return WRAPPERS["from_module"](module, name, **options)
 
 
 def _nearest(unknown: str, known: Iterable[str]) -> str:

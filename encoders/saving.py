@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
-from tessera.encoders import published
 from tessera.encoders.base import IMAGENET, Encoder, Preprocessing
 from tessera.encoders.checks import check_finite, check_settings
 from tessera.encoders.errors import EncoderError, WeightsError
-from tessera.encoders.formats.checkpoint import load_weights, read, recognise
-from tessera.encoders.formats.loading import check_names, check_shapes, check_values
-from tessera.encoders.registry import build, family
+from tessera.encoders.loading import check_names, check_shapes, check_values
+from tessera.encoders.registry import backbone, build, family
+from tessera.encoders.weight_files import load_weights, read
 from tessera.runtime.files import atomic_write, read_bounded
 from tessera.runtime.isolation import own_modes
 from tessera.runtime.user_error import printable
@@ -73,17 +71,17 @@ def as_saved(encoder: Encoder) -> Encoder:
 def load(path: str | Path) -> Encoder:
     """Return the encoder that `save` wrote to `path`, a .safetensors file. The returned encoder is in evaluation mode.
 
-    `path` may also be the folder of a run or of a checkpoint, or `timm:NAME` for a pretrained model of timm. The files
+    `path` may also be the folder of a run or of a checkpoint, or weights of a backbone, such as `timm:NAME`. The files
     may be untrusted: no code in them is executed, and memory is allocated only if the settings fit the weights.
 
     Raises:
         EncoderError: the .json file next to `path` is missing or does not describe an encoder.
-        WeightsError: the weights do not fit the settings, or are not finite floating-point numbers, or timm has no
+        WeightsError: the weights do not fit the settings, or are not finite floating-point numbers, or there are no
             weights of this name.
     """
-    if published.is_name(path):
-        state, preprocessing = published.fetch(path)
-        encoder = build(**published_settings(path, state))
+    if origin := backbone(path):
+        state, preprocessing = origin.fetch(path)
+        encoder = build(**origin.settings(path, state))
         load_weights(encoder, state)
         encoder.preprocessing = preprocessing
         return encoder.eval()
@@ -143,32 +141,6 @@ def read_description(path: str | Path) -> tuple[dict[str, Any], Preprocessing]:
     except EncoderError as error:
         raise EncoderError(f"{path} does not describe an encoder. {error}") from error
     return settings, preprocessing
-
-
-def describe_published(name: str) -> tuple[dict[str, Any], Preprocessing]:
-    """Return the arguments of `build` and the preprocessing for `timm:NAME`, a pretrained model of timm.
-
-    Raises:
-        WeightsError: timm has no weights of this name, or no encoder fits them.
-    """
-    state, preprocessing = published.fetch(name)
-    return published_settings(name, state), preprocessing
-
-
-def published_settings(name: str | Path, state: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the arguments of `build` for the pretrained weights `timm:NAME`.
-
-    If no class of this project has the architecture, the encoder wraps the model of timm. The rule for positions at
-    other image sizes is timm's, except for the weights of DINO.
-    """
-    try:
-        form = recognise(state)
-    except WeightsError:
-        return published.architecture(name)
-    described = form.describe(state)
-    if described.get("interpolation") == "dino" and "dino" not in str(name):
-        described["interpolation"] = "antialias"
-    return described
 
 
 def read_step(path: str | Path) -> int | None:

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from tessera import encoders
-from tessera.encoders import published
 from tessera.encoders.base import IMAGENET, Encoder
-from tessera.encoders.formats.checkpoint import load_weights, read, recognise, unwrap
-from tessera.encoders.formats.loading import Report
+from tessera.encoders.loading import Report
+from tessera.encoders.weight_files import load_weights, read, recognise, unwrap
 
 
 def fitting(source: Path, variant: str | None, settings: dict[str, Any]) -> tuple[Encoder, Report]:
@@ -27,15 +26,16 @@ def fitting(source: Path, variant: str | None, settings: dict[str, Any]) -> tupl
     description = source.with_suffix(".json")
     known: dict[str, Any] = {"variant": variant}
     preprocessing = IMAGENET
-    if published.is_name(source):
-        checkpoint, preprocessing = published.fetch(source)
-        known = encoders.published_settings(source, checkpoint) if variant is None else known
+    origin = encoders.backbone(source)
+    if origin is not None:
+        checkpoint, preprocessing = origin.fetch(source)
+        known = origin.settings(source, checkpoint) if variant is None else known
     else:
         checkpoint = read(source)
     if source.suffix == ".safetensors" and description.is_file():
         described, preprocessing = encoders.read_description(description)
         known = described if variant is None else known
-    elif variant is None and not published.is_name(source):
+    elif variant is None and origin is None:
         state = unwrap(checkpoint, "auto", Report())
         known = recognise(state).describe(state)
     encoder = encoders.build(**(known | settings))

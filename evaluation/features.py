@@ -28,11 +28,9 @@ from tessera.data.shards import DEFAULT, Access, ShardError, Shards, SourceConfi
 from tessera.data.shards.samples import SampleKeys
 from tessera.data.stages import load_stages
 from tessera.data.workers import free_cores
-from tessera.encoders import published
 from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from tessera.encoders.images import Images
 from tessera.encoders.preprocessing import short_side
-from tessera.encoders.timm_models import other_name
 from tessera.evaluation.memory import images_at_once
 from tessera.runtime.collectives import all_gather, all_reduce_sum, gather_objects
 from tessera.runtime.progress import track
@@ -166,7 +164,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    if (meant := other_name(str(path))) and meant[1]:
+    if (meant := encoders.other_name(str(path))) and meant[1]:
         raise EvaluationError(f"There is no encoder {printable(str(path))}. Did you mean {meant[1]}?")
     tried = ", ".join(str(candidate) for candidate in (path, *candidates))
     raise EvaluationError(f"No encoder found. Tried: {tried}. Give a run folder, a checkpoint or an exported encoder.")
@@ -186,7 +184,7 @@ def load_encoder(settings: EncoderSettings) -> tuple[Encoder, Path | None]:
         half = (0.5,) * settings.channels
         preprocessing = IMAGENET if settings.channels == IMAGENET.channels else Preprocessing(half, half)
         return Pixels(settings.image_size, preprocessing).eval(), None
-    if published.is_name(settings.checkpoint):
+    if encoders.backbone(settings.checkpoint):
         return encoders.load(settings.checkpoint), None
     file = resolve_checkpoint(settings.checkpoint)
     try:

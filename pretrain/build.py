@@ -15,12 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tessera import encoders
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.formats.checkpoint import read, recognise, unwrap
-from tessera.encoders.formats.loading import Report
+from tessera.encoders.loading import Report
 from tessera.encoders.unused import ON_META
+from tessera.encoders.weight_files import read, recognise, unwrap
 from tessera.evaluation.features import resolve_checkpoint
 from tessera.pretrain.config import RunConfig
-from tessera.pretrain.export import load_run
+from tessera.pretrain.method_state import load_run
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.batch_norm import over_all_processes
 from tessera.pretrain.methods.method import Method

@@ -13,8 +13,6 @@ from typing import Any
 from braceexpand import braceexpand
 
 from tessera import encoders
-from tessera.encoders import published
-from tessera.encoders.timm_models import is_variant
 from tessera.pretrain.config import RunConfig, settings_model
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.origins import layered
@@ -276,7 +274,7 @@ def _pretrained(encoder: str, init_from: Any) -> str:
     """
     name = encoder.removesuffix(PRETRAINED)
     shown = printable(name[:200])
-    if not is_variant(name):
+    if not encoders.backbone(name):
         raise SettingsError(
             f"--encoder {shown}{PRETRAINED}: only models of timm have the ending {PRETRAINED}. Give --encoder {shown} "
             "and --init_from WEIGHTS."
@@ -383,8 +381,9 @@ def started_encoder(init_from: str) -> dict[str, Any]:
     from tessera.evaluation.features import resolve_checkpoint
 
     try:
-        if published.is_name(init_from):
-            settings, preprocessing = encoders.describe_published(init_from)
+        if origin := encoders.backbone(init_from):
+            state, preprocessing = origin.fetch(init_from)
+            settings = origin.settings(init_from, state)
         else:
             file = resolve_checkpoint(init_from) if Path(init_from).is_dir() else Path(init_from)
             description = file.with_suffix(".json")

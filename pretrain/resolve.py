@@ -23,7 +23,7 @@ from tessera.pretrain import engines
 from tessera.pretrain.checkpoints.resume import open_checkpoint
 from tessera.pretrain.config import EncoderConfig, RunConfig
 from tessera.pretrain.engines import Engine
-from tessera.pretrain.export import find_on_main
+from tessera.pretrain.method_state import find_on_main
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method, RunSize
 from tessera.runtime import processes

@@ -34,7 +34,6 @@ COMMANDS = {
     "view_retrieval": ("tessera.evaluation.view_retrieval", "score of an encoder without labels"),
     "finetune": ("tessera.evaluation.finetune", "fine-tune with labels"),
     "embed": ("tessera.evaluation.embed", "write the features of images to a file"),
-    "export": ("tessera.pretrain.export", "export an encoder to timm, transformers, ONNX or torch.export"),
     "summary": ("tessera.encoders.summary", "print the size and cost of encoders"),
     "preview": ("tessera.data.preview", "show images, or the crops and masks of a run"),
     "make_shards": ("tessera.data.make_shards", "make shards from a folder of images"),
@@ -44,7 +43,7 @@ COMMANDS = {
 }
 """Maps the name of each command to its module and its purpose."""
 ONE_PROCESS = (
-    *("export", "summary", "preview", "make_shards", "check_shards"),
+    *("summary", "preview", "make_shards", "check_shards"),
     *("slurm", "completion"),
 )
 """Commands of the core that run in one process."""

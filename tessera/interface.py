@@ -31,11 +31,10 @@ from tessera.data.python_objects import PREFIX, naming
 from tessera.data.shards import DEFAULT, open_shards
 from tessera.data.shards.open import with_names
 from tessera.data.shards.tar_shard import close_files
-from tessera.encoders import published
 from tessera.encoders.base import Encoder
 from tessera.encoders.weights import fitting
 from tessera.evaluation.features import EvaluationError, LabelledFeatures, extract, resolve_checkpoint
-from tessera.evaluation.photograph import preparation
+from tessera.evaluation.transform import preparation
 from tessera.pretrain import job
 from tessera.pretrain.command_line import CODE, from_values
 from tessera.pretrain.config import DataConfig, RunConfig
@@ -220,7 +219,7 @@ def load(path: str | os.PathLike[str]) -> Encoder:
     file = Path(path).expanduser()
     if file.is_file() and not (file.suffix == ".safetensors" and file.with_suffix(".json").is_file()):
         return fitting(file, None, {})[0].eval()
-    return encoders.load(path if published.is_name(path) else resolve_checkpoint(path))
+    return encoders.load(path if encoders.backbone(path) else resolve_checkpoint(path))
 
 
 class Embedded(LabelledFeatures):

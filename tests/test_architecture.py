@@ -10,11 +10,6 @@ ROOT = Path(__file__).parents[1]
 ORDER = ["runtime", "encoders", "data", "evaluation", "pretrain"]
 """Folders, each of which imports only from folders on its left. `tessera/` imports from all."""
 OUTSIDE_OF_ENCODERS = {"torch", "einops", "safetensors"}
-OPTIONAL = {
-    "timm_models.py": {"timm"},
-    "export.py": {"transformers", "onnx", "onnxruntime", "onnxscript"},
-}
-"""Packages that files of encoders/ import if a user asks for their models or formats."""
 
 
 def imported(path: Path) -> set[str]:
@@ -52,7 +47,7 @@ def test_imports_point_left(folder: str) -> None:
 def test_encoders_need_little() -> None:
     allowed = OUTSIDE_OF_ENCODERS | packages("encoders", "runtime") | sys.stdlib_module_names
     for path in (ROOT / "encoders").rglob("*.py"):
-        assert imported(path) <= allowed | OPTIONAL.get(path.name, set()), path
+        assert imported(path) <= allowed, path
 
 
 def test_launch_stands_alone() -> None:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from tessera.encoders.formats import checkpoint as weight_files
+from tessera.encoders import weight_files
 from tessera.pretrain.checkpoints import manifest, trainer_json
 from tessera.pretrain.checkpoints.trainer_json import SavedSettings, Trainer
 from tessera.pretrain.engines import Engine

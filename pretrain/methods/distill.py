@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from tessera import encoders
 from tessera.data.batch import Batch
 from tessera.data.crops import RandomCrop, RandomCropConfig
-from tessera.encoders import published
 from tessera.encoders.base import Encoder, Features, Preprocessing
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.randomness import restarted_draws
@@ -162,7 +161,7 @@ def teacher_hash(path: str | None) -> str:
         ValueError: there is no encoder at `path`, or `path` is None.
     """
     digest = hashlib.sha256()
-    if path is not None and published.is_name(path):
+    if path is not None and encoders.backbone(path):
         for name, tensor in sorted(encoders.load(path).state_dict().items()):
             digest.update(name.encode())
             digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -222,7 +221,7 @@ def load_teacher(path: str | None, size: int) -> Teacher:
         ValueError: there is no encoder at `path`, its format is not recognised, or an image is smaller than a token.
     """
     with torch.device("cpu"):  # the teacher needs its weights, even if an export builds the method on the meta device
-        if path is not None and published.is_name(path):
+        if path is not None and encoders.backbone(path):
             encoder = encoders.load(path)
         else:
             encoder, _ = fitting(teacher_file(path), None, {})

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tessera.data.batch import View
 from tessera.data.crops import MultiCropConfig
 from tessera.encoders.base import Encoder
-from tessera.encoders.formats.checkpoint import load_weights
+from tessera.encoders.weight_files import load_weights
 from tessera.pretrain.methods.losses import Centering, teacher_distribution
 from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.monitoring.collapse import column_variance, effective_rank

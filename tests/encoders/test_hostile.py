@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from tessera import encoders
 from tessera.encoders import EncoderError, WeightsError
-from tessera.encoders.formats.checkpoint import read
+from tessera.encoders.weight_files import read
 
 
 @pytest.fixture

@@ -1,15 +1,14 @@
-"""NaViT against vit-pytorch, and what it does beside: dropping tokens, packing, refusing."""
+"""NaViT: dropping tokens, packing, refusing. The formula is in test_navit_formula.py."""
 
 from typing import Any
 
 import pytest
 import torch
-from vit_pytorch.na_vit import NaViT as Oracle
 
-from tessera.encoders import build, load_weights, navit
+from tessera.encoders import navit
 from tessera.encoders.images import Mask, PackedImages, pack
 from tessera.encoders.navit import NaViT
-from tests.encoders.helpers import CLOSE, mask_of, scramble
+from tests.encoders.helpers import mask_of, scramble
 
 SMALL: dict[str, Any] = {
     "dim": 48,
@@ -31,24 +30,6 @@ def images_of(sizes=SIZES, channels: int = 3, seed: int = 1) -> list[torch.Tenso
     """(1, C, H, W) each."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(1, channels, *size, generator=generator) for size in sizes]
-
-
-@pytest.mark.parametrize(
-    ("heads", "head_dim", "patch", "channels", "size"), [(3, 20, 4, 3, (16, 24)), (2, 8, 8, 1, (40, 16))]
-)
-@torch.no_grad()
-def test_equals_vit_pytorch(heads, head_dim, patch, channels, size):
-    options = {"dim": 48, "depth": 3, "heads": heads, "patch_size": patch, "image_size": size, "channels": channels}
-    oracle = scramble(Oracle(**options, mlp_dim=96, dim_head=head_dim, num_classes=7))
-    oracle.mlp_head = torch.nn.Identity()
-    encoder = build("navit_small", **options, head_dim=head_dim, mlp_ratio=2.0).eval()
-    load_weights(encoder, oracle.state_dict())
-    sizes = [(rows * patch, columns * patch) for rows, columns in ((2, 2), (1, 1), (4, 2), (3, 1), (2, 2))]
-    images = images_of((size, *sizes), channels)
-    expected = oracle([[image[0] for image in images[:2]], [image[0] for image in images[2:]]])
-    torch.testing.assert_close(encoder(pack(images, patch)).pooled, expected, **CLOSE)
-    uniform = torch.cat(images_of([size] * 3, channels))
-    torch.testing.assert_close(encoder(uniform).pooled, oracle([list(uniform)]), **CLOSE)
 
 
 def kept(encoder: NaViT, images: PackedImages) -> tuple[list[int], torch.Tensor]:

@@ -112,6 +112,32 @@ def test_last_attention_is_the_softmax_of_queries_and_keys():
         torch.testing.assert_close(found[:, head].double(), expected, **CLOSE)
 
 
+@torch.no_grad()
+def test_norms_of_patches_are_the_formula():
+    encoder, images = small(patch_norm=True, channels=2, norm_eps=1e-5), images_of(2, 2, 16, 24)
+    norm = torch.nn.functional.layer_norm
+    patches = torch.nn.functional.unfold(images, 8, stride=8).transpose(1, 2)  # (B, N, 2 * 64)
+    patches = patches.unflatten(2, (2, 64)).transpose(2, 3).flatten(2)  # pixel after pixel
+    embed = encoder.patch_embed
+    x = norm(patches, (128,), embed.norm1.weight, embed.norm1.bias, 1e-5) @ embed.proj.weight.T + embed.proj.bias
+    x = norm(x, (48,), embed.norm2.weight, embed.norm2.bias, 1e-5)
+    torch.testing.assert_close(embed(images), x, **CLOSE)
+
+
+@torch.no_grad()
+def test_pool_of_all_tokens_and_heads_of_any_width():
+    encoder, images = small(pool="all", registers=2, head_dim=10), images_of(2, 3, 39, 47)
+    seen = []
+    encoder.norm.register_forward_hook(lambda layer, args, output: seen.append(output))
+    features = encoder(images)
+    assert seen[0].shape == (2, 1 + 2 + 20, 48)
+    torch.testing.assert_close(features.pooled, seen[0].mean(1))
+    torch.testing.assert_close(features.tokens, seen[0][:, 3:].flatten(0, 1))
+    assert encoder.last_attention(images).shape == (2, 3, 23, 23)
+    normed = small(patch_norm=True)  # sides that the patch does not divide lose their last pixels
+    assert torch.equal(normed(images).tokens, normed(images[..., :32, :40]).tokens)
+
+
 def test_initial_values_are_those_of_dino_and_of_mae():
     torch.manual_seed(0)
     dino, mae = ViT(**VARIANTS["vit_tiny"]), ViT(**VARIANTS["vit_tiny"], init="xavier", position_init="sincos")

@@ -14,7 +14,7 @@ import pytest
 
 from tessera.data import headers
 from tessera.data.shards import index, tar_index
-from tessera.encoders.formats import checkpoint
+from tessera.encoders import weight_files as checkpoint
 from tessera.evaluation import run_folders as runs
 from tessera.pretrain.checkpoints import trainer_json
 from tessera.pretrain.engines import metadata

@@ -20,16 +20,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera import encoders
-from tessera.encoders.formats.checkpoint import load_weights, read
+from tessera.encoders.weight_files import load_weights, read
 from tessera.evaluation.run_folders import read_runs
+from tessera.extras.exports.command import export
+from tessera.extras.exports.method_file import load as load_method
 from tessera.extras.report.page import render, run_pictures
 from tessera.extras.report.table import make_table, to_csv, to_markdown
 from tessera.pretrain.checkpoints import manifest, resume
 from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.command_line import load
 from tessera.pretrain.engines.metadata import read_metadata
-from tessera.pretrain.export import export
-from tessera.pretrain.export import load as load_method
 from tessera.pretrain.monitoring import verdict
 from tessera.pretrain.monitoring.collapse import CollapseAlarm, HealthConfig
 from tessera.pretrain.monitoring.sinks import CSV, keep_lines

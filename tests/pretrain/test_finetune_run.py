@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tessera import encoders
 from tessera.data.demo import demo_shards
 from tessera.evaluation.finetune import command
-from tessera.pretrain import export
+from tessera.extras.exports import command as export
 from tessera.pretrain.run import main
 from tests.launched import records, same_encoder, timeless
 

@@ -15,9 +15,11 @@ from tessera_ijepa import IJEPA
 from tessera import encoders
 from tessera.evaluation.knn import KNNSettings
 from tessera.evaluation.knn import run as knn
+from tessera.extras.exports import command as export
+from tessera.extras.exports import method_file
 from tessera.extras.report.report import ReportSettings
 from tessera.extras.report.report import run as report
-from tessera.pretrain import export
+from tessera.pretrain import method_state
 from tessera.pretrain.checkpoints.resume import CheckpointError
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import settings_model
@@ -89,7 +91,7 @@ def test_a_run_is_resumed_exported_and_evaluated(uninstall: Callable[[], None], 
     steps = [int(line.split()[0]) for line in (output / "losses.txt").read_text().splitlines()]
     assert steps == [0, 1, 2, 3, 4, 5, 6]
     assert "method of ijepa after 6 steps" in export.export(output, file, "method")
-    method, trained = export.load(file), encoders.load(output)
+    method, trained = method_file.load(file), encoders.load(output)
     assert isinstance(method, IJEPA)
     for name, tensor in trained.state_dict().items():
         assert torch.equal(method.teacher.state_dict()[name], tensor)
@@ -100,7 +102,7 @@ def test_a_run_is_resumed_exported_and_evaluated(uninstall: Callable[[], None], 
     assert "ijepa" in (tmp_path / "page.html").read_text()
     wanted = "unknown method 'ijepa'.*install that package in this environment"
     with pytest.raises(ValueError, match=wanted):
-        export.load(file)
+        method_file.load(file)
     with pytest.raises(CheckpointError, match=wanted):
         export.export(output, file, "method")
     with pytest.raises(SettingsError, match=wanted):
@@ -169,7 +171,7 @@ def test_a_file_that_names_a_module_imports_nothing(tmp_path: Path) -> None:
         load(["--config", str(tmp_path / "run.yaml")])
     described = {"method": "antigravity", "antigravity": {}, "steps": 1, "encoder": {"variant": "antigravity"}}
     with pytest.raises(ValueError, match="unknown method 'antigravity'"):
-        export.build(described)
+        method_state.build(described)
     (tmp_path / "encoder.json").write_text(json.dumps({"variant": "antigravity"}))
     (tmp_path / "encoder.safetensors").touch()
     with pytest.raises(ValueError, match=r"Unknown encoder 'antigravity'.*install that package"):

@@ -11,7 +11,7 @@ from tessera.pretrain.build import build_method, take_weights
 from tessera.pretrain.checkpoints.resume import CheckpointError
 from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.command_line import load
-from tessera.pretrain.export import load_run
+from tessera.pretrain.method_state import load_run
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
@@ -74,7 +74,7 @@ def test_hostile_settings_of_a_run_are_refused(tmp_path: Path, monkeypatch: pyte
     trainer = json.loads(file.read_text())
     trainer["settings"]["dinov2"]["prototypes"] = 2**30
     file.write_text(json.dumps(trainer))
-    monkeypatch.setattr("tessera.pretrain.export.verify", lambda path: None)  # the manifest may be as hostile
+    monkeypatch.setattr("tessera.pretrain.method_state.verify", lambda path: None)  # the manifest may be as hostile
     with pytest.raises(CheckpointError, match=r"trainer\.json cannot be used: prototypes is larger than"):
         load_run(tmp_path / "run", method("dinov3", seed=5).continues)
 

@@ -3,16 +3,13 @@
 import importlib
 
 import pytest
-import timm
 from accelerate.commands.launch import launch_command_parser
 
-from tessera import encoders
 from tessera.__main__ import COMMANDS
-from tessera.encoders import timm_models
 from tessera.pretrain.config import settings_model
 from tessera.pretrain.methods import METHODS
 from tessera.runtime.settings import Settings, names_of, suggestion
-from tessera.runtime.synonyms import ENCODERS, LAUNCHER, NOTES, SETTINGS, VALUES
+from tessera.runtime.synonyms import LAUNCHER, NOTES, SETTINGS, VALUES
 
 PRETRAIN = settings_model("vit_small")
 FLAGS = [f"--{name}" for name in names_of(PRETRAIN)]
@@ -41,10 +38,6 @@ def test_what_is_suggested_exists() -> None:
     assert NOTES.keys() <= SETTINGS.keys() | LAUNCHER.keys()
     assert not SETTINGS.keys() & LAUNCHER.keys()
     assert set(VALUES.values()) <= {"fp32", "bf16", "fp16", *METHODS.names()}
-    for variant, published in ENCODERS.values():
-        name = variant.removeprefix("timm:")
-        assert timm.is_model(name) if name != variant else variant in encoders.VARIANTS, variant
-        assert published is None or timm.is_model_pretrained(published.removeprefix("timm:")), published
 
 
 def _nested(name: str, value: str) -> dict[str, object]:
@@ -100,50 +93,3 @@ def test_the_chosen_method_comes_first() -> None:
     assert suggestion("image_size", [name.lstrip("-") for name in FLAGS], "lejepa").endswith("'lejepa.global_size'?")
     assert suggestion("wandb", [name.lstrip("-") for name in FLAGS]) == "; did you mean 'metrics.sinks: wandb'?"
     assert "It counts the images of all processes." in suggestion("--batch_size_per_gpu", FLAGS)
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours", "published"),
-    [
-        ("dinov2_vits14", "vit_small_14_dinov2", "timm:vit_small_patch14_dinov2.lvd142m"),
-        ("dinov2/vitb14-noreg", "vit_base_14_dinov2", "timm:vit_base_patch14_dinov2.lvd142m"),
-        ("dinov2/vits14", "vit_small_14_dinov2_registers", "timm:vit_small_patch14_reg4_dinov2.lvd142m"),
-        ("dinov2/vits14-noreg-pretrained", "vit_small_14_dinov2", "timm:vit_small_patch14_dinov2.lvd142m"),
-        ("dinov2/vitg14-notpretrained", "vit_giant_14_dinov2_registers", None),
-        ("dinov2_vitl14_reg", "vit_large_14_dinov2_registers", "timm:vit_large_patch14_reg4_dinov2.lvd142m"),
-        ("facebook/dinov2-giant", "vit_giant_14_dinov2", "timm:vit_giant_patch14_dinov2.lvd142m"),
-        ("dino_vits16", "vit_small", "timm:vit_small_patch16_224.dino"),
-        ("dino_vitb8", "timm:vit_base_patch8_224", "timm:vit_base_patch8_224.dino"),
-        ("dinov3_vitl16", "rope_vit_large", "timm:vit_large_patch16_dinov3.lvd1689m"),
-        ("dinov3/vits16", "rope_vit_small", "timm:vit_small_patch16_dinov3.lvd1689m"),
-        ("mae_vit_base_patch16", "vit_base", "timm:vit_base_patch16_224.mae"),
-        ("ViT-B/16", "vit_base", None),
-        ("torchvision/resnet50", "timm:resnet50", "timm:resnet50"),
-        (
-            "vit_small_patch16_224.augreg_in1k",
-            *["timm:vit_small_patch16_224"],
-            "timm:vit_small_patch16_224.augreg_in1k",
-        ),
-    ],
-)
-def test_encoders_of_other_projects(theirs: str, ours: str, published: str | None) -> None:
-    assert timm_models.other_name(theirs) == (ours, published)
-    with pytest.raises(encoders.EncoderError) as error:
-        encoders.build(theirs)
-    assert f"Did you mean {ours!r}?" in str(error.value)
-    assert len(str(error.value)) < 200
-    assert published is None or f"--init_from {published}" in str(error.value)
-
-
-def test_the_size_of_an_encoder_is_that_of_the_name() -> None:
-    """The variant has the width and the patch size of the model of timm with the published weights."""
-    import torch
-
-    for name in ("dinov2_vits14", "dinov2_vitl14_reg", "dino_vits16", "dinov3_vits16plus", "mae_vit_huge_patch14"):
-        variant, published = ENCODERS[name]
-        assert published is not None
-        with torch.device("meta"):
-            ours, theirs = encoders.build(variant), timm.create_model(published.removeprefix("timm:"))
-        assert ours.dim == theirs.embed_dim
-        assert ours.settings["patch_size"] == theirs.patch_embed.patch_size[0]
-        assert ours.settings["depth"] == len(theirs.blocks)

@@ -26,7 +26,7 @@ from torchvision.transforms import v2
 import tessera
 from tessera import encoders
 from tessera.encoders.registry import VARIANTS
-from tessera.pretrain import export
+from tessera.extras.exports import command as export
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.monitoring.sinks import SINKS
 from tests.launched import ROOT, records

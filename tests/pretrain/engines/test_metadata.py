@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from tessera.pretrain import export
+from tessera.extras.exports import command as export
 from tessera.pretrain.checkpoints import manifest, resume
 from tessera.pretrain.checkpoints.resume import CheckpointError
 from tessera.pretrain.checkpoints.trainer_json import TrainState

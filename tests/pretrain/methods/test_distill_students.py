@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tessera import encoders
 from tessera.data.demo import demo_shards
 from tessera.encoders.randomness import random_keys
-from tessera.pretrain import export
+from tessera.extras.exports import command as export
 from tessera.pretrain.methods.distill import Distill, DistillConfig, resolve
 from tessera.pretrain.optim.adamw import OptimConfig, clip_gradients
 from tessera.pretrain.preflight import dry_forward

@@ -1,1 +1,0 @@
-"""Weight formats of published encoders. Each encoder family has one module."""

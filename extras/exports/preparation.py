@@ -1,0 +1,73 @@
+"""Preparation of an image for an encoder as the evaluations do it, stated in the terms of other libraries."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessera.encoders.base import Encoder
+from tessera.encoders.errors import EncoderError
+from tessera.encoders.preprocessing import image_size, short_side
+
+BICUBIC = 3
+"""Pillow's number of the bicubic filter."""
+
+
+def description(encoder: Encoder) -> dict[str, Any]:
+    """Return the preparation of an image for an encoder, for certificates, model cards and metadata.
+
+    An encoder for images that are not square has no resize and no crop, because the evaluations prepare square images.
+    """
+    preprocessing, (height, width) = encoder.preprocessing, image_size(encoder)
+    found: dict[str, Any] = {"mode": "RGB"} if preprocessing.channels == 3 else {}
+    if height == width:
+        found |= {"resize": short_side(height), "crop": height, "interpolation": "bicubic", "antialias": True}
+    return found | {"pixels": "0 to 1", "mean": list(preprocessing.mean), "std": list(preprocessing.std)}
+
+
+def prepare(image: Any, described: dict[str, Any]) -> Tensor:
+    """Prepare a Pillow image as `description` states, with Pillow's resize: an RGB image -> (3, S, S) float32."""
+    short, size = described["resize"], described["crop"]
+    width, height = (short * side // min(image.size) for side in image.size)
+    left, top = (round((side - size) / 2) for side in (width, height))
+    crop = image.resize((width, height), BICUBIC).crop((left, top, left + size, top + size))
+    pixels = torch.frombuffer(bytearray(crop.tobytes()), dtype=torch.uint8).view(size, size, 3).permute(2, 0, 1)
+    mean, std = (torch.tensor(described[name]).view(3, 1, 1) for name in ("mean", "std"))
+    return (pixels / 255 - mean) / std
+
+
+def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:
+    """Return the values that `timm.data.resolve_data_config` reads from a model's `pretrained_cfg`.
+
+    Raises:
+        EncoderError: the number of channels differs between the preprocessing and the encoder.
+    """
+    preprocessing = encoder.preprocessing
+    if preprocessing.channels != encoder.channels:
+        raise EncoderError(
+            f"The preprocessing has {preprocessing.channels} channels, but the encoder has {encoder.channels}. "
+            'Write the mean and std of each channel into "preprocessing" of the .json file of the encoder.'
+        )
+    height, width = image_size(encoder)
+    return {
+        "input_size": (encoder.channels, height, width),
+        "interpolation": "bicubic",
+        "crop_pct": _crop_pct(min(height, width)),
+        "crop_mode": "center",
+        "mean": preprocessing.mean,
+        "std": preprocessing.std,
+    }
+
+
+def _crop_pct(size: int) -> float:
+    """Return the share `crop_pct` with which timm resizes the short side to `short_side(size)`.
+
+    timm rounds `size / crop_pct` down. The share is 0.875, as in most models, or else the shortest decimal number.
+    """
+    short = short_side(size)
+    shares = [
+        size / short if short == size else 224 / 256,
+        *(round(size / (short + 0.5), digits) for digits in range(3, 9)),
+    ]
+    return next(share for share in shares if math.floor(size / share) == short)

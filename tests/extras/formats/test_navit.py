@@ -1,0 +1,63 @@
+"""Weights of a NaViT."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tessera.encoders import load_weights
+from tessera.extras.formats import navit as formats
+from tests.encoders import helpers
+
+small = partial(helpers.small, "navit_small")
+
+
+def test_incomplete_weights_are_not_described():
+    state = {name: tensor for name, tensor in small().state_dict().items() if "q_norm" not in name}
+    with pytest.raises(ValueError, match=r"Missing from the checkpoint: blocks.0.attn.q_norm.gamma"):
+        formats.describe(state)
+
+
+def test_position_tables_are_resized_along_their_length():
+    model, encoder = small(), small(image_size=(32, 24))
+    report = load_weights(encoder, model.state_dict())
+    assert report.resized == ["pos_embed_rows resized from 4 to 8 by linear interpolation"]
+    table = model.pos_embed_rows.detach()
+    # entry i of 8 lies at (i + 0.5) / 2 - 0.5 of 4, and at the ends at the first and the last
+    places = [max(0.0, min(3.0, (i + 0.5) / 2 - 0.5)) for i in range(8)]
+    expected = [table[int(p)] * (1 - p % 1) + table[min(int(p) + 1, 3)] * (p % 1) for p in places]
+    torch.testing.assert_close(encoder.pos_embed_rows, torch.stack(expected))
+    assert torch.equal(encoder.pos_embed_columns, model.pos_embed_columns)
+    assert load_weights(small(image_size=8), model.state_dict()).resized == [
+        "pos_embed_rows resized from 4 to 2 by linear interpolation",
+        "pos_embed_columns resized from 6 to 2 by linear interpolation",
+    ]
+
+
+def test_weights_without_a_pool_are_refused():
+    report = load_weights(small(pool="mean"), small().state_dict())
+    assert {"attn_pool.query", "attn_pool.attn.q.weight", "attn_pool.norm.weight"} <= set(report.left_out)
+    with pytest.raises(ValueError, match=r"Missing from the checkpoint: attn_pool.* encoder settings: .*pool"):
+        load_weights(small(), small(pool="mean").state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dim": 96}, "width 48, 2 blocks and patches of 4 pixels. This encoder has width 96.* dim=48, depth=2"),
+        ({"depth": 3}, "This encoder has width 48, 3 blocks"),
+        ({"patch_size": 8}, "with patch_size=4"),
+        ({"heads": 2, "head_dim": 30}, r"q_norm.gamma \(3, 1, 20\), not \(2, 1, 30\).*settings: heads, head_dim"),
+        ({"mlp_ratio": 3.0}, r"mlp.fc1.weight \(120, 48\), not \(144, 48\).*settings: mlp_ratio"),
+    ],
+)
+def test_messages_say_what_would_fit(settings, message):
+    with pytest.raises(ValueError, match=message):
+        load_weights(small(**settings), small().state_dict())
+
+
+def test_missing_and_unknown_weights_are_named():
+    state = small().state_dict() | {"extra": torch.zeros(1)}
+    del state["blocks.1.mlp.fc2.weight"]
+    with pytest.raises(ValueError, match=r"Missing .*blocks.1.mlp.fc2.weight. Unknown to the encoder: extra"):
+        load_weights(small(), state)
