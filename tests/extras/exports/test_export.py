@@ -14,6 +14,7 @@ from tessera.extras.exports import export as exporting
 from tessera.extras.exports.export import ENDINGS, export
 from tessera.extras.formats import transformers_export, vit
 from tests.encoders.helpers import images_of, scramble
+from tests.launched import ROOT
 
 FAMILIES = {
     "ViT": ("vit_micro", {"depth": 2, "interpolation": "mae", "mask_token": True}),
@@ -29,7 +30,7 @@ FAMILIES = {
 
 def table() -> dict[str, list[bool]]:
     """Return the cells of the table in docs/encoders.md: True for yes, False for no."""
-    text = (Path(__file__).parents[2] / "docs" / "encoders.md").read_text()
+    text = (ROOT / "docs" / "encoders.md").read_text()
     rows = re.search(r"\| family \| `timm` \|.*\n\|[-|]+\n((?:\|.*\n)+)", text)
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[1].splitlines()]
     return {name: [cell.split(",")[0] == "yes" for cell in others] for name, *others in cells}
@@ -40,7 +41,7 @@ def test_the_documented_families_are_tested() -> None:
 
 
 def test_the_measured_differences_are_small_and_agree_with_the_documented_table() -> None:
-    text = (Path(__file__).parents[2] / "benchmarks" / "results" / "exports.md").read_text()
+    text = (ROOT / "benchmarks" / "results" / "exports.md").read_text()
     found = {}
     for row in re.findall(r"^\| (.*) \|$", text.partition("## Run folders")[0], re.MULTILINE)[2:]:
         name, _, ours, timm, transformers, onnx, torch_, *dynamic = row.split(" | ")
