@@ -37,9 +37,9 @@ from sklearn.metrics import adjusted_mutual_info_score
 from torch import Tensor
 
 from tessera import encoders
-from tessera.data.augment import color_operations, draw_colors
 from tessera.data.batch import ViewParameters
 from tessera.data.collate import ViewShape
+from tessera.data.colors import color_operations, draw_colors
 from tessera.data.crops import MultiCropConfig, RandomCropConfig, random_boxes
 from tessera.data.shards import Source, open_shards
 from tessera.encoders.base import Encoder

@@ -7,7 +7,7 @@ into sequences, and a packed view has one crop of each image.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +16,9 @@ from torch import Tensor
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.encoders.images import Images, Mask, PackedImages
 
-if TYPE_CHECKING:
-    from tessera.data.augment import Operation
-
-Colors = Sequence[tuple["Operation", np.ndarray]]
-"""Colour changes of N crops: operations in the order in which they are applied, and their parameters for each crop.
+Colors = Sequence[tuple[Any, np.ndarray]]
+"""Colour changes of N crops: operations (`data.colors.Operation`) in the order in which they are applied, and their
+parameters for each crop.
 
 The parameters, (N,) or (N, k), stay on the CPU, so that the CPU can decide which crops need which operation without
 waiting for a device. The parameters are NumPy arrays, because a worker process sends arrays by value, whereas each

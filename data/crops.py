@@ -16,9 +16,9 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from tessera.data.augment import BLUR_SIGMA, ColorConfig, Share, Sigmas, ascending, color_operations, draw_colors
 from tessera.data.batch import SampleParameters, ViewParameters
 from tessera.data.collate import Packing, Transform, ViewShape
+from tessera.data.colors import BLUR_SIGMA, ColorConfig, Share, Sigmas, ascending, color_operations, draw_colors
 from tessera.data.sampler import step_noise
 from tessera.runtime.settings import Section
 
@@ -26,7 +26,7 @@ TRIES = 10
 """Number of random boxes that are tried before the central box is used."""
 BOX_DRAWS = 2 * TRIES + 4
 """Number of random values per crop, for its box, its mirroring and its rotation. It never changes, because the crops
-and colours of every run would change with it. Another operation draws from `data.augment.own_rng`."""
+and colours of every run would change with it. Another operation draws from `data.colors.own_rng`."""
 LONGEST = 4
 """Maximum ratio of the longer side to the shorter side of a box of `NativeCrop`."""
 SMALL_SIDE = 128

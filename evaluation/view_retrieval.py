@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from tessera.data.augment import colors_for
+from tessera.data.colors import colors_for
 from tessera.data.crops import MultiCrop, MultiCropConfig
 from tessera.data.shards import Source, describe_remote, open_shards
 from tessera.encoders.base import Encoder

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 from tessera import encoders
-from tessera.data.augment import ColorConfig, colors_for
+from tessera.data.colors import ColorConfig, colors_for
 from tessera.data.demo import demo_shards
 from tessera.data.shards import MOST_LISTED, ShardError, Source, Sources, WeightedShards
 from tessera.data.statistics import count_classes, pixel_statistics

@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from tessera.data.augment import blur_weights, gaussian_blur
 from tessera.data.batch import ViewParameters
 from tessera.data.collate import CutView, ViewShape
 from tessera.data.crops import CenterCrop
+from tessera.data.pixels import blur_weights, gaussian_blur
 from tessera.data.resample import cut
 
 SEVERITIES = 5

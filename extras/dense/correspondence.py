@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from tessera.data.augment import colors_for, to_model_input
+from tessera.data.augment import to_model_input
 from tessera.data.batch import ViewParameters
+from tessera.data.colors import colors_for
 from tessera.data.crops import MultiCrop, MultiCropConfig, RandomCropConfig, random_boxes
 from tessera.data.loader import Reading, evaluation_batches
 from tessera.data.sampler import sample_rng

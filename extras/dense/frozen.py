@@ -17,10 +17,11 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor, nn
 
-from tessera.data.augment import Share, to_model_input
+from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.batches import Batches
 from tessera.data.collate import Transform
+from tessera.data.colors import Share
 from tessera.data.crops import Areas, RandomCrop, RandomCropConfig
 from tessera.data.loader import Reading, evaluation_batches, training_batches
 from tessera.data.sampler import BatchSampler

@@ -18,9 +18,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from tessera import encoders
-from tessera.data.augment import Share
 from tessera.data.batch import Batch, View
 from tessera.data.collate import Transform
+from tessera.data.colors import Share
 from tessera.data.crops import Areas, MultiCrop, by_size, sides
 from tessera.data.masking import MaskedMultiCrop
 from tessera.encoders.base import Encoder, encode

@@ -15,10 +15,11 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from tessera import encoders
-from tessera.data.augment import Share, Strength, normalize, to_pixels
 from tessera.data.batch import Batch
+from tessera.data.colors import Share, Strength
 from tessera.data.crops import Areas, Degrees, RandomCrop, RandomCropConfig, Ratios
 from tessera.data.mixing import draw_erased, draw_mix, erase, generators, mix_images, partners
+from tessera.data.pixels import normalize, to_pixels
 from tessera.data.rand_augment import HIGHEST, draw_operations, rand_augment
 from tessera.encoders.base import Encoder, Preprocessing
 from tessera.encoders.images import Images

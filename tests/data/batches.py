@@ -14,10 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
-from tessera.data.augment import Blur, Grayscale, Jitter, Solarize
 from tessera.data.batch import Batch, Colors
 from tessera.data.batches import Batches
 from tessera.data.collate import CropBuilder, PackBuilder, Transform, collate
+from tessera.data.colors import Blur, ColorConfig, Grayscale, Jitter, Solarize, color_operations, draw_colors
 from tessera.data.loader import LoaderConfig, Reading, StreamConfig
 from tessera.data.loader import evaluation_batches as _evaluation_batches
 from tessera.data.loader import training_batches as _training_batches
@@ -137,6 +137,17 @@ def from_names(numbers: dict[str, np.ndarray]) -> Colors:
         (Blur((), (0, 0)), numbers["blur"]),
         (Solarize(()), numbers["solarize"]),
     ]
+
+
+STRONG = ColorConfig(brightness=0.8, contrast=0.8, saturation=1.5, hue=0.5, jitter=0.9, grayscale=0.3)
+
+
+def draw(config: ColorConfig, blur: list[float], solarize: list[float], seed: int = 0, **options) -> Colors:
+    return draw_colors(rng(seed), color_operations(config, blur, solarize, **options), len(blur))
+
+
+def drawn(n: int, config: ColorConfig = STRONG, seed: int = 0) -> Colors:
+    return draw(config, [0.6] * n, [0.4] * n, seed, blur_sigma=(0.1, 3))
 
 
 def same_colors(one: Colors, other: Colors) -> bool:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tessera.data.augment import Solarize
 from tessera.data.batch import ViewParameters
 from tessera.data.collate import ViewShape
+from tessera.data.colors import Solarize
 from tessera.data.crops import MixedCrops, MultiCrop, MultiCropConfig, ResizedView
 from tessera.data.loader import LoaderConfig
 from tessera.data.sampler import MixtureSampler, ShuffledSampler, sample_rng

@@ -15,8 +15,8 @@ from accelerate.state import GradientState
 from torch import Tensor, nn
 
 from tessera import encoders
-from tessera.data.augment import ColorConfig, color_operations, draw_colors
 from tessera.data.batch import Batch, View
+from tessera.data.colors import ColorConfig, color_operations, draw_colors
 from tessera.pretrain import loop
 from tessera.pretrain.checkpoints import manifest, resume, save
 from tessera.pretrain.command_line import load

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tessera import encoders
-from tessera.data.augment import normalize
 from tessera.data.batch import Batch
+from tessera.data.pixels import normalize
 from tessera.encoders.base import IMAGENET, Features, Preprocessing
 from tessera.pretrain.methods.distill import Distill, DistillConfig, load_teacher, match_loss, resized_tokens, resolve
 from tessera.pretrain.methods.method import RunSize

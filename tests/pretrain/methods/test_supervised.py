@@ -10,8 +10,9 @@ from timm.data.mixup import mixup_target
 from timm.loss import SoftTargetCrossEntropy
 
 from tessera import encoders
-from tessera.data.augment import to_model_input, to_pixels
+from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
+from tessera.data.pixels import to_pixels
 from tessera.encoders.base import IMAGENET
 from tessera.encoders.randomness import random_keys
 from tessera.pretrain.build import build_method
