@@ -44,7 +44,7 @@ from tessera.data.shards.index import (
     write_table,
 )
 from tessera.data.shards.notes import DAMAGE, Note, describe, named_notes, parse_notes, shown_classes
-from tessera.data.shards.open import ENDINGS, PARQUET, expand, load_folder_index, missing_parts, sets_in, shard_at
+from tessera.data.shards.open import ENDINGS, expand, load_folder_index, missing_parts, sets_in, shard_at
 from tessera.data.shards.remote import PIPE, is_remote, without_query
 from tessera.data.shards.samples import SampleKeys
 from tessera.data.shards.source import Shard, shared_class_names
@@ -231,7 +231,7 @@ def check(settings: CheckShards) -> dict[str, Any]:
 def _sets(pattern: str) -> list[str]:
     """Return the shards of all sets in a local folder, although a run takes one. Return other patterns unchanged."""
     names, sets = sets_in(pattern) if os.path.isdir(pattern) else ([], [])
-    if len(sets) < 2 or len({name.endswith(PARQUET) for name in names}) == 2:
+    if len(sets) < 2 or len({name.endswith(ENDINGS) for name in names}) == 2:
         return [pattern]
     say("sets", f"{', '.join(map(printable, sets))}; a run takes one of them as SHARDS")
     return [os.path.join(pattern, name) for name in names]

@@ -22,8 +22,7 @@ from tessera.data.failures import DroppedError, ResourceError
 from tessera.data.maps import MapKind, checked_map, cut_map, map_member
 from tessera.data.sampler import MixtureSampler, sample_rng
 from tessera.data.shards import ShardError, Source, UnreadableError
-from tessera.data.shards.folder import ImageFolder
-from tessera.data.shards.map_style import MapStyle
+from tessera.data.shards.source import Shard
 from tessera.data.user_code import Augment
 
 MOST_SKIPPED = 100
@@ -105,11 +104,7 @@ def cure_of(reasons: Sequence[str], source: Source, channels: int, flag: str = "
     """
     if cure := cure_of_bands(reasons, channels, flag):
         return cure
-    if any(isinstance(shard, ImageFolder) for shard in source.shards):
-        return "Replace these files, or remove them from the folder."
-    if any(isinstance(shard, MapStyle) for shard in source.shards):
-        return "Correct the images that the data set returns."
-    return "Make the shards of these images again, without the damaged files."
+    return next((shard.cure for shard in source.shards if shard.cure != Shard.cure), Shard.cure)
 
 
 def cure_of_bands(reasons: Sequence[str], channels: int, flag: str = "") -> str:

@@ -7,10 +7,8 @@ import numpy as np
 from accelerate import Accelerator
 from torch import Tensor
 
-from tessera.data.python_objects import kind
 from tessera.data.shards import Access, ShardError, Shards, Source, describe_remote, open_shards
 from tessera.data.shards.folder import ImageFolder
-from tessera.data.shards.map_style import MapStyle, parts_of
 from tessera.data.shards.source import Shard
 from tessera.data.shards.tar_index import IMAGES, Index
 from tessera.evaluation.features import EvaluationError
@@ -199,12 +197,8 @@ def _same_items(train: Source, val: Source) -> Iterator[tuple[str, int]]:
     def items(source: Source) -> dict[int, tuple[str, list[np.ndarray]]]:
         found: dict[int, tuple[str, list[np.ndarray]]] = {}
         for shard in source.shards:
-            for part, numbers in parts_of(shard.dataset) if isinstance(shard, MapStyle) else ():
-                numbers = np.arange(len(part)) if numbers is None else numbers
-                if isinstance(part, list):  # parts of a list, such as pairs[:100], are other lists of the same objects
-                    numbers = np.array([id(part[number]) for number in numbers.tolist()])
-                key = 0 if isinstance(part, list) else id(part)
-                found.setdefault(key, (kind(part), []))[1].append(numbers)
+            for key, kind, numbers in shard.items():
+                found.setdefault(key, (kind, []))[1].append(numbers)
         return found
 
     known = items(val)

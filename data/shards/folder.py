@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -36,6 +36,8 @@ class ImageFolder(Shard):
     """Names of the classes; None if the images have no classes, or the manifest numbers them."""
     class_counts: tuple[tuple[str, int], ...] = ()
     """Name and number of images of each class; empty if the classes have no names."""
+
+    cure: ClassVar[str] = "Replace these files, or remove them from the folder."
 
     @classmethod
     def at(cls, path: str, access: Access = DEFAULT) -> "ImageFolder":

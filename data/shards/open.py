@@ -1,6 +1,6 @@
 """Open sources: expand the patterns that a user gives, check that the shards can be read, and count their samples.
 
-Only this module chooses the subclass of `Shard` for a path or URL.
+`shard_at` chooses the subclass of `Shard` for an address.
 """
 
 import glob
@@ -28,7 +28,7 @@ from tessera.data.failures import (
     unreadable,
     warn_once,
 )
-from tessera.data.python_objects import is_name, naming
+from tessera.data.python_objects import naming
 from tessera.data.sampler import Weight
 from tessera.data.shards import index, remote
 from tessera.data.shards.access import DEFAULT, Access, SourceConfig
@@ -36,6 +36,7 @@ from tessera.data.shards.folder import ImageFolder, holds_images
 from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, ShardEntry, parse_folder
 from tessera.data.shards.manifest import MANIFESTS
 from tessera.data.shards.notes import OTHER_IMAGES, PARTS, Note, describe, named_notes, shown_classes, valid_notes
+from tessera.data.shards.registry import OBJECTS, SOURCES, endings, scheme_of, source_of
 from tessera.data.shards.source import Shard, Source
 from tessera.data.shards.tar_index import IMAGES
 from tessera.data.shards.tar_shard import GZIPPED, LocalTar, PackedTar, RemoteTar, Tar, folder_of
@@ -45,8 +46,6 @@ from tessera.runtime.user_error import CONTROL, printable
 
 ENDINGS = (".tar", ".tar.gz", ".tgz")
 """File name endings of tars."""
-PARQUET = ".parquet"
-"""File name ending of Parquet files."""
 MOST_BRACES = 16  # maximum number of opening braces in a pattern, because each brace adds to the expansion time
 THREADS = 16
 _PART = re.compile(r"(.*-)([0-9]{1,9})-of-([0-9]{1,9})(\..*)")
@@ -63,7 +62,7 @@ Shards = Pattern | MapStyleData | Sequence[Pattern | MapStyleData] | Source
 A pattern is a path, a glob, a brace range such as `train-{000000..000099}.tar`, a local folder of shards or of images,
 the `index.json` of a folder, or `pipe:COMMAND`. Paths, globs, brace ranges and `index.json` files may be URLs that
 fsspec can open, such as `https://`, `s3://` or `gs://`. File names of shards must end in `.tar`, `.tar.gz`,
-`.tgz` or, for local files, `.parquet`."""
+`.tgz` or, for local files, in an ending of the registry such as `.parquet` (`data.shards.registry`)."""
 
 
 class Sources(NamedTuple):
@@ -169,9 +168,7 @@ def with_names(shards: Any, name: Callable[[Any], str]) -> Any:
         return name(shards)  # images with their labels
     if isinstance(shards, list | tuple):
         return [with_names(one, name) for one in shards]
-    from tessera.data.shards.map_style import check_map_style  # imported here, because the module imports torch
-
-    check_map_style(shards)
+    SOURCES[OBJECTS].check_object(shards)
     return name(shards)
 
 
@@ -267,7 +264,8 @@ def describe_remote(shards: Sequence[WeightedShards], source: Access) -> Access:
 def _remote_patterns(shards: WeightedShards) -> list[str]:
     """Return the patterns that are URLs."""
     if isinstance(shards, str):
-        return [shards] if remote.is_remote(shards) and not shards.startswith(remote.PIPE) else []
+        is_url = remote.is_remote(shards) and not shards.startswith(remote.PIPE) and scheme_of(shards) is None
+        return [shards] if is_url else []
     if isinstance(shards, Mapping | list | tuple) and not isinstance(shards, Sources):
         return [pattern for one in shards for pattern in _remote_patterns(one)]
     return []
@@ -285,27 +283,25 @@ def _description(url: str, source: Access) -> tuple[int, str] | ShardError:
 def shard_at(path: str, access: Access = DEFAULT) -> Shard:
     """Return the shard at a path, a URL or `pipe:COMMAND`.
 
-    To support another kind of storage, return an instance of another subclass of `Shard` here.
+    Other kinds of storage come in by the registry `data.shards.registry.SOURCES`.
 
     Raises:
         ShardError: the file does not exist, is empty, or has a name that does not end in `.tar`, `.tar.gz`,
-            `.tgz` or `.parquet`; the server does not respond; or a folder of images cannot be used.
+            `.tgz` or an ending of the registry; the server does not respond; or a folder of images cannot be used.
     """
-    local = not is_name(path) and not remote.is_remote(path)
-    if local and (os.path.isdir(path) or (path.lower().endswith(MANIFESTS) and os.path.exists(path))):
+    source = source_of(path)
+    if (
+        source is None
+        and not remote.is_remote(path)
+        and (os.path.isdir(path) or (path.lower().endswith(MANIFESTS) and os.path.exists(path)))
+    ):
         return ImageFolder.at(path, access)
     if access.keys.labels is not None:
         raise ShardError(f"--labels is for folders of images, but {path} is none. It stores its own labels.")
-    if is_name(path):
-        from tessera.data.shards.map_style import MapStyle  # imported here, because the module imports torch
-
-        return MapStyle.at(path, access)
+    if source is not None:
+        return source.at(path, access)
     if path.startswith(remote.PIPE):
         return RemoteTar(path, 0, "", access)
-    if path.endswith(PARQUET) and os.path.exists(path):
-        from tessera.data.shards.parquet import ParquetFile  # imported here, because pyarrow is optional
-
-        return ParquetFile.at(path, access)
     if not remote.without_query(path).endswith(ENDINGS):
         if not remote.is_remote(path) and not os.path.exists(path):
             where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
@@ -316,13 +312,14 @@ def shard_at(path: str, access: Access = DEFAULT) -> Shard:
                 f"{path} is no tar, and remote folders are not listed. Give the tars, such as {folder}/*.tar on S3 or "
                 f"Google Storage, {folder}/train-{{000..099}}.tar, or {folder}/{FOLDER_INDEX}."
             )
+        known = (*ENDINGS, *endings())
         if path.lower().endswith(tuple(f".{extension}" for extension in (*IMAGES, *OTHER_IMAGES))):
             raise ShardError(
                 f"{path} is an image. Give its folder, or a CSV with a column `path` that lists the images."
             )
         raise ShardError(
-            f"{path}: the file name must end in .tar, .tar.gz, .tgz or .parquet. Rename the file, or remove "
-            "it from the list."
+            f"{path}: the file name must end in {', '.join(known[:-1])} or {known[-1]}. Rename the file, or remove it "
+            "from the list."
         )
     if remote.is_remote(path):
         found = access.described.get(path) or remote.describe(path, access.settings)
@@ -474,7 +471,7 @@ def _refuse_controls(path: str) -> None:
 
 def _matches(pattern: str, indices: "_FolderIndices") -> list[str]:
     """Return the paths and URLs of the shards that one pattern matches."""
-    if is_name(pattern):
+    if scheme_of(pattern) is not None:
         return [pattern]
     pattern = pattern.removeprefix("file://").removeprefix("file:")
     _refuse_controls(pattern)
@@ -538,8 +535,8 @@ def _shards_at(path: str, indices: "_FolderIndices") -> list[str]:
     """Return the shards at a path or URL without wildcards: a shard, a local folder, or an `index.json`."""
     if remote.without_query(path).endswith(FOLDER_INDEX):
         return indices.read(path)
-    if path.endswith(PARQUET) and remote.is_remote(path):
-        raise ShardError(f"{path}: Parquet files are read from a local disk only. Download the file.")
+    if path.endswith(endings()) and remote.is_remote(path):
+        raise ShardError(f"{path}: {_kinds([path])} files are read from a local disk only. Download the file.")
     if remote.is_remote(path) and not path.startswith(remote.PIPE):
         remote.split_url(path)
     return _shards_in(path) if not remote.is_remote(path) and os.path.isdir(path) else [path]
@@ -551,10 +548,10 @@ def sets_in(folder: str) -> tuple[list[str], list[str]]:
     Raises:
         OSError: the folder cannot be read.
     """
-    listed = (name for name in os.listdir(folder) if name.endswith((*ENDINGS, PARQUET)))
+    listed = (name for name in os.listdir(folder) if name.endswith((*ENDINGS, *endings())))
     names = sorted(name for name in listed if not name.startswith("."))
     sets = {re.sub(r"[0-9]+", "*", name) for name in names}
-    return names, sorted(sets, key=lambda name: (name.endswith(PARQUET), name))
+    return names, sorted(sets, key=lambda name: (not name.endswith(ENDINGS), name))
 
 
 def _shards_in(folder: str) -> list[str]:
@@ -572,26 +569,32 @@ def _shards_in(folder: str) -> list[str]:
         raise unreadable(folder, error, "Correct the path or its permissions.") from error
     if len(patterns) > 1:
         listed = ", ".join(patterns[:MOST_LISTED]) + (", ..." if len(patterns) > MOST_LISTED else "")
-        of_tars = {name.partition(".")[0] for name in names if not name.endswith(PARQUET)}
-        of_parquet = {name.removesuffix(PARQUET) for name in names if name.endswith(PARQUET)}
+        of_tars = {name.partition(".")[0] for name in names if name.endswith(ENDINGS)}
+        others = [name for name in names if not name.endswith(ENDINGS)]
         metadata = ""
-        if of_parquet and of_parquet <= of_tars:
-            metadata = " The Parquet files describe the tars, as those of img2dataset do."
+        if others and {os.path.splitext(name)[0] for name in others} <= of_tars:
+            metadata = f" The {_kinds(others)} files describe the tars, as those of img2dataset do."
         raise ShardError(
             f"{folder} holds shards of several sets: {listed}.{metadata} Give one set, for example "
             f"'{os.path.join(folder, patterns[0])}', or all shards with '{os.path.join(folder, '*.tar')}'."
         )
     if not names:
         within = os.path.join(glob.escape(folder), "*", "*")
-        below = {os.path.dirname(path) for end in (".tar*", ".tgz", PARQUET) for path in glob.glob(within + end)}
+        below = {os.path.dirname(path) for end in (".tar*", ".tgz", *endings()) for path in glob.glob(within + end)}
         if below:
             listed = ", ".join(sorted(below)[:MOST_LISTED])
             raise ShardError(f"{folder} holds no shards, but its subfolders may: {listed}. Give one of these.")
         if holds_images(folder):
             return [os.path.join(folder, "")]
         cure = "Convert its images to PNG." if holds_images(folder, OTHER_IMAGES) else "Correct the path."
-        raise ShardError(f"{folder} holds no shards (.tar, .tar.gz, .tgz, .parquet) and no images. {cure}")
+        known = ", ".join((*ENDINGS, *endings()))
+        raise ShardError(f"{folder} holds no shards ({known}) and no images. {cure}")
     return [os.path.join(folder, name) for name in names]
+
+
+def _kinds(names: Sequence[str]) -> str:
+    """Return the formats of files by their endings, such as Parquet."""
+    return " and ".join(sorted({os.path.splitext(name)[1][1:].capitalize() for name in names}))
 
 
 def _local(name: str) -> str:
@@ -642,7 +645,13 @@ class _FolderIndices:
         no_tar = os.path.isdir(shard) or (
             remote.is_remote(shard) and not remote.without_query(shard).endswith(ENDINGS)  # `shard_at` refuses it
         )
-        if is_name(shard) or no_tar or folder == remote.PIPE or shard in self.entries or path in self._visited:
+        if (
+            scheme_of(shard) is not None
+            or no_tar
+            or folder == remote.PIPE
+            or shard in self.entries
+            or path in self._visited
+        ):
             return
         try:
             found = self._content(path)

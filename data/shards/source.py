@@ -1,7 +1,7 @@
 """Sources of samples, and the shards that they consist of.
 
-A `Shard` is a tar, a folder of images or a map-style data set. To read another kind of storage, derive a class from
-`Shard`, and choose it in `open.shard_at`. A `Source` is a list of shards whose samples are numbered consecutively. A
+A `Shard` is a tar, a folder of images, or another kind of storage that comes in by a registry (`shards.registry`). A
+`Source` is a list of shards whose samples are numbered consecutively. A
 `Source` reads names, images, labels and maps, and handles shards that cannot be read.
 """
 
@@ -102,6 +102,26 @@ class Shard(ABC):
         f"(`tessera make_shards --classes {CLASSES}`)"
     )
     """Advice for two sets that number their classes differently."""
+    cure: ClassVar[str] = "Make the shards of these images again, without the damaged files."
+    """Advice for images that cannot be read."""
+
+    @classmethod
+    def at(cls, address: str, access: Access = DEFAULT) -> "Shard":
+        """Return the shard at an address. The registry of sources needs this function (`shards.registry`).
+
+        Raises:
+            ShardError: the shard cannot be used.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def check_object(cls, thing: object) -> None:
+        """Check that an object is a data set that this class reads. Nothing is read.
+
+        Raises:
+            ShardError: the object is no such data set. The message says what to give.
+        """
+        raise NotImplementedError
 
     @property
     @abstractmethod
@@ -189,6 +209,13 @@ class Shard(ABC):
         except (OSError, ValueError):
             return found
         return [*found, (status.st_dev, status.st_ino)]
+
+    def items(self) -> Iterable[tuple[int, str, np.ndarray]]:
+        """Yield the data sets in Python from which the samples come: identity, kind, and numbers (N,) of their items.
+
+        Two shards share a sample if they share a number of the same identity.
+        """
+        return ()
 
     def probe(self) -> bytes:
         """Return some bytes of the stored data, from which `Source.samples_hash` is computed; empty for remote data."""

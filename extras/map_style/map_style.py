@@ -45,6 +45,7 @@ class MapStyle(Shard):
 
     runs_code: ClassVar[bool] = True
     class_remedy: ClassVar[str] = "Give the classes the same numbers in both (ImageFolder: target_transform)"
+    cure: ClassVar[str] = "Correct the images that the data set returns."
 
     @classmethod
     def at(cls, path: str, access: Access = DEFAULT) -> "MapStyle":
@@ -90,8 +91,19 @@ class MapStyle(Shard):
     def names_classes(self) -> str:
         return self.path
 
+    @classmethod
+    def check_object(cls, thing: object) -> None:
+        check_map_style(thing)
+
     def identities(self) -> list[Any]:
         return [id(self.dataset)]
+
+    def items(self) -> Iterator[tuple[int, str, np.ndarray]]:
+        for part, numbers in parts_of(self.dataset):
+            numbers = np.arange(len(part)) if numbers is None else numbers
+            if isinstance(part, list):  # parts of a list, such as pairs[:100], are other lists of the same objects
+                numbers = np.array([id(part[number]) for number in numbers.tolist()])
+            yield 0 if isinstance(part, list) else id(part), kind(part), numbers
 
     def class_names(self) -> tuple[str, ...] | None:
         """Return the class names of Hugging Face's `features`, of torchvision's `classes` or of labels that are texts;

@@ -243,12 +243,12 @@ def test_images_that_expand(tmp_path, monkeypatch):
     path = write(tmp_path / "data" / "0.parquet", [image] * 40, [0] * 40, compression="zstd", **options)
     assert os.path.getsize(path) < 10_000
     with monkeypatch.context() as patch:
-        patch.setattr("tessera.data.shards.parquet.USUAL_GROUP", 200_000)
+        patch.setattr("tessera.extras.parquet.parquet_file.USUAL_GROUP", 200_000)
         opened = open_shards(path)  # the metadata count the value once
         with pytest.raises(ShardError, match=r"0.parquet has a row group with more than 2\d\d,\d\d\d bytes of images"):
             opened.image(0)
     assert open_shards(path).image(39) == image
-    monkeypatch.setattr("tessera.data.shards.parquet.USUAL_GROUP", 200_000)
+    monkeypatch.setattr("tessera.extras.parquet.parquet_file.USUAL_GROUP", 200_000)
     path = write(tmp_path / "data" / "1.parquet", [bytes(300_000)], [0], compression="zstd", use_dictionary=False)
     with pytest.raises(ShardError, match=r"has a row group with 300,.* bytes of images, but at most 200,000"):
         open_shards(path)
@@ -259,7 +259,7 @@ def test_hostile_files(tmp_path, monkeypatch):
     with pytest.raises(ShardError, match=r"x.parquet is not a regular file"):
         open_shards(str(tmp_path / "x.parquet"))
     path = write(tmp_path / "data" / "0.parquet", [picture(0)], [0], metadata=named(["x" * 1000]))
-    monkeypatch.setattr("tessera.data.shards.parquet.LARGEST_CLASSES", 1000)
+    monkeypatch.setattr("tessera.extras.parquet.parquet_file.LARGEST_CLASSES", 1000)
     with pytest.raises(ShardError, match=r"0.parquet has class names of more than"):
         open_shards(path)
 
@@ -269,3 +269,15 @@ def test_missing_parts_are_said(files, tmp_path, caplog):
         os.rename(path, path.replace("00002", "00010"))
     assert open_shards(str(tmp_path / "data")).images == sum(COUNTS)
     assert f"{tmp_path}/data: 8 parts of the data set are missing, by the file names train-*-of-00010" in caplog.text
+
+
+def test_urls_and_metadata_beside_tars_are_refused(tmp_path):
+    with pytest.raises(ShardError, match=r"/x\.parquet: Parquet files are read from a local disk only"):
+        expand("https://nowhere/x.parquet")
+    for name in ("0.parquet", "0.tar", "1.parquet", "1.tar"):
+        (tmp_path / name).touch()
+    with pytest.raises(ShardError, match=r"sets: \*.tar, \*.parquet. The Parquet files describe .*/\*.tar'"):
+        expand(str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ShardError, match=r"holds no shards \(.tar, .tar.gz, .tgz, .parquet\) and no images"):
+        expand(str(tmp_path / "empty"))
