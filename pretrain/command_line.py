@@ -7,16 +7,18 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from braceexpand import braceexpand
 
 from tessera import encoders
 from tessera.pretrain.config import RunConfig, settings_model
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.origins import layered
 from tessera.runtime.settings import (
+    Layer,
+    Layers,
     SettingsError,
     flags,
     flattened,
@@ -26,7 +28,6 @@ from tessera.runtime.settings import (
     section_type,
     settings_of,
     suggestion,
-    validate,
 )
 from tessera.runtime.user_error import printable
 
@@ -138,8 +139,8 @@ def _complete(
     """Return validated settings.
 
     Each layer overrides the earlier ones: the defaults, the preset of the embedded digits if the run has no other data,
-    the config.yaml of the run to resume, the settings file, and `given(model, method)`, where `model` is the settings
-    class.
+    the description of the encoder that `init_from` names, the config.yaml of the run to resume, the settings file, and
+    `given(model, method)`, where `model` is the settings class.
 
     Args:
         early: the given settings that determine the settings class and its defaults: method, config, output, init_from,
@@ -147,82 +148,96 @@ def _complete(
         given: function that returns all given settings.
         origin: name of these settings in the plan of a run.
     """
-    config, output = early.get("config"), early.get("output")
-    shards, encoder = (
-        (early.get(section) or {}).get(name) for section, name in (("data", "shards"), ("encoder", "variant"))
-    )
-    own = Path(output) / "config.yaml" if output and early.get("resume") else None
-    # `merge` expands short forms such as `data: SHARDS`
-    run = merge(RunConfig, read_yaml(own)) if own and own.exists() else {}
-    run = from_folder(run, own.with_name("machine.jsonl")) if own else run
-    named_file = merge(RunConfig, read_yaml(settings_file(config))) if config else {}
+    early_layer, config = Layer(origin, early), early.get("config")
+    encoder, shards = early_layer.get("encoder.variant"), early_layer.get("data.shards")
     if pretrained := str(encoder).endswith(PRETRAINED):
         encoder = _pretrained(str(encoder), early.get("init_from"))
-    for saved in (run, named_file):
-        if is_saved(saved) and isinstance(saved["optim"], Mapping):
-            saved["optim"] = {"encoder_lr_factor": 1.0} | dict(saved["optim"])  # older versions did not store it
-    file = merge(RunConfig, *one_length([run, named_file]))
-    method = early.get("method") or file.get("method", "dino")
+    run, file = _run_layer(early), _file_layer(config)
+    files = Layers(RunConfig, run, file)
+    method = _chosen_method(early.get("method") or files.get("method", "dino"))
+    if config and not shards and files.layer_of("data.shards") is None:  # `shards: null` means the embedded digits
+        raise SettingsError(f"{config} names no data. Give --data SHARDS.")
+    preset = _digits_layer(method, used=not (shards or files.get("data.shards")))
+    source = encoder if pretrained else early.get("init_from") or files.get("init_from")
+    # `validate` refuses other types
+    start = started_encoder(source) if isinstance(source, str) and not run.values else {}
+    described = {"data": start.pop("data"), "encoder": {"variant": start["variant"]}} if start else {}
+    weights = Layer(f"weights {source}", described)
+    saved = files.get("encoder.variant")
+    variant = encoder or saved or start.get("variant") or preset.get("encoder.variant") or "vit_small"
+    if (trained := run.get("encoder.variant")) and variant != trained:
+        raise SettingsError(
+            f"The run in {early['output']} trains {trained}, not {variant}. Remove the other encoder, or choose "
+            "another output."
+        )
+    model = settings_model(variant, start if start.pop("variant", None) == variant else None)
+    if variant != preset.get("encoder.variant"):  # the preset's encoder settings apply only to the preset's variant
+        preset = replace(preset, values={name: value for name, value in preset.values.items() if name != "encoder"})
+    if variant != saved and config and settings_file(config).parent == PRESETS:
+        file = replace(file, values=_without_others(file.values, model, variant, config))
+    own = given(model, method)
+    if pretrained:
+        own = {**own, "init_from": encoder, "encoder": {**own["encoder"], "variant": encoder}}
+    if not is_saved(file.values):
+        check_method(file.values, method, f"{config}: ")
+    check_method(own, method)
+    layers = Layers(model, preset, weights, run, file, Layer(origin, own, own=True))
+    refuse_code(layers)
+    return without_commands(layers)
+
+
+def _run_layer(early: Mapping[str, Any]) -> Layer:
+    """Return the settings in the config.yaml of the run to resume. They are empty if there is none."""
+    output = early.get("output")
+    file = Path(output) / "config.yaml" if output and early.get("resume") else None
+    values = from_folder(_read(file), file.with_name("machine.jsonl")) if file and file.exists() else {}
+    return Layer(f"the run {output}", values)
+
+
+def _file_layer(config: Any) -> Layer:
+    """Return the settings in the file that `--config` names."""
+    if not config:
+        return Layer("", {})
+    path = settings_file(config)
+    return Layer(f"preset {path.stem}" if path.parent == PRESETS else f"file {config}", _read(path))
+
+
+def _digits_layer(method: str, *, used: bool) -> Layer:
+    """Return the preset of the embedded digits. It is empty if the method has none, or the run does not use it."""
+    file = PRESETS / f"digits_{method}.yaml"
+    return Layer(f"preset {file.stem}", _read(file) if used and file.exists() else {})
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the settings in a file, without short forms."""
+    values = merge(RunConfig, read_yaml(file))
+    if is_saved(values) and isinstance(values["optim"], Mapping):
+        values["optim"] = {"encoder_lr_factor": 1.0} | dict(values["optim"])  # older versions did not store it
+    return values
+
+
+def _chosen_method(method: Any) -> str:
+    """Return the name of the method, which is imported, so that `settings_model` has a section for it.
+
+    Raises:
+        SettingsError: there is no such method.
+    """
     if not isinstance(method, str) or method not in METHODS:
         shown, known = printable(str(method)[:200]), METHODS.names()
         raise SettingsError(
             f"unknown method '{shown}'{suggestion(shown, known)} (known: {', '.join(known)}). {METHODS.elsewhere}"
         )
-    _ = METHODS[method]  # import a method of another package, so that `settings_model` has a section for it
-    file_data = file.get("data") or {}
-    if config and not shards and "shards" not in file_data:  # `shards: null` means the embedded digits
-        raise SettingsError(f"{config} names no data. Give --data SHARDS.")
-    digits = PRESETS / f"digits_{method}.yaml"
-    use_preset = not (shards or file_data.get("shards")) and digits.exists()
-    preset = merge(RunConfig, read_yaml(digits)) if use_preset else {}
-    saved = (file.get("encoder") or {}).get("variant")
-    preset_variant = preset.get("encoder", {}).get("variant")
-    source = encoder if pretrained else early.get("init_from") or file.get("init_from")
-    start = started_encoder(source) if isinstance(source, str) and not run else {}  # `validate` refuses other types
-    variant = encoder or saved or start.get("variant") or preset_variant or "vit_small"
-    trained = (run.get("encoder") or {}).get("variant")
-    if trained and variant != trained:
-        raise SettingsError(
-            f"The run in {output} trains {trained}, not {variant}. Remove the other encoder, or choose another output."
-        )
-    if variant != preset_variant:  # the preset's encoder settings apply only to the preset's variant
-        preset.pop("encoder", None)
-    data = {"data": start.pop("data")} if start else {}
-    model = settings_model(variant, start if start.pop("variant", None) == variant else None)
-    if variant != saved and config and settings_file(config).parent == PRESETS and "encoder" in named_file:
-        of_family = settings_of(model)  # the preset has settings of its own encoder
-        others = [name for name in named_file["encoder"] if f"encoder.{name}" not in of_family]
-        if others and os.environ.get("RANK", "0") == "0":
-            log.warning("%s has no settings %s. Those of %s are left out.", variant, ", ".join(others), config)
-        named_file["encoder"] = {n: v for n, v in named_file["encoder"].items() if n not in others}
-    chosen = {"encoder": {"variant": variant}}
-    own_values = given(model, method)
-    if pretrained:
-        own_values = {**own_values, "init_from": encoder, "encoder": {**own_values["encoder"], "variant": encoder}}
-    if not is_saved(named_file):
-        check_method(named_file, method, f"{config}: ")
-    check_method(own_values, method)
-    layers = one_length([preset, data, run, named_file, chosen, own_values])
-    refuse_code(file, own_values)
-    weights = f"weights {source}"
-    named = [
-        f"preset {digits.stem}",
-        weights,
-        f"the run {output}",
-        _file_name(config) if config else "",
-        weights,
-        origin,
-    ]
-    # `chosen` repeats the variant of another layer, except that of the weights
-    order = (4, 0, 1, 2, 3, 5)
-    origins = layered([(named[place], layers[place]) for place in order], [*settings_of(model)])
-    return without_commands(validate(model, merge(model, *layers)).with_origins(origins), file, own_values)
+    _ = METHODS[method]
+    return method
 
 
-def _file_name(config: Any) -> str:
-    """Return the name of a settings file in the plan of a run: a preset, or another file."""
-    path = settings_file(config)
-    return f"preset {path.stem}" if path.parent == PRESETS else f"file {config}"
+def _without_others(values: Mapping[str, Any], model: type[RunConfig], variant: str, preset: str) -> dict[str, Any]:
+    """Return the settings of a preset without those of its own encoder that `variant` does not have."""
+    encoder, known = values.get("encoder", {}), settings_of(model)
+    others = [name for name in encoder if f"encoder.{name}" not in known]
+    if others and os.environ.get("RANK", "0") == "0":
+        log.warning("%s has no settings %s. Those of %s are left out.", variant, ", ".join(others), preset)
+    return {**values, "encoder": {name: value for name, value in encoder.items() if name not in others}}
 
 
 def from_folder(file: Mapping[str, Any], machine: Path) -> dict[str, Any]:
@@ -284,45 +299,41 @@ def _pretrained(encoder: str, init_from: Any) -> str:
     return name
 
 
-def refuse_code(file: Mapping[str, Any], own_values: Mapping[str, Any]) -> None:
+def refuse_code(layers: Layers) -> None:
     """Check that the user, and not only a settings file, names the code of the user that the run imports.
 
-    A settings file may come from an untrusted source, so no code that it names is imported. `own_values` are the values
-    of the command line or of Python.
+    A settings file may come from an untrusted source, so no code that it names is imported.
 
     Raises:
-        SettingsError: the settings file names code, and `own_values` do not set the same setting.
+        SettingsError: the value of a setting that names code comes from a settings file.
     """
-    found = [
-        (name, printable(" ".join([given] if isinstance(given, str) else map(str, given))))
-        for name in CODE
-        if (given := (file.get("data") or {}).get(name)) and name not in (own_values.get("data") or {})
-    ]
+    found = {name: given for name in CODE if (given := layers.of_others(f"data.{name}"))}
     if found:
-        names = [name for name, _ in found]
+        shown = {
+            name: printable(given if isinstance(given, str) else " ".join(map(str, given)))
+            for name, given in found.items()
+        }
         raise SettingsError(
             "The settings file names code of yours, which only you may have run: "
-            f"{' and '.join(f'data.{name} {shown}' for name, shown in found)}. Give it "
-            f"again, as {' '.join(f'--data.{name} module:function' for name in names)} or as "
-            f"{', '.join(f'{name}=...' for name in names)} in Python, or give "
-            f"{' '.join(f'--data.{name} none' for name in names)}."
+            f"{' and '.join(f'data.{name} {words}' for name, words in shown.items())}. Give it "
+            f"again, as {' '.join(f'--data.{name} module:function' for name in found)} or as "
+            f"{', '.join(f'{name}=...' for name in found)} in Python, or give "
+            f"{' '.join(f'--data.{name} none' for name in found)}."
         )
 
 
-def without_commands(config: RunConfig, file: Mapping[str, Any], own_values: Mapping[str, Any]) -> RunConfig:
-    """Forbid `pipe:` commands if SHARDS come from a settings file, or for `--dry_run`. Return the new settings.
+def without_commands(layers: Layers) -> RunConfig:
+    """Return the settings. They forbid `pipe:` commands if SHARDS come from a settings file, or for `--dry_run`.
 
-    A settings file may come from an untrusted source, so only `own_values`, which the user gave, can allow commands.
+    A settings file may come from an untrusted source, so only the user can allow commands.
 
     Raises:
-        SettingsError: the settings file sets `source.commands`.
+        SettingsError: a setting is invalid, or a settings file sets `source.commands`.
     """
-    if (file.get("source") or {}).get("commands") is not None:
+    config = cast(RunConfig, layers.validated())
+    if any(layer.get("source.commands") is not None for layer in layers.layers if not layer.own):
         raise SettingsError("A settings file cannot set source.commands. Give the flag --source.commands.")
-    from_file = any(
-        (file.get(section) or {}).get(name) is not None and name not in (own_values.get(section) or {})
-        for section, name in (("data", "shards"), ("evaluation", "train"), ("evaluation", "val"))
-    )
+    from_file = any(layers.of_others(f"{section}.{name}") for section, names in SHARDS.items() for name in names)
     if config.dry_run or (from_file and config.source.commands is None):
         return config.model_copy(update={"source": config.source.model_copy(update={"commands": False})})
     return config
@@ -351,20 +362,6 @@ def check_method(values: Mapping[str, Any], method: str, where: str = "") -> Non
                 f"{where}{name} is a setting of the method {other}, but this run trains with {method}. "
                 f"Remove the setting, or choose --method {other}."
             )
-
-
-def one_length(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the layers of settings without the `steps` and `epochs` that a later layer overrides.
-
-    Both set the length of the run, so `epochs` in one layer also overrides `steps` in an earlier layer.
-    """
-    kept: list[Mapping[str, Any]] = []
-    replaced: set[str] = set()
-    for layer in reversed(layers):
-        kept.insert(0, {name: value for name, value in layer.items() if name not in replaced})
-        if layer.get("steps") is not None or layer.get("epochs") is not None:
-            replaced = {"steps", "epochs"}
-    return kept
 
 
 def started_encoder(init_from: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self, cast
 
 import yaml
-from pydantic import Field, PrivateAttr, create_model, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from tessera import encoders
 from tessera.data.loader import LoaderConfig, StreamConfig
@@ -165,6 +165,7 @@ class RunConfig(Settings, frozen=True):
         *("method", "encoder.variant", "data.shards", "labels", "output", "steps", "epochs", "batch_size"),
         *("precision", "seed", "evaluation.val", "evaluate_every", "config", "resume", "overwrite", "dry_run", "gpu"),
     )
+    alternatives = ("steps", "epochs")
 
     method: str = "dino"
     """training method: a pretraining method, or finetune"""
@@ -232,19 +233,6 @@ class RunConfig(Settings, frozen=True):
     evaluation: EvaluationConfig = EvaluationConfig()
     health: HealthConfig = HealthConfig()
     metrics: MetricsConfig = MetricsConfig()
-
-    _origins: Mapping[str, str] = PrivateAttr(default_factory=dict)
-
-    @property
-    def origins(self) -> Mapping[str, str]:
-        """Origin of each given setting, such as `flags` or `preset cifar10_dino`, by its dotted name."""
-        return self._origins
-
-    def with_origins(self, origins: Mapping[str, str]) -> Self:
-        """Return a copy with the origins of the given settings."""
-        copy = self.model_copy()
-        copy._origins = origins
-        return copy
 
     @model_validator(mode="after")
     def _check_gpu(self) -> Self:

@@ -59,6 +59,7 @@ from tessera.pretrain.resolve import (
     measure_pixels,
     resolve,
     training_shards,
+    with_precision,
 )
 from tessera.pretrain.run_folder import claimed, delete_run, newest_checkpoint
 from tessera.pretrain.training_run import TrainingRun
@@ -117,6 +118,7 @@ def prepare(given: RunConfig, accelerator: Accelerator) -> Prepared:
 def pretrain(config: RunConfig) -> Path:
     """Train an encoder with the given settings, evaluate it during training, and export it. Return the run folder."""
     with watched():
+        config = with_precision(config)
         accelerator, engine_class = make_accelerator(config)
         if not accelerator.is_main_process:
             logging.disable(logging.INFO)
@@ -163,7 +165,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if plan is not None:
         scored = (online if config.evaluation.val else None) or accuracy
         plan = replace(plan, evaluated=scored and (scored.train, scored.val))
-        dry_run(prepared, accelerator, engine, given, config, method, plan)
+        dry_run(prepared, accelerator, engine, config, method, plan)
         return
     assert engine is not None
     recorder, other = None, False
@@ -183,7 +185,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         other = checkpoint is not None and scores_other_images(output, contents, done=done)
         contents = {} if other and done else contents
         record_start(output, position.step, engine, config.precision, contents)
-        announce(given, config, prepared.images, engine)
+        announce(config, prepared.images, engine)
     if broadcast_object(other):
         if position.step < config.steps:
             position.scores = {}  # `train` scores the new images before the first step
@@ -282,7 +284,6 @@ def dry_run(
     prepared: Prepared,
     accelerator: Accelerator,
     engine: Engine | None,
-    given: RunConfig,
     config: RunConfig,
     method: Method,
     plan: Plan,
@@ -291,7 +292,7 @@ def dry_run(
 
     `method` cannot be used afterwards.
     """
-    fits = print_plan(given, config, plan) if accelerator.is_main_process else True
+    fits = print_plan(config, plan) if accelerator.is_main_process else True
     fits = all(gather_objects(fits))
     if plan.step >= config.steps:
         return
@@ -307,7 +308,7 @@ def dry_run(
     if accelerator.is_main_process:
         print_table("forecast", rows)
         if accelerator.device.type == "cpu" and config.gpu is None and seconds > LONG and not plan.step:
-            print(shorter(given, config, prepared.images, seconds))
+            print(shorter(config.given, config, prepared.images, seconds))
 
 
 def first_batches(given: RunConfig) -> tuple[Prepared, Batches, torch.device]:
@@ -318,6 +319,7 @@ def first_batches(given: RunConfig) -> tuple[Prepared, Batches, torch.device]:
     Raises:
         UserError: the shards cannot be read, or the settings do not fit together.
     """
+    given = with_precision(given)
     accelerator, _ = make_accelerator(given)
     prepared = prepare(given, accelerator)
     method = build_method(prepared.config, fresh=False)
@@ -412,9 +414,9 @@ def evaluations(
     return online, None, dense
 
 
-def announce(given: RunConfig, config: RunConfig, images: int, engine: Engine) -> None:
+def announce(config: RunConfig, images: int, engine: Engine) -> None:
     """Log a summary of the run, and the settings whose values were derived because they were not given."""
-    found = differing(given, config, images)
+    found = differing(config)
     derived = [f"{name} {value}" for name, (value, origin) in found.items() if origin.startswith("derived")]
     accelerator = engine.accelerator
     log.info(
@@ -428,7 +430,7 @@ def announce(given: RunConfig, config: RunConfig, images: int, engine: Engine) -
     )  # fmt: skip
     if derived:
         log.info("derived settings (--dry_run says why): %s", ", ".join(derived))
-    if long := many_epochs(given, config, images):
+    if long := many_epochs(config, images):
         log.warning("%s", long)
 
 

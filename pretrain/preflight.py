@@ -200,7 +200,7 @@ def needs(method: Method, precision: str, images: int) -> Needs:
     return Needs(trained, state, activations, state - 4 * trained)
 
 
-def print_plan(given: RunConfig, config: RunConfig, run: Plan) -> bool:
+def print_plan(config: RunConfig, run: Plan) -> bool:
     """Print the settings of the run, and a table of its length, data and memory use.
 
     The settings are those that differ from the defaults. With `--dry_run full`, all settings are printed.
@@ -211,24 +211,22 @@ def print_plan(given: RunConfig, config: RunConfig, run: Plan) -> bool:
     if full:
         print(to_yaml(config))
     print("settings that differ from the defaults, and where they come from:")
-    print("\n".join(described(differing(given, config, run.images), None if full else MOST_LINES)))
+    print("\n".join(described(differing(config), None if full else MOST_LINES)))
     print_table("this run", plan_rows(config, run, full=full))
     fits, sentence = fit(config, run)
     print(sentence)
-    if long := many_epochs(given, config, run.images):
+    if long := many_epochs(config, run.images):
         print(long)
     return fits
 
 
-def many_epochs(given: RunConfig, config: RunConfig, images: int) -> str:
-    """Return a sentence about a run of more epochs than published runs have, or an empty text.
-
-    `given` are the settings before values were derived.
-    """
+def many_epochs(config: RunConfig, images: int) -> str:
+    """Return a sentence about a run of more epochs than published runs have, or an empty text."""
     epochs = config.steps * config.batch_size / images
     if epochs <= MANY_EPOCHS:
         return ""
-    origin = given.origins.get("steps") or given.origins.get("epochs", "Python")
+    given = config.given.origins
+    origin = given.get("steps") or given.get("epochs", "Python")
     return (
         f"{config.steps:,} steps ({origin}) of {config.batch_size} images are {epochs:,.0f} epochs of {images:,} "
         "images. Published runs have 100 to 1,600. Give --epochs, or fewer --steps, unless this is intended."

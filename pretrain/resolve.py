@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,10 +30,18 @@ from tessera.pretrain.methods.method import Method, RunSize
 from tessera.runtime import processes
 from tessera.runtime.collectives import broadcast_object, gather_objects, patient_group
 from tessera.runtime.machine import keep_freed_memory, limit_kernel_caches
-from tessera.runtime.settings import SettingsError, validate
+from tessera.runtime.settings import SettingsError
 
 CONTINUED = 0.1
 """Default of `optim.encoder_lr_factor` if the encoder is pretrained and the heads are new (docs/methods.md)."""
+SIZES = {
+    "images": "the number of images",
+    "batch_size": "the batch size",
+    "steps": "the number of steps",
+    "classes": "the number of classes",
+    "accumulate": "accumulate",
+}
+"""Attributes of `RunSize` from which a method derives settings, in words."""
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -75,20 +84,48 @@ def resolve(
         except ValueError as error:
             raise SettingsError(f"{config.method}: {error}") from error
     defaults = method.encoder_defaults(method_config, config.encoder.variant, size)
-    precision = chosen_precision(config)
+    config = with_precision(config)
     if torch.cuda.is_available() or config.gpu is not None:
-        defaults |= gpu_defaults(config.encoder.variant, precision)
+        defaults |= gpu_defaults(config.encoder.variant, config.precision)
     if config.init_from:
         defaults.pop("layer_scale", None)  # a new layer scale near 0 would undo the pretraining
     encoder = _resolved_encoder(config, defaults, data.channels)
-    given = {name: getattr(config, name) for name in config.model_fields_set}
     own = {"steps": steps, "epochs": None, "batch_size": batch_size, "optim": optim, "data": data, "encoder": encoder}
-    own["precision"] = precision
     own[config.method] = method_config
     own["record_every"] = config.record_every or max(min(steps // 10, 50), 1)
     if method.supervised and config.evaluate_every is None:
         own["evaluate_every"] = size.epoch
-    return validate(type(config), given | own)
+    return config.derive(own, _reasons(config, size), otherwise=f"default of {config.method}")
+
+
+def _reasons(config: RunConfig, size: RunSize) -> dict[str, str]:
+    """Return why the run derives the values of settings that `config` does not give."""
+    reasons = {
+        "batch_size": f"a 64th of {size.images:,} images, as a power of two from 64 to 512",
+        "steps": f"{config.epochs or 100:g} epochs of {size.images:,} images",
+        "record_every": "a tenth of the steps, at most 50",
+        "evaluate_every": "one epoch",
+        "data.mean": "measured on the images",
+        "data.std": "measured on the images",
+        "encoder.channels": "data.channels",
+        "encoder.bf16_residuals": "precision bf16 on a GPU",
+    }
+    own, depends = _of_method(config, size), dict[str, list[str]]()
+    for attribute, words in SIZES.items():
+        try:
+            other = _of_method(config, replace(size, **{attribute: 4 * (getattr(size, attribute) or 1)}))
+        except ValueError:
+            continue  # the method does not support this size
+        for name, value in own.items():
+            if other[name] != value:
+                depends.setdefault(name, []).append(words)
+    return reasons | {name: " and ".join(words) for name, words in depends.items()}
+
+
+def _of_method(config: RunConfig, size: RunSize) -> dict[str, Any]:
+    """Return the settings of the method and of the optimizer for a size of the run, by their dotted names."""
+    method, optim = METHODS[config.method].resolve(config.method_config, config.optim, size)
+    return {f"{config.method}.{name}": value for name, value in method} | {f"optim.{n}": value for n, value in optim}
 
 
 def _has_new_heads(config: RunConfig, method: type[Method]) -> bool:
@@ -128,8 +165,8 @@ def gpu_defaults(variant: str, precision: str) -> dict[str, Any]:
     return encoders.supported(variant, {"bf16_residuals": True}) if precision == "bf16" else {}
 
 
-def chosen_precision(config: RunConfig) -> str:
-    """Return the precision of the forward pass: fp32, bf16 or fp16.
+def with_precision(config: RunConfig) -> RunConfig:
+    """Return the settings with the precision of the forward pass: fp32, bf16 or fp16.
 
     `auto` becomes the launcher's precision if the launcher sets one. Otherwise it becomes bf16 where bf16 is faster,
     and fp32 elsewhere; see `faster_in_bf16`.
@@ -140,18 +177,24 @@ def chosen_precision(config: RunConfig) -> str:
     """
     precision = config.precision
     if precision == "auto":
-        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        if precision == "no" and (config.gpu is not None or faster_in_bf16(config)):
-            precision = "bf16"
+        launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if launcher != "no":
+            precision, reason = launcher, "that of the launcher"
+        elif config.gpu is not None:
+            precision, reason = "bf16", "faster on the named GPU"
+        elif faster_in_bf16(config):
+            precision, reason = "bf16", "faster on this device"
+        else:
+            precision, reason = "fp32", "bf16 is not faster on this device"
+        config = config.derive({"precision": precision}, {"precision": reason})
     if precision == "fp16" and not torch.cuda.is_available() and config.gpu is None:
         raise SettingsError("--precision fp16 needs a CUDA device, but this machine has none. Use bf16 or fp32.")
-    precision = {"no": "fp32"}.get(precision, precision)
     if precision != "bf16" and config.encoder_settings.get("bf16_residuals"):
         raise SettingsError(
             f"encoder.bf16_residuals needs --precision bf16, but the precision of this run is {precision}. "
             "Set --precision bf16, or remove encoder.bf16_residuals."
         )
-    return precision
+    return config
 
 
 def faster_in_bf16(config: RunConfig) -> bool:
@@ -179,7 +222,7 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
     Raises:
         SettingsError: the engine's package is not installed, or the engine does not support the settings.
     """
-    precision = chosen_precision(config)
+    precision = with_precision(config).precision
     # cuDNN's attention makes a plan for each new shape, and masks and `skip_dropped` change shapes at every step.
     # Without it, PyTorch takes flash attention.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -216,7 +259,9 @@ def training_shards(config: RunConfig) -> tuple[WeightedShards, RunConfig]:
     evaluation = config.evaluation.model_copy(
         update={"train": config.evaluation.train or train_shards, "val": config.evaluation.val or val_shards}
     )
-    return train_shards, config.model_copy(update={"evaluation": evaluation})
+    digits = "the embedded digits"
+    reasons = {"evaluation.train": digits, "evaluation.val": digits}
+    return train_shards, config.derive({"evaluation": evaluation}, reasons)
 
 
 def agree(opened: list[Source], buffers: list[int]) -> str:

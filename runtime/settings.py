@@ -14,6 +14,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -24,12 +25,13 @@ from typing import (
     Self,
     TypeVar,
     Union,
+    cast,
     dataclass_transform,
     get_args,
     get_origin,
 )
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -98,13 +100,18 @@ class Section(BaseModel):
                 return value
         return {cls.short_form: value}
 
+    @property
+    def set_values(self) -> dict[str, Any]:
+        """Settings that some layer sets, without those that have the default of the class."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+
     def filled(self, defaults: Mapping[str, Any]) -> Self:
         """Return the settings with `defaults` for settings that were not given or are None.
 
         Raises:
             TypeError: a setting of type `Derived` still has no value.
         """
-        given = {name: value for name in self.model_fields_set if (value := getattr(self, name)) is not None}
+        given = {name: value for name, value in self.set_values.items() if value is not None}
         filled = type(self)(**{**defaults, **given})
         for name, field in type(self).model_fields.items():
             if getattr(filled, name) is None and _is_derived(field):
@@ -118,6 +125,38 @@ class Settings(Section):
 
     first_settings: ClassVar[tuple[str, ...]] = ()
     """Dotted names of the settings that `--help` lists without a topic. If empty, `--help` lists all settings."""
+    alternatives: ClassVar[tuple[str, ...]] = ()
+    """Settings of which only one is given. A layer that sets one of them hides all of them in earlier layers."""
+
+    _origins: Mapping[str, str] = PrivateAttr(default_factory=dict)
+    _given: "Settings | None" = PrivateAttr(default=None)
+
+    @property
+    def origins(self) -> Mapping[str, str]:
+        """Origin of each setting that has not its default, such as `flags` or `derived: 2 epochs of 1,000 images`."""
+        return self._origins
+
+    @property
+    def given(self) -> Self:
+        """The settings before `derive`."""
+        return self if self._given is None else cast(Self, self._given)
+
+    def derive(self, values: Mapping[str, Any], reasons: Mapping[str, str], otherwise: str = "") -> Self:
+        """Return the settings with derived values.
+
+        Args:
+            values: derived sections and settings of no section.
+            reasons: from what a value is derived, by the dotted name of the setting. `--dry_run` shows it.
+            otherwise: reason for all other settings.
+
+        Raises:
+            SettingsError: a derived value is invalid.
+        """
+        found = validate(type(self), self.set_values | values)
+        changed = {name for name in settings_of(type(self)) if value_of(found, name) != value_of(self, name)}
+        found._origins = {**self._origins, **{name: f"derived: {reasons.get(name, otherwise)}" for name in changed}}
+        found._given = self.given
+        return found
 
 
 class _PositionalMarker:
@@ -144,6 +183,14 @@ def settings_of(model: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
         section = section_type(field)
         found |= settings_of(section, f"{prefix}{name}.") if section else {prefix + name: field}
     return found
+
+
+def value_of(settings: BaseModel, name: str) -> Any:
+    """Return the value of the setting with a dotted name."""
+    value: Any = settings
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def names_of(model: type[Section]) -> list[str]:
@@ -209,6 +256,66 @@ def merge(model: type[Section], *layers: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_derived(field: FieldInfo | None) -> bool:
     return field is not None and any(isinstance(mark, _DerivedMarker) for mark in field.metadata)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Settings of one origin: a preset, a checkpoint, a file or the user."""
+
+    origin: str
+    """Name of the origin in the plan of a run, such as `flags` or `preset cifar10_dino`."""
+    values: Mapping[str, Any]
+    """Nested settings, without short forms."""
+    own: bool = False
+    """True if the user gives the settings for this start, as flags or in Python. All other layers may come from
+    somebody else, so they must not name code or commands."""
+
+    def has(self, name: str) -> bool:
+        """Return True if the layer has a setting, given by its dotted name."""
+        section, _, last = name.rpartition(".")
+        values = self.values.get(section) if section else self.values
+        return isinstance(values, Mapping) and last in values
+
+    def get(self, name: str) -> Any:
+        """Return the value of a setting, or None if the layer does not have the setting."""
+        section, _, last = name.rpartition(".")
+        return (self.values[section] if section else self.values)[last] if self.has(name) else None
+
+
+class Layers:
+    """Ordered layers of settings, of which later ones override earlier ones. They know where a setting comes from."""
+
+    def __init__(self, model: type[Settings], *layers: Layer) -> None:
+        self.model, self.fields, self.layers = model, settings_of(model), list[Layer]()
+        hidden: tuple[str, ...] = ()
+        for layer in reversed(layers):
+            values = {name: value for name, value in layer.values.items() if name not in hidden}
+            self.layers.insert(0, replace(layer, values=values))
+            if any(layer.values.get(name) is not None for name in model.alternatives):
+                hidden = model.alternatives
+
+    def layer_of(self, name: str) -> Layer | None:
+        """Return the layer whose value of a setting holds, or None if no layer has the setting."""
+        having = [layer for layer in self.layers if layer.has(name)]
+        if _is_derived(self.fields.get(name)):  # None means that the setting is not given
+            having = [layer for layer in having if layer.get(name) is not None] or having
+        return having[-1] if having else None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a setting, or `default` if no layer has the setting."""
+        layer = self.layer_of(name)
+        return default if layer is None else layer.get(name)
+
+    def of_others(self, name: str) -> Any:
+        """Return the value of a setting if it is not the user who gives it for this start, or else None."""
+        layer = self.layer_of(name)
+        return None if layer is None or layer.own else layer.get(name)
+
+    def validated(self) -> Settings:
+        """Return typed settings with their origins. Raise the errors of `validate`."""
+        found = validate(self.model, merge(self.model, *(layer.values for layer in self.layers)))
+        found._origins = {name: layer.origin for name in self.fields if (layer := self.layer_of(name))}
+        return found
 
 
 def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -77,7 +77,8 @@ def continued(
     stream = config.stream.model_copy(update={"growth": tuple(past) or None})
     if added:
         growth = _with_added(growth, added, config.model_copy(update={"stream": stream}), sources, old, checkpoint.step)
-    updated = config.model_copy(update={"stream": stream.model_copy(update={"growth": tuple(growth) or None})})
+    own = stream.model_copy(update={"growth": tuple(growth) or None})
+    updated = config.derive({"stream": own}, {"stream.growth": "shards were added"})
     return updated, {"shards": saved.get("shards"), "stream": stream.model_dump(mode="json")}
 
 

@@ -11,7 +11,7 @@ from tessera.pretrain.resolve import resolve
 
 
 def found(given: RunConfig, images: int = 1000) -> dict[str, tuple[object, str]]:
-    return differing(given, resolve(given, images), images)
+    return differing(resolve(given, images))
 
 
 def test_each_layer_names_the_settings_that_it_sets(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     scored = (replace(opened.lists[0], classes=("cat", "dog")), opened.lists[0].first(1))
     plan = Plan(opened, 50, 2, 3, 9_000_000, need, "an H100 of 80 GB", 80 * 10**9, evaluated=scored)
     full = config.model_copy(update={"dry_run": "full"})
-    print_plan(config, full, plan)
+    print_plan(full, plan)
     said = re.sub(r"[ │┃]+", " ", capsys.readouterr().out)
     trained = sum(p.numel() for p in method.student.parameters() if p.requires_grad)
     for part in (
@@ -170,7 +170,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     ):
         assert part in said, part
     long = {"steps": 12_800, "checkpoint_every": 1000, "checkpoint": CheckpointConfig(keep=2, keep_every=3000)}
-    print_plan(config.with_origins({"steps": "preset x"}), config.model_copy(update=long), plan)
+    print_plan(config.model_copy(update=long), plan)
     said = re.sub(r" +", " ", capsys.readouterr().out)
     size = need.checkpoint  # kept: 3000, 6000, 9000, and the newest, 12000 and 12800
     assert (
@@ -178,11 +178,9 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         in said
     )
     assert f"the end, {decimal(5 * size)}" in said
-    assert (
-        "12,800 steps (preset x) of 8 images are 2,048 epochs of 50 images. Published runs have 100 to 1,600." in said
-    )
+    assert "12,800 steps (flags) of 8 images are 2,048 epochs of 50 images. Published runs have 100 to 1,600." in said
     monkeypatch.setattr(preflight, "is_on_network", lambda folder: folder == tmp_path / "cache")
-    print_plan(config, config, plan)
+    print_plan(config, plan)
     said = re.sub(r"[ │┃\n]+", " ", capsys.readouterr().out)
     assert "It is on a network disk: set TESSERA_CACHE to a local folder" in said
     shards = [str(tmp_path / "a.tar"), str(tmp_path / "b.tar")]
@@ -192,7 +190,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         ([{0: 1, 4: 1}, {0: 0, 4: 3}], "100 %, 0 % from step 0; 25 %, 75 % from step 4"),
     ):
         sources = open_sources(dict(zip(shards, weights, strict=True)))
-        print_plan(config, config, replace(plan, shards=sources))
+        print_plan(config, replace(plan, shards=sources))
         assert f"shares of the sources {shares} " in re.sub(r"[ │┃\n]+", " ", capsys.readouterr().out)
 
 

@@ -104,7 +104,7 @@ def test_automatic_precision_without_a_gpu(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
     config = settings_model(variant)()
-    assert resolving.chosen_precision(config) == expected
+    assert resolving.with_precision(config).precision == expected
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)])
