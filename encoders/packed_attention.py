@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
-from tessera.encoders.attention import dot_product_attention
+from tessera.encoders.dot_product import dot_product_attention
 from tessera.encoders.segments import PaddedSequences, Segments
 
 VARLEN_TAKES_SCALE = "scale" in inspect.signature(varlen_attn).parameters

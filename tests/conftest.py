@@ -1,18 +1,18 @@
 """Fixtures for tests of several folders, and the three suites: fast, default and slow."""
 
-import contextlib
 import multiprocessing
 import os
-import random
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.launched import ROOT, Launched
+from tests.launched import ROOT, Launched, find_free_port
+
+if TYPE_CHECKING:
+    from tests.ranks import Script
 
 # Before torch is imported: the models of the tests are so small that two threads take twice the CPU time of one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,8 +22,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
-# Tests that start processes fork them from one server, which imports these modules once.
-multiprocessing.set_forkserver_preload(["tests.pretrain.small", "tessera.launch.accelerate_launch"])
+PRELOADED = ["tests.pretrain.small", "tessera.launch.accelerate_launch", "tessera.pretrain.job"]
+"""Modules that are imported once, by the server from which tests fork their processes."""
 
 SUITES = {
     "fast": ("fast_suite", "run only the fast tests: neither those marked `medium` nor those marked `slow`"),
@@ -48,6 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("suites", "suites (default: all tests that are not marked `slow`)")
     for name, (destination, meaning) in SUITES.items():
         group.addoption(f"--{name}", dest=destination, action="store_true", help=meaning)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose what the server of processes imports."""
+    slow = config.option.slow_suite or config.option.all_suites
+    multiprocessing.set_forkserver_preload([*PRELOADED, "deepspeed"] if slow else PRELOADED)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -95,15 +101,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture
 def free_port() -> int:
-    """TCP port that no process listens on.
-
-    It is below 32768, where Linux takes no port for a connection or for port 0, so that it stays free until it is used.
-    """
-    source = random.SystemRandom()  # tests may seed the global generator
-    while True:
-        with contextlib.suppress(OSError), socket.socket() as s:
-            s.bind(("", source.randrange(10_000, 20_000)))
-            return s.getsockname()[1]
+    """TCP port that no process listens on."""
+    return find_free_port()
 
 
 @pytest.fixture
@@ -125,6 +124,32 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     ) -> Launched:
         log = tmp_path / f"log-{len(started)}.txt"
         started.append(Launched(arguments, processes, engine, log, environment, script, wrapped, direct))
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.kill()
+
+
+@pytest.fixture
+def fork(tmp_path: Path) -> Iterator[Callable[..., "Script"]]:
+    """Start a run like `launch`, but without its launcher: `fork(["--output", ...], processes=2, engine="zero2")`.
+
+    Processes that still run at the end of the test are killed.
+    """
+    from tests.ranks import Script  # imported here, because it imports torch
+
+    started: list[Script] = []
+
+    def start(
+        arguments: list[str],
+        processes: int = 1,
+        script: Path = ROOT / "pretrain" / "run.py",
+        engine: str | None = None,
+        **environment: str,
+    ) -> Script:
+        log = tmp_path / f"forked-{len(started)}.txt"
+        started.append(Script(script, arguments, processes, engine, log, environment))
         return started[-1]
 
     yield start

@@ -1,8 +1,11 @@
 """Runs of the real command that are small enough for a test."""
 
+import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +19,18 @@ TINY = [
     "--workers", "1", "--encoder.depth", "2", "--encoder.dim", "24", "--encoder.heads", "2", "--dino.hidden_dim", "32",
     "--dino.bottleneck_dim", "16", "--dino.prototypes", "64", "--evaluation.pictures", "2",
 ]  # fmt: skip
+
+
+def find_free_port() -> int:
+    """Return a TCP port that no process listens on.
+
+    It is below 32768, where Linux takes no port for a connection or for port 0, so that it stays free until it is used.
+    """
+    source = random.SystemRandom()  # tests may seed the global generator
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("", source.randrange(10_000, 20_000)))
+            return s.getsockname()[1]
 
 
 class Launched:

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
-from tessera.encoders import attention as module
+from tessera.encoders import dot_product as module
 from tessera.encoders import packed_attention
-from tessera.encoders.attention import attention, dot_product_attention
+from tessera.encoders.attention import attention
+from tessera.encoders.dot_product import dot_product_attention
 from tessera.encoders.blocks import Block
 from tessera.encoders.segments import Segments
 from tests.encoders.helpers import error

@@ -8,19 +8,7 @@ from typing import Any
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 
-from tests.launched import Launched
-
-
-class Together:
-    """Runs that one launch does one after the other."""
-
-    def __init__(self, launched: Launched) -> None:
-        self.launched = launched
-
-    def wait(self) -> None:
-        """Wait for the end of all runs, which must succeed."""
-        log = self.launched.wait(1800)
-        assert self.launched.process.returncode == 0, log[-5000:]
+from tests.ranks import Script
 
 
 @pytest.fixture
@@ -34,21 +22,21 @@ def fresh_engine() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Together]]:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Script]]:
     """Start `script FILE.json` with a list in the file: `start(script, runs, processes=2, engine="zero2")`.
 
     Whatever still runs at the end of the module is killed.
     """
-    started: list[Launched] = []
+    started: list[Script] = []
 
     def launch(
         script: Path, runs: list[Any], processes: int = 1, engine: str | None = None, **environment: str
-    ) -> Together:
+    ) -> Script:
         folder = tmp_path_factory.mktemp("launch")
         (folder / "runs.json").write_text(json.dumps(runs))
         words = [str(folder / "runs.json")]
-        started.append(Launched(words, processes, engine, folder / "log.txt", environment, script, False))
-        return Together(started[-1])
+        started.append(Script(script, words, processes, engine, folder / "log.txt", environment))
+        return started[-1]
 
     yield launch
     for run in started:

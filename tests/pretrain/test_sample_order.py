@@ -53,7 +53,7 @@ def digits(output: Path, *data: str) -> list[str]:
 
 
 def test_changing_weights_and_skipped_batches_are_those_of_one_process_on_two_and_after_a_resume(
-    launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fork, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = shards(tmp_path, [150, 90])
     mixture = f'{{"{first}": {{"0": 1, "6": 0.25}}, "{second}": {{"0": 0, "6": 0.75}}}}'
@@ -66,7 +66,7 @@ def test_changing_weights_and_skipped_batches_are_those_of_one_process_on_two_an
     assert timeless(resumed) == timeless(whole)
     assert same_encoder(resumed, whole)
     both = interrupted_copy(whole, "both")
-    launch(["--resume", str(both)], processes=2).wait()
+    fork(["--resume", str(both)], processes=2).wait()
     assert losses(both) == pytest.approx(losses(whole), rel=1e-4)
     plain = tmp_path / "plain"
     assert main(digits(plain, mixture)) == 0
@@ -79,7 +79,7 @@ def test_changing_weights_and_skipped_batches_are_those_of_one_process_on_two_an
 
 
 def test_shards_that_are_added_join_with_the_next_epoch_and_the_run_can_be_repeated(
-    launch, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    fork, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level("INFO")
     old, new, other = shards(tmp_path, [80, 70, 30])  # an epoch of the old shard has five steps
@@ -102,7 +102,7 @@ def test_shards_that_are_added_join_with_the_next_epoch_and_the_run_can_be_repea
     assert main(["--resume", str(later)]) == 0
     assert timeless(later) == timeless(run)
     repeated = tmp_path / "repeated"
-    launch(["--config", str(run / "config.yaml"), "--output", str(repeated)], processes=2).wait()
+    fork(["--config", str(run / "config.yaml"), "--output", str(repeated)], processes=2).wait()
     assert losses(repeated) == pytest.approx(losses(run), rel=1e-4)
 
     refused = interrupted_copy(run, "refused")
@@ -116,7 +116,7 @@ def test_shards_that_are_added_join_with_the_next_epoch_and_the_run_can_be_repea
 
 
 def test_new_weights_an_added_shard_and_skipped_batches_at_a_resume_are_those_of_one_process_without_a_stop(
-    launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fork, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     first, second, new = shards(tmp_path, [60, 90, 40])
@@ -130,7 +130,7 @@ def test_new_weights_an_added_shard_and_skipped_batches_at_a_resume_are_those_of
     order = ["--skip_batches", "5,9-10"]
 
     run = interrupted_copy(begun, "run")
-    launch(["--resume", str(run), "--data", changed, *order, "--workers", "2"], processes=2).wait()
+    fork(["--resume", str(run), "--data", changed, *order, "--workers", "2"], processes=2).wait()
     growth = yaml.safe_load((run / "config.yaml").read_text())["stream"]["growth"]
     assert growth == [[0, 1, 2]]
     whole = tmp_path / "whole"

@@ -14,22 +14,18 @@ from pathlib import Path
 import pytest
 
 from tessera.data.demo import demo_shards
-from tests.launched import ROOT, TINY, Launched
+from tests.launched import ROOT, TINY
 from tests.pretrain.small import losses
+from tests.ranks import Script
 
 KILLS = 2
-STEPS = 30
+STEPS = 16
 
 
-def kill(run: Launched, rng: random.Random, longest: float) -> None:
+def kill(run: Script, rng: random.Random, longest: float) -> None:
     """Kill a command, with all its processes, after a random time of at most `longest` seconds."""
     time.sleep(rng.uniform(0, longest))
     run.kill()
-
-
-def finish(run: Launched) -> None:
-    log = run.wait()
-    assert run.process.returncode == 0, log
 
 
 @pytest.fixture
@@ -41,7 +37,7 @@ def compressed(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_is_killed_harms_nobody_and_leaves_nothing(launch, compressed: list[str], tmp_path: Path) -> None:
+def test_what_is_killed_harms_nobody_and_leaves_nothing(fork, compressed: list[str], tmp_path: Path) -> None:
     train, val = compressed
     # 1.5 MB are less than the unpacked shards, so that blocks are removed and unpacked again all the time
     words = [*TINY, "--steps", str(STEPS), "--data", train, "--source.cache_gb", "0.0015"]
@@ -49,36 +45,36 @@ def test_what_is_killed_harms_nobody_and_leaves_nothing(launch, compressed: list
     score += ["--train", train, "--val", val]
     knn = ROOT / "evaluation" / "knn.py"
 
-    def start_run(name: str, cache: str, *flags: str) -> Launched:
+    def start_run(name: str, cache: str, *flags: str) -> Script:
         given = [*words, "--output", str(tmp_path / name), *flags]
-        return launch(given, TESSERA_CACHE=str(tmp_path / cache))
+        return fork(given, TESSERA_CACHE=str(tmp_path / cache))
 
-    def start_score(name: str, cache: str) -> Launched:
+    def start_score(name: str, cache: str) -> Script:
         given = [*score, "--output", str(tmp_path / f"{name}.json")]
-        return launch(given, processes=2, script=knn, TESSERA_CACHE=str(tmp_path / cache))
+        return fork(given, processes=2, script=knn, TESSERA_CACHE=str(tmp_path / cache))
 
     started = time.monotonic()
     alone = start_run("alone", "own")
-    finish(alone)
+    alone.wait()
     took = time.monotonic() - started
-    finish(start_score("alone", "own"))
+    start_score("alone", "own").wait()
     expected = json.loads((tmp_path / "alone.json").read_text())["top1"]
 
     rng = random.Random(0)
     other = start_run("other", "shared")
     for number in range(KILLS):
-        if other.process.poll() is not None:  # there is always another run
-            finish(other)
+        if not other.is_running():  # there is always another run
+            other.wait()
             assert losses(tmp_path / "other") == losses(tmp_path / "alone")
             shutil.rmtree(tmp_path / "other")
             other = start_run("other", "shared")
         run = start_run("killed", "shared", *(["--resume"] if number else []))
         kill(run, rng, took)
         kill(start_score("killed", "shared"), rng, took)
-    finish(start_run("killed", "shared", "--resume"))
+    start_run("killed", "shared", "--resume").wait()
     (tmp_path / "killed.json").unlink(missing_ok=True)
-    finish(start_score("killed", "shared"))
-    finish(other)
+    start_score("killed", "shared").wait()
+    other.wait()
     assert json.loads((tmp_path / "killed.json").read_text())["top1"] == expected
     for name in ("other", "killed"):
         assert losses(tmp_path / name) == losses(tmp_path / "alone")

@@ -21,6 +21,7 @@ from tessera.runtime.machine import is_running
 from tests.data.batches import write_tar
 from tests.data.made import picture
 from tests.launched import TINY, newest_step, records, same_encoder, timeless, wait_until
+from tests.pretrain.small import few_digits
 
 SCRIPT = Path(__file__).parent / "stops_in_turn.py"
 
@@ -196,12 +197,13 @@ def test_a_signal_in_the_last_step_is_ignored(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_twenty_stops_change_nothing(launch, tmp_path: Path) -> None:
+def test_twenty_stops_change_nothing(launch, fork, tmp_path: Path) -> None:
     run = [*TINY, "--steps", "120", "--checkpoint_every", "1", "--evaluate_every", "5", "--evaluation.pictures", "0"]
-    run += ["--encoder.drop_path", "0.2"]
+    train, val = few_digits()
+    run += ["--encoder.drop_path", "0.2", "--evaluation.train", train, "--evaluation.val", val]
     output, stops = tmp_path / "stopped", 22  # a fast machine is three or four steps on at each stop
     (tmp_path / "plan.json").write_text(json.dumps({"arguments": run, "output": str(output), "stops": stops}))
-    undisturbed = launch([*run, "--output", str(tmp_path / "whole")])
+    undisturbed = fork([*run, "--output", str(tmp_path / "whole")])
     stopping = launch([str(tmp_path / "plan.json")], script=SCRIPT, wrapped=True)
     stopping.wait(400)
     assert stopping.process.returncode == 0, stopping.log.read_text()

@@ -152,6 +152,8 @@ COMMANDS = {
     for method, name in PAIRS
 }
 """Settings of whole runs."""
+SCORED = [name for name in COMMANDS if name.endswith(("dino of timm:test_resnet", "test_maxvit"))]
+"""Runs with evaluations: of a model that takes any size, and of one that takes a single size."""
 EXACT = [name for name in COMMANDS if name.endswith(("test_resnet", "test_vit", "test_convnext", "test_mambaout"))]
 """Runs of models that do not amplify rounding. tests/encoders/test_batch_norm.py compares the others in float64."""
 SHARDED = [name for name in EXACT if name.startswith(("dino", "mae"))]
@@ -170,9 +172,10 @@ def command(name: str, output: Path, *more: str) -> list[str]:
 def runs(start: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of all runs: resumed on one process, and with a skipped step on one process and on two of each engine."""
     folder = tmp_path_factory.mktemp("runs")
-    resumed = [command(name, folder / "resumed" / name) for name in COMMANDS]
-    resumed += [command(name, folder / "resumed" / name, "--resume") for name in COMMANDS]
-    alone = start(FOLDER / "runs_in_turn.py", resumed)
+    resumed = {name: command(name, folder / "resumed" / name) for name in COMMANDS}
+    resumed = {name: words if name in SCORED else without_scores(words) for name, words in resumed.items()}
+    again = [[*words, "--resume"] for words in resumed.values()]
+    alone = start(FOLDER / "runs_in_turn.py", [*resumed.values(), *again])
     for engine, names in {"alone": EXACT, **ENGINES}.items():
         commands = [without_scores(command(name, folder / engine / name)) for name in names]
         lines = [{"arguments": one, "poison": POISON} for one in commands]

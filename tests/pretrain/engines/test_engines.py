@@ -1,6 +1,6 @@
 """Every engine on several processes against one process, through the real command.
 
-Losses, weights, moments, teacher and centre differ by the order of sums only: by 1e-7, which ten steps make 1e-6.
+Losses, weights, moments, teacher and centre differ by the order of sums only: by 1e-7, which six steps make 1e-6.
 `-k "zero2 and mae"` chooses engines, methods and encoders.
 """
 
@@ -32,7 +32,7 @@ COMMON = "--batch_size 24 --record_every 1 --checkpoint_every 100 --workers 0 --
 COMMON += " --evaluation.view_images 0"  # the records of step 0 are those of runs with labels
 
 
-def run(method: str, more: str = "", poison: dict[int, tuple[int, int, str]] | None = None, steps: int = 10) -> Run:
+def run(method: str, more: str = "", poison: dict[int, tuple[int, int, str]] | None = None, steps: int = 6) -> Run:
     """A command line without --output, and its poison: step -> process, forward pass of the step, what."""
     shards, _ = demo_shards()
     small = " ".join(f"{flag} {value}" for flag, value in flags(method).items())
@@ -54,53 +54,52 @@ OWN = {
 }
 """Settings of a method beside the small ones."""
 SIZES = '--dinov3.gram_start 1 --dinov3.gram_refresh_steps 1 --dinov3.sizes {"16/12/24":0.5,"12/8/24":0.5}'
-# rounding grows fastest in DINOv3: after ten steps, single moments differ by 1.4e-5 on an AMD EPYC
-LENGTH = dict.fromkeys(METHODS, 10) | {"dinov3": 6}
-RUNS: dict[str, Run] = {method: run(method, OWN.get(method, ""), steps=LENGTH[method]) for method in METHODS} | {
-    "finetune, lora": run("finetune", "--finetune.lora_rank 4", steps=5),
-    "distill, two students": run("distill", "--distill.students navit_micro --optim.lr 3e-4", steps=4),
-    "dinov3, sizes": run("dinov3", f"--dinov3.gram_size 24 {SIZES}", steps=6),
+# not more steps: rounding grows fastest in DINOv3, whose moments differ by 1.4e-5 after ten steps on an AMD EPYC
+LENGTH = {"distill": 10}  # after six steps, a bias of its attention keys is on the edge of `noise`
+RUNS: dict[str, Run] = {method: run(method, OWN.get(method, ""), steps=LENGTH.get(method, 6)) for method in METHODS} | {
+    "finetune, lora": run("finetune", "--finetune.lora_rank 4", steps=3),
+    "distill, two students": run("distill", "--distill.students navit_micro --optim.lr 3e-4", steps=3),
+    "dinov3, sizes": run("dinov3", f"--dinov3.gram_size 24 {SIZES}"),
     "dino, skipped": run(
         "dino",
         "--accumulate 3 --optim.clip 0.1 --optim.clip_by global --dino.norm_last_layer false",
-        {2: (1, 1, "loss"), 3: (0, 3, "image"), 9: (1, 2, "gradient")},
+        {2: (1, 1, "loss"), 3: (0, 3, "image"), 5: (1, 2, "gradient")},
     ),
-    "mae, skipped": run("mae", "--mae.decoder_depth 2 --accumulate 2", {0: (1, 2, "gradient"), 5: (0, 1, "image")}),
-    "finetune, evaluated": run("finetune", "--evaluate_every 1 --evaluation.val HELD_OUT --accumulate 2", steps=2),
-    "mae, evaluated": run("mae", "--evaluation.pictures 2 --evaluate_every 1 --evaluation.val HELD_OUT", steps=2),
+    "mae, skipped": run("mae", "--mae.decoder_depth 2 --accumulate 2", {0: (1, 2, "gradient"), 4: (0, 1, "image")}),
+    "finetune, evaluated": run("finetune", "--evaluate_every 2 --evaluation.val HELD_OUT --accumulate 2", steps=2),
+    "mae, evaluated": run("mae", "--evaluation.pictures 2 --evaluate_every 2 --evaluation.val HELD_OUT", steps=2),
 }
 SKIPPED = ("dino, skipped", "mae, skipped")
 SHARDED: dict[str, Run] = {  # what only engines that gather weights could get wrong
-    "dino, over all": run("dino", "--dino.batch_norm true --dino.centering sinkhorn", steps=4),
-    "lejepa, over all": run("lejepa", "--lejepa.batch_norm true", steps=4),
+    "dino, over all": run("dino", "--dino.batch_norm true --dino.centering sinkhorn", steps=3),
+    "lejepa, over all": run("lejepa", "--lejepa.batch_norm true", steps=3),
     # without Sinkhorn, which turns the rounding of logits into differences of 5e-4 in some biases
     # tests/pretrain/methods/test_dinov2.py has it over two processes
-    "dinov2, two heads": run("dinov2", "--dinov2.separate_head true", steps=4),
-    "dino, in chunks": run("dino", "--dino.norm_last_layer false", steps=4),
-    "dinov2, in chunks": run("dinov2", steps=4),
-    "dino, checkpointed": run("dino", "--encoder.checkpoint_activations true", steps=4),
-    "mae, checkpointed": run("mae", "--encoder.checkpoint_activations true", steps=4),
-    "dino, selective": run("dino", "--encoder.checkpoint_activations selective", steps=4),
-    "mae, selective": run("mae", "--encoder.checkpoint_activations selective", steps=4),
+    "dinov2, two heads": run("dinov2", "--dinov2.separate_head true", steps=3),
+    "dinov2, in chunks": run("dinov2", steps=3),
+    "mae, checkpointed": run("mae", "--encoder.checkpoint_activations true", steps=3),
+    "dino, selective": run("dino", "--encoder.checkpoint_activations selective", steps=3),
     "mae of navit_micro, native": run(
-        "mae", "--encoder navit_micro --mae.native true --mae.mask block --mae.smallest_size 12", steps=4
+        "mae", "--encoder navit_micro --mae.native true --mae.mask block --mae.smallest_size 12", steps=3
     ),
-} | {
-    f"{method} of {variant}": run(method, f"--encoder {variant} --optim.lr 3e-4", steps=4)
-    # crops, and tokens that are left out; tests/pretrain/test_pairs.py has every method with every encoder under DDP
+}
+FAMILIES: dict[str, Run] = {  # crops, and tokens that are left out
+    f"{method} of {variant}": run(method, f"--encoder {variant} --optim.lr 3e-4", steps=3)
     for method in ("dino", "mae")
     for variant in OTHERS
 }
-BF16: dict[str, Run] = {f"{method}, bf16": run(method, "--precision bf16", steps=LENGTH[method]) for method in METHODS}
-BF16["dino of swin_micro, bf16"] = run("dino", "--encoder swin_micro --optim.lr 3e-4 --precision bf16", steps=4)
-BF16["dino, bf16 between blocks"] = run("dino", "--precision bf16 --encoder.bf16_residuals true")
-ALL = RUNS | SHARDED | BF16
+BF16: dict[str, Run] = {f"{method}, bf16": run(method, "--precision bf16", steps=2) for method in METHODS}
+BF16["dino of swin_micro, bf16"] = run("dino", "--encoder swin_micro --optim.lr 3e-4 --precision bf16", steps=2)
+BF16["dino, bf16 between blocks"] = run("dino", "--precision bf16 --encoder.bf16_residuals true", steps=2)
+ALL = RUNS | SHARDED | FAMILIES | BF16
 SHARDING = ("zero3", "fsdp2")
 ON_ENGINES = {
     "ddp": RUNS | BF16,
-    "zero1": ["dino", "mae", *SKIPPED],  # the rest is the code of ZeRO-2
+    "zero1": SKIPPED,  # the rest is the code of ZeRO-2
     "zero2": RUNS | BF16,
-    **dict.fromkeys(SHARDING, ALL),
+    # each family under one method here and under the other there; tests/pretrain/test_pairs.py has every pair under DDP
+    "zero3": [*RUNS, *SHARDED, *BF16, *list(FAMILIES)[::2]],
+    "fsdp2": [*RUNS, *SHARDED, *BF16, *list(FAMILIES)[1::2]],
 }
 
 # a user's own DeepSpeed files, with buckets smaller than tensors and groups smaller than an encoder
@@ -244,18 +243,15 @@ def test_two_processes_equal_one(engine: str, name: str, started: Callable[[str]
         assert_same(folder, reference, CLOSE if name in RUNS else LOOSE)
         return
     assert_near(folder, reference)
-    lines = list(zip(records(folder), records(alone.folder(exact(name))), strict=True))
-    found = [(a[key], b[key]) for a, b in lines for key in ("loss", "grad_norm") if key in a]
-    assert any(ours != pytest.approx(theirs, rel=CLOSE) for ours, theirs in found)  # it did round
-    first, exactly = lines[0]
-    assert first["grad_norm"] != pytest.approx(exactly["grad_norm"], rel=1e-6)
+    first, exactly = records(folder)[0], records(alone.folder(exact(name)))[0]
+    assert first["grad_norm"] != pytest.approx(exactly["grad_norm"], rel=1e-6)  # it did round
     # The first loss of finetune is ln 10 in any precision, as its head starts at 0. That of dinov3 is near a constant.
     if not name.startswith(("finetune", "dinov3")):
         assert first["loss"] != pytest.approx(exactly["loss"], rel=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dino, over all"])
+@pytest.mark.parametrize("name", ["mae"])
 def test_compiled_blocks_on_sharded_weights_equal_one_process(
     name: str, several: Callable, alone: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +287,7 @@ def test_a_users_deepspeed_file_changes_nothing(file: str, several: Callable, al
         assert_same(runs.folder(name), alone.folder(name))
 
 
-IN_GROUPS = (*METHODS, "distill, two students", "dino, skipped", "mae, skipped", "mae, evaluated", "dino, bf16")
+IN_GROUPS = (*METHODS, "dino, skipped", "mae, evaluated", "dino, bf16")
 
 
 @pytest.fixture(scope="module")
