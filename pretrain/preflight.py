@@ -20,8 +20,8 @@ from tessera.data.crops import MixedCrops
 from tessera.data.loader import mixture_sampler
 from tessera.data.sampler import phases
 from tessera.data.shards import ShardError, Source, Sources, cache_folder, is_on_network
-from tessera.encoders.dot_product import only_torchs_kernel
 from tessera.encoders.base import IMAGENET, Encoder
+from tessera.encoders.dot_product import only_torchs_kernel
 from tessera.encoders.unused import ON_META
 from tessera.evaluation.memory import LIMITS
 from tessera.pretrain.config import RunConfig, to_yaml

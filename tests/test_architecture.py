@@ -1,7 +1,8 @@
-"""Import order of the folders."""
+"""Import order of the folders, and of the files inside them."""
 
 import ast
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,25 @@ def test_an_extra_says_which_others_it_needs(name: str) -> None:
     needs = text.rpartition("Needs: ")[2].rstrip(".").split(", ") if "Needs: " in text else []
     assert extras_imported(ROOT / "extras" / name) - {name} == set(needs)
     assert len(text.splitlines()) <= 20
+
+
+def test_no_file_imports_itself_over_others() -> None:
+    """Imports inside functions and imports for types count, too."""
+    files = {}
+    for folder in (*ORDER, "launch", "configs", "extras", "tessera"):
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            files[".".join(parts if folder == "tessera" else ("tessera", *parts)).removesuffix(".__init__")] = path
+    graph = {}
+    for module, path in files.items():
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names |= {name if (name := f"{node.module}.{a.name}") in files else node.module for a in node.names}
+        graph[module] = names & files.keys() - {module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))

@@ -10,8 +10,8 @@ from torch._dynamo.testing import CompileCounter
 from tessera.encoders import dot_product as module
 from tessera.encoders import packed_attention
 from tessera.encoders.attention import attention
-from tessera.encoders.dot_product import dot_product_attention
 from tessera.encoders.blocks import Block
+from tessera.encoders.dot_product import dot_product_attention
 from tessera.encoders.segments import Segments
 from tests.encoders.helpers import error
 
