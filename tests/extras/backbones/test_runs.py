@@ -14,7 +14,7 @@ from tessera.pretrain.methods.batch_norm import over_all_processes
 from tessera.pretrain.methods.method import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig, adamw
 from tessera.pretrain.optim.running_statistics import StepStatistics, running_statistics
-from tests.launched import records, same_encoder, timeless
+from tests.launched import ROOT, records, same_encoder, timeless
 from tests.pretrain.small import arguments, batch_for, without_scores
 from tests.teachers import small_settings
 
@@ -140,7 +140,7 @@ def test_a_method_trains_a_larger_model_of_timm(name: str, method: str) -> None:
     one_step(make(method, name))
 
 
-FOLDER = Path(__file__).parent
+FOLDER = ROOT / "tests" / "pretrain"
 OWN: dict[str, dict[str, Any]] = {"dino": {"batch_norm": False}, "lejepa": {}, "mae": {}, "distill": {}}
 PAIRS = [(method, name) for name in ("test_resnet", "test_vit") for method in OWN]
 PAIRS += zip(itertools.cycle(OWN), (name for name in FAMILIES if name not in ("test_resnet", "test_vit")))
