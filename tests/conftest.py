@@ -58,9 +58,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return one worker for each core, and none for single files, as a worker takes about 10 seconds to start."""
+    """Return one worker for each core, and none for single files, as a worker takes about 10 seconds to start.
+
+    The slow tests get one worker more, because some of them wait for minutes: for SLURM, for a lost process.
+    """
     whole_folders = all(Path(argument).is_dir() for argument in config.args)
-    return min(len(os.sched_getaffinity(0)), MOST_WORKERS) if whole_folders else 0
+    workers = len(os.sched_getaffinity(0)) + bool(config.option.slow_suite)
+    return min(workers, MOST_WORKERS) if whole_folders else 0
 
 
 @pytest.hookimpl(trylast=True)

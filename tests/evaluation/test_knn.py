@@ -125,13 +125,11 @@ def test_command_writes_every_k_and_setting(result):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_same(result, shards, tmp_path, launch):
+def test_two_processes_give_the_same(result, shards, tmp_path, fork):
     encoder, expected = result
     flags = ["--checkpoint", encoder, "--output", str(tmp_path / "two.json"), "--k", "3,20,25,200", "--workers", "0"]
     flags += ["--train", str(shards / "train-{0..1}.tar"), "--val", str(shards / "val-*.tar"), "--batch_size", "5"]
-    started = launch(flags, 2, ROOT / "evaluation" / "knn.py")
-    said = started.wait()
-    assert started.process.returncode == 0, said
+    fork(flags, 2, ROOT / "evaluation" / "knn.py").wait()
     found = json.loads((tmp_path / "two.json").read_text())
     assert found["settings"]["processes"] == 2
     same = ("top1", "top5", "k", "k_left_out", "train_images", "val_images", "classes")
