@@ -18,8 +18,9 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from tessera.data.decode import FORMATS, ImageError, decode
+from tessera.data.decoders import decoder_of
 from tessera.data.headers import is_jpeg, is_png
-from tessera.data.tiff import eight_bits, is_tiff
+from tessera.data.levels import eight_bits
 
 KINDS = ("equal", "equal up to one level", "different", "refused", "refused, as by Pillow", "crash")
 
@@ -63,7 +64,7 @@ def main(folders: list[str]) -> int:
         counts: Counter[str] = Counter()
         for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
             encoded = path.read_bytes()
-            if is_jpeg(encoded) or is_png(encoded) or is_tiff(encoded) or encoded[8:12] == b"WEBP":
+            if is_jpeg(encoded) or is_png(encoded) or decoder_of(encoded) or encoded[8:12] == b"WEBP":
                 kind, reason = compare(encoded)
                 counts[kind] += 1
                 if kind != "equal":

@@ -33,8 +33,7 @@ from tessera.data.ordered_shards import OrderedShards
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import DEFAULT
 from tessera.data.shards.access import Access
-from tessera.data.shards.samples import SampleKeys
-from tessera.data.user_code import Augment
+from tessera.data.user_code import Augment, load_stages
 from tessera.runtime.settings import Settings, parse
 
 BATCH = 32
@@ -114,8 +113,8 @@ def behind(source: Any) -> Iterable[Any]:
 def rows(tar: str, table_file: str, files: list[bytes]) -> dict[str, Callable[[], Iterable[Any]]]:
     """Return the name of each row, and a function that starts its epoch."""
     images, steps = len(files), len(files) // BATCH
-    staged = DEFAULT.with_form(SampleKeys(stages=(wds.decode("pil"),)))
-    plain = DEFAULT.with_form(SampleKeys(stages=(wds.map(lambda sample: sample),)))
+    staged = Access(stages=load_stages([wds.decode("pil")]))
+    plain = Access(stages=load_stages([wds.map(lambda sample: sample)]))
     replaced = Augment((v2.Compose(CROP.transforms[:2]),), 0, replaces=True)
     return {
         "webdataset: WebDataset, shuffle(100), decode(pil), crop": lambda: behind(

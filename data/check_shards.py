@@ -29,6 +29,7 @@ from rich.filesize import decimal
 
 from tessera.data.dataset import cure_of_bands
 from tessera.data.decode import FORMATS, ImageError, decode
+from tessera.data.decoders import decoder_of
 from tessera.data.failures import CORRECT_INDEX, REPLACE_INDEX, RESTORE_SHARD, SampleError, ShardError, merged
 from tessera.data.maps import IGNORED, checked_map
 from tessera.data.shards.access import Access, SourceConfig
@@ -51,7 +52,6 @@ from tessera.data.shards.source import Shard, shared_class_names
 from tessera.data.shards.tar_index import LARGEST_LABEL, Index, scan_tar
 from tessera.data.shards.tar_shard import Tar, folder_of, name_of
 from tessera.data.statistics import histogram, moments
-from tessera.data.tiff import is_tiff
 from tessera.data.tools.offline import run_command, say, spread
 from tessera.runtime import stdio
 from tessera.runtime.files import atomic_write
@@ -329,7 +329,8 @@ def _check_image(facts: Facts, encoded: Any, settings: CheckShards) -> tuple[int
     """
     pixels = decode(encoded, max_pixels=settings.max_pixels, channels=settings.channels)  # (C, H, W)
     height, width = map(int, pixels.shape[1:])
-    facts.formats["TIFF" if is_tiff(encoded) else str(Image.open(BytesIO(encoded), formats=FORMATS).format)] += 1
+    name = decoder_of(encoded)
+    facts.formats[name.upper() if name else str(Image.open(BytesIO(encoded), formats=FORMATS).format)] += 1
     facts.longer_side[1 << (max(height, width) - 1).bit_length()] += 1
     facts.pixels = facts.pixels + histogram(pixels)
     return height, width

@@ -2,7 +2,7 @@
 
 Images have H x W pixels. simplejpeg (with libjpeg-turbo) decodes upright JPEGs with one or three components, the usual
 images in most data sets. Pillow decodes the remaining JPEGs, and all PNGs and WebPs. Pillow decodes a JPEG to the same
-pixels as simplejpeg, but more slowly. tifffile and Pillow read TIFFs.
+pixels as simplejpeg, but more slowly. Other formats have decoders in a registry (`data.decoders`).
 """
 
 import warnings
@@ -14,6 +14,7 @@ import torch
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from tessera.data.decoders import decoder_of, known_formats, read
 from tessera.data.headers import (
     HeaderError,
     check_png,
@@ -24,7 +25,7 @@ from tessera.data.headers import (
     raise_lack_of_memory,
     read_jpeg,
 )
-from tessera.data.tiff import check_range, eight_bits, is_tiff, read_tiff
+from tessera.data.levels import check_range, eight_bits
 from tessera.runtime.user_error import printable
 
 FORMATS = ("JPEG", "PNG", "WEBP")
@@ -62,7 +63,7 @@ class ImageError(ValueError):
 
 
 def decode(encoded: Undecoded, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Tensor:
-    """Decode a JPEG, PNG, WebP or TIFF file to an upright image (C, H, W) uint8. Decoded images are only converted.
+    """Decode an image file to an upright image (C, H, W) uint8. Decoded images are only converted.
 
     The image is turned upright according to its EXIF orientation. The memory format is channels-last. With three
     channels, the image is RGB, and transparent parts show a white background. With one channel, the image is the
@@ -71,8 +72,8 @@ def decode(encoded: Undecoded, *, max_pixels: int = MAX_PIXELS, channels: int = 
 
     Values of 16-bit gray images and 16-bit TIFFs are divided by 257. In 16-bit colour PNGs, only the upper byte of
     each value is kept. The result differs from division by 257 by at most one level. A 16-bit image is refused if it
-    does not use the range of 16 bits (`data.tiff.check_range`). Only the first picture of an animation is decoded. The
-    size in the header is compared with `max_pixels`, `data.headers.MAX_SIDE` and Pillow's own limit before any pixel is
+    does not use the range of 16 bits (`data.levels`). Only the first picture of an animation is decoded. The size in
+    the header is compared with `max_pixels`, `data.headers.MAX_SIDE` and Pillow's own limit before any pixel is
     decoded.
 
     The EXIF orientation of a Pillow image is applied only if Pillow has opened this object from a file. Other Pillow
@@ -152,8 +153,8 @@ class Picture:
             return
         if not encoded:
             raise ImageError("the file is empty")
-        if is_tiff(encoded):
-            self._pixels = _tiff_pixels(encoded, channels, max_pixels)
+        if (name := decoder_of(encoded)) is not None:
+            self._pixels = _pixels_by(name, encoded, channels, max_pixels)
             self.size = self._pixels.shape[1], self._pixels.shape[2]
             return
         plain = _plain_jpeg(encoded)
@@ -338,7 +339,7 @@ def _open(encoded: bytes, channels: int, max_pixels: int) -> Image.Image:
         raise
     except UnidentifiedImageError as error:
         raise ImageError(
-            "the file is not a JPEG, PNG, WebP or TIFF image (convert to PNG), or its header is damaged"
+            f"the file is not a {known_formats()} image (convert to PNG), or its header is damaged"
         ) from error
     except Image.DecompressionBombError as error:
         raise ImageError(str(error)) from error
@@ -393,21 +394,21 @@ def _ends_black(image: Image.Image, encoded: bytes) -> bool:
     return interlaced or last.getbbox(alpha_only=False) is None
 
 
-def _tiff_pixels(encoded: bytes, channels: int, max_pixels: int) -> Tensor:
-    """Decode a TIFF. Return upright pixels (C, H, W) uint8."""
+def _pixels_by(name: str, encoded: bytes, channels: int, max_pixels: int) -> Tensor:
+    """Decode a file by a decoder of the registry. Return upright pixels (C, H, W) uint8."""
     try:
-        tiff = read_tiff(encoded, most_bands=max(channels, *_CHANNELS), max_pixels=max_pixels)
+        found = read(name, encoded, most_bands=max(channels, *_CHANNELS), max_pixels=max_pixels)
     except HeaderError as error:
         raise ImageError(str(error)) from error
-    pixels, bands = tiff.pixels, tiff.pixels.shape[2]
+    pixels, bands = found.values, found.values.shape[2]
     if bands != channels:
-        if tiff.mode is None or channels not in _CHANNELS:
+        if found.mode is None or channels not in _CHANNELS:
             raise ImageError(
-                f"a TIFF image with {bands} bands cannot be converted to {channels} channels. Read its bands with "
-                f"data.channels {bands}"
+                f"a {name.upper()} image with {bands} bands cannot be converted to {channels} channels. Read its bands "
+                f"with data.channels {bands}"
             )
         pixels = _converted(Image.fromarray(pixels[..., 0] if bands == 1 else pixels), channels)
-    return _upright(pixels, tiff.orientation)
+    return _upright(pixels, found.orientation)
 
 
 def _orientation_of_object(image: Image.Image) -> int:

@@ -1,6 +1,6 @@
 """Samples in the order of a run, as the source of a webdataset pipeline."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -13,7 +13,7 @@ from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError, WeightedShards, open_sources
 from tessera.data.shards.access import Access, SourceConfig
 from tessera.data.shards.samples import SampleKeys
-from tessera.data.stages import Stage, load_stages
+from tessera.data.user_code import load_stages
 
 
 class OrderedShards(IterableDataset[dict[str, Any]]):
@@ -57,7 +57,7 @@ class OrderedShards(IterableDataset[dict[str, Any]]):
         first_step: int = 0,
         steps: int = 2**40,
         seed: int = 0,
-        stages: Sequence[Stage] = (),
+        stages: Sequence[Callable[..., Any]] = (),
         stream: StreamConfig = StreamConfig(),  # noqa: B008 - the default is immutable
         source: SourceConfig = SourceConfig(),  # noqa: B008 - the default is immutable
         image: str | None = None,

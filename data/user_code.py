@@ -29,12 +29,17 @@ from tessera.data.failures import ShardError, unreadable
 from tessera.data.python_objects import is_name, kind, named_object
 from tessera.data.resample import cut
 from tessera.data.sampler import user_seeds
+from tessera.runtime.plugins import Registry
 from tessera.runtime.settings import SettingsError
 from tessera.runtime.user_error import printable
 
 READING, AUGMENTING = range(2)
 """Purposes of `seeded`. Each purpose has random numbers of its own."""
 LONGEST_REASON = 300  # maximum number of characters of an error of the user's code in a message
+STAGES: Registry[Callable[..., Any]] = Registry(
+    "runner of stages", {}, group="tessera.stages", expected="a function that gets the stages", valid=callable
+)
+"""Runners of stages by the library whose convention the stages follow."""
 _lock = threading.RLock()  # several data sets of a list are opened in several threads
 
 
@@ -120,6 +125,16 @@ def load_function(name: str, setting: str) -> Callable[..., Any]:
     if not callable(found):
         raise SettingsError(f"{setting}: {shown} is a {type(found).__name__}, which cannot be called.")
     return found
+
+
+def load_stages(given: str | Sequence[Any] | None) -> Callable[[dict[str, Any], str], Any] | None:
+    """Return the stages of the user (`data.stages`) as one function (`Access.stages`), or None for no stages.
+
+    Raises:
+        SettingsError: a stage cannot be imported or used.
+        PluginError: there is no code that runs stages of webdataset.
+    """
+    return None if given in (None, [], ()) else STAGES["webdataset"](given)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from tessera.data.dataset import EvaluationDataset, cure_of
 from tessera.data.loader import Reading, evaluation_batches
 from tessera.data.shards import DEFAULT, Access, ShardError, Shards, SourceConfig
 from tessera.data.shards.samples import SampleKeys
-from tessera.data.stages import load_stages
+from tessera.data.user_code import load_stages
 from tessera.data.workers import free_cores
 from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from tessera.encoders.images import Images

@@ -18,8 +18,7 @@ from tessera.data.loader import LoaderConfig, StreamConfig
 from tessera.data.sampler import batch_ranges
 from tessera.data.shards import Access, SourceConfig
 from tessera.data.shards.samples import SampleKeys
-from tessera.data.stages import load_stages
-from tessera.data.user_code import Augment, load_function
+from tessera.data.user_code import Augment, load_function, load_stages
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.monitoring.collapse import HealthConfig

@@ -19,8 +19,10 @@ from PIL import Image
 from pydantic import Field
 from webdataset.writer import TarWriter
 
+from tessera.data import decoders
 from tessera.data.batch import ViewParameters
 from tessera.data.decode import ImageError, decode
+from tessera.data.decoders import DECODERS, decoder_of, is_webp, known_formats
 from tessera.data.failures import ShardError, is_exhausted
 from tessera.data.headers import HeaderError, is_jpeg, is_png, raise_lack_of_memory
 from tessera.data.maps import checked_map, cut_map, encode_map, map_member
@@ -28,13 +30,12 @@ from tessera.data.shards.index import MOST_CHANNELS, write_table
 from tessera.data.shards.listing import MISSING, NO_LABEL, REASONS, Listing
 from tessera.data.shards.tar_index import LABEL, scan_tar
 from tessera.data.statistics import histogram
-from tessera.data.tiff import is_tiff, read_tiff
 from tessera.runtime.files import atomic_write
 from tessera.runtime.settings import Settings
 
 Format = Literal["keep", "jpeg", "png", "webp"]
 
-EXTENSIONS = {"jpeg": "jpg", "png": "png", "webp": "webp", "tiff": "tif"}
+EXTENSIONS = {"jpeg": "jpg", "png": "png", "webp": "webp"}
 
 
 class LeftOut(Exception):  # noqa: N818
@@ -126,8 +127,8 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
     """Check an image file and its map, and encode the image again if the recipe requires another size or format.
 
     If the image is not encoded again, the content of the file is kept unchanged. Otherwise the stored image is upright
-    and RGB, has no metadata, and shows white where the original was transparent; a TIFF becomes a PNG. A map is encoded
-    again only if the image is resized. Maps are resized with nearest-neighbour interpolation.
+    and RGB, has no metadata, and shows white where the original was transparent; formats of the registry become PNG. A
+    map is encoded again only if the image is resized. Maps are resized with nearest-neighbour interpolation.
 
     Raises:
         LeftOut: the image is damaged, is too large, has an unknown format, or cannot be encoded; or the map is damaged
@@ -136,17 +137,17 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
     found = _format(content)
     try:
         if not recipe.encodes and not recipe.verify:
-            return Prepared(content, EXTENSIONS[found], None, encoded_map)
-        if found == "tiff" and not recipe.encodes:
-            tiff = read_tiff(content, most_bands=MOST_CHANNELS, max_pixels=recipe.max_pixels)
-            size = tiff.pixels.shape[:2] if tiff.orientation < 5 else tiff.pixels.shape[1::-1]  # upright (H, W)
-            return Prepared(content, EXTENSIONS[found], None, _prepare_map(encoded_map, size, size[::-1]))
+            return Prepared(content, _extension(found), None, encoded_map)
+        if found not in EXTENSIONS and not recipe.encodes:
+            image = decoders.read(found, content, most_bands=MOST_CHANNELS, max_pixels=recipe.max_pixels)
+            size = image.values.shape[:2] if image.orientation < 5 else image.values.shape[1::-1]  # upright (H, W)
+            return Prepared(content, _extension(found), None, _prepare_map(encoded_map, size, size[::-1]))
         pixels = decode(content, max_pixels=recipe.max_pixels)  # (3, H, W)
     except (ImageError, HeaderError) as error:
         raise LeftOut(str(error)) from error
     height, width = map(int, pixels.shape[1:])
     wanted = found if recipe.format == "keep" else recipe.format
-    wanted = "png" if wanted == "tiff" else wanted
+    wanted = wanted if wanted in EXTENSIONS else "png"
     shrinks = recipe.resize is not None and min(height, width) > recipe.resize
     if wanted == found and not shrinks:
         checked = _prepare_map(encoded_map, (height, width), (width, height))
@@ -191,11 +192,16 @@ def _format(content: bytes) -> str:
         return "jpeg"
     if is_png(content):
         return "png"
-    if content.startswith(b"RIFF") and content[8:12] == b"WEBP":
+    if is_webp(content):
         return "webp"
-    if is_tiff(content):
-        return "tiff"
-    raise LeftOut("the file is not a JPEG, PNG, WebP or TIFF image, or its header is damaged")
+    if (name := decoder_of(content)) is not None:
+        return name
+    raise LeftOut(f"the file is not a {known_formats()} image, or its header is damaged")
+
+
+def _extension(found: str) -> str:
+    """Return the file name extension of a format that `_format` returns."""
+    return EXTENSIONS.get(found) or DECODERS[found].EXTENSION
 
 
 def key(path: bytes) -> str:

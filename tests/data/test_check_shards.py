@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tifffile
 from PIL import Image
 
 from tessera.data import make_shards
@@ -26,6 +25,7 @@ from tessera.data.shards import ShardError, open_shards
 from tessera.data.shards.index import FolderIndex, parse_folder, parse_table, write_folder
 from tessera.data.shards.notes import CHOSEN, Note, describe
 from tessera.data.shards.tar_index import scan_tar
+from tests.data.batches import tiff
 
 
 def check(*words, status=0):
@@ -135,7 +135,7 @@ def test_corrupt_images_are_named_and_the_others_counted(write_tar, png, report,
 
 def test_images_of_other_bands_name_the_flag_that_works(tmp_path, capsys):
     for n in range(2):
-        tifffile.imwrite(tmp_path / f"{n}.tif", noise(n, 5, 8, 8), photometric="minisblack", planarconfig="separate")
+        (tmp_path / f"{n}.tif").write_bytes(tiff(noise(n, 5, 8, 8), photometric="minisblack", planarconfig="separate"))
     check(tmp_path, status=2)
     assert "They have 5 bands, but 3 channels are read. Give --channels 5." in capsys.readouterr().out
     check(tmp_path, "--channels=5")

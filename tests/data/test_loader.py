@@ -16,7 +16,7 @@ from tessera.data.loader import LoaderConfig
 from tessera.data.sampler import MixtureSampler, ShuffledSampler, sample_rng
 from tessera.data.shards import ShardError, open_shards
 from tessera.encoders.base import Preprocessing
-from tests.data.batches import evaluation_batches, same_colors, step_positions, training_batches
+from tests.data.batches import evaluation_batches, same_colors, step_positions, tiff, training_batches
 
 
 class Small:
@@ -148,9 +148,8 @@ def test_nothing_but_corrupt_images(write_tar, workers):
 
 @pytest.mark.parametrize(("bands", "channels"), [(5, 3), (3, 6), (7, 1)])
 def test_images_of_other_bands_name_the_setting_that_works(tmp_path, bands, channels):
-    tifffile = pytest.importorskip("tifffile")
     for number in range(20):
-        tifffile.imwrite(tmp_path / f"{number}.tif", np.zeros((6, 8, bands), np.uint8), planarconfig="contig")
+        (tmp_path / f"{number}.tif").write_bytes(tiff(np.zeros((6, 8, bands), np.uint8), planarconfig="contig"))
     preprocessing = Preprocessing((0.5,) * channels, (0.5,) * channels)
     with pytest.raises(ShardError, match=f"{bands} bands, but {channels} .*Give --data.channels {bands}.") as caught:
         run(str(tmp_path), preprocessing=preprocessing)

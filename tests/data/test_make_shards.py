@@ -1,6 +1,5 @@
 """The command: what is in the shards, that nothing depends on how they were made, and what is refused."""
 
-import io
 import json
 import multiprocessing
 import os
@@ -14,18 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image
 
 from tessera.data import make_shards
-from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.data.make_shards import main
 from tessera.data.shards import open_shards
 from tessera.data.shards.index import parse_folder, parse_table
 from tessera.data.shards.tar_index import scan_tar
 from tessera.data.tools import pack
-from tessera.encoders.base import Preprocessing
-from tests.data.batches import tiff, training_batches
 from tests.data.made import CLASSES, SMALL, content, make, picture, samples, shards
 
 
@@ -263,32 +257,3 @@ def test_settings_that_are_refused(animals, tmp_path, words, message, capsys):
     make(animals, tmp_path / "out", *words, status=2)
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_tiffs_of_any_number_of_bands_are_stored_as_they_are(photos, tmp_path):
-    pytest.importorskip("imagecodecs")
-    values = np.random.default_rng(0).integers(0, 256, (20, 12, 16, 5), dtype=np.uint8)
-    bands = {"planarconfig": "contig", "photometric": "minisblack"}
-    files = {f"{'ab'[n % 2]}/{n:02d}.{'tif' if n < 10 else 'TIFF'}": tiff(one, **bands) for n, one in enumerate(values)}
-    folder = photos(files | {"b/99.tif": files["a/00.tif"][:200]})
-    make(folder, tmp_path / "out", "--shuffle", "false")
-    (shard,) = shards(tmp_path / "out")
-    with tarfile.open(shard) as tar:
-        stored = {m.name: tar.extractfile(m).read() for m in tar if m.name.endswith("tif")}
-    assert stored == {path.partition(".")[0] + ".tif": encoded for path, encoded in files.items()}
-    assert "b/99.tif" in (tmp_path / "out" / "left_out.csv").read_text()
-    (folder / "b" / "99.tif").unlink()
-    transform, five = RandomCrop(RandomCropConfig(size=8)), Preprocessing((0.5,) * 5, (0.2,) * 5)
-    for of_folder, of_shards in zip(
-        *(
-            training_batches(str(path), transform, batch_size=8, seed=0, steps=3, preprocessing=five, classes=2)
-            for path in (folder, shard)
-        ),
-        strict=True,
-    ):
-        assert torch.equal(of_folder.views[0].images, of_shards.views[0].images)
-        assert of_folder.labels.tolist() == of_shards.labels.tolist()
-    make(photos({"x.tif": tiff(values[0, ..., :3], photometric="rgb")}, "rgb"), tmp_path / "png", "--resize", "8")
-    ((_, image, _),) = samples(tmp_path / "png")
-    assert Image.open(io.BytesIO(image)).format == "PNG"
-    assert Image.open(io.BytesIO(image)).size == (11, 8)

@@ -15,6 +15,7 @@ from tessera.data.preview import PreviewSettings, read_cells, run
 from tessera.data.shards import ShardError, open_shards
 from tessera.data.sheet import Cell, as_rgb, write_sheet
 from tessera.runtime.settings import flags, validate
+from tests.data.batches import tiff
 from tests.launched import ROOT
 
 
@@ -56,9 +57,8 @@ def test_a_sheet_without_an_image_is_refused_with_the_reason(tmp_path, capsys):
 
 
 def test_a_number_of_bands_names_the_flag_that_works(tmp_path):
-    tifffile = pytest.importorskip("tifffile")
     for number in range(2):
-        tifffile.imwrite(tmp_path / f"{number}.tif", np.zeros((6, 8, 5), np.uint8), planarconfig="contig")
+        (tmp_path / f"{number}.tif").write_bytes(tiff(np.zeros((6, 8, 5), np.uint8), planarconfig="contig"))
     with pytest.raises(ShardError, match=r"They have 5 bands, but 3 channels are read. Give --channels 5."):
         preview(str(tmp_path), "--output", str(tmp_path / "sheet.png"))
 

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tessera.data.check_shards import main
 from tessera.data.decode import decode
 from tessera.data.shards import ShardError, open_shards, open_sources
 from tessera.data.statistics import count_classes, histogram, pixel_statistics
-from tests.data.batches import saved, tiff
+from tests.data.batches import saved
 from tests.data.made import picture
 
 
@@ -88,19 +87,6 @@ def test_a_histogram_counts_the_values_of_each_channel(channels):
     )
     expected = [np.bincount(channel.numpy().ravel(), minlength=256) for channel in pixels]
     assert np.array_equal(histogram(pixels), expected)
-
-
-def test_shards_of_tiffs_are_checked_in_their_channels(write_tar, tmp_path):
-    rgb = tiff(np.zeros((9, 7, 3), np.uint8), photometric="rgb")
-    assert main([write_tar("b.tar", [("a.tiff", rgb)]), "--workers", "1"]) == 0
-    values = np.random.default_rng(0).integers(0, 256, (4, 9, 7, 5), dtype=np.uint8)
-    images = [tiff(image, photometric="minisblack", planarconfig="contig") for image in values]
-    path = write_tar("a.tar", [(f"{number}.tif", image) for number, image in enumerate(images)])
-    assert main([path, "--workers", "1"]) == 2  # as RGB images they are corrupt
-    assert main([path, "--workers", "1", "--channels", "5", "--write_index"]) == 0
-    opened = open_shards(path)
-    np.testing.assert_allclose(opened.mean, (values / 255).mean((0, 1, 2)), rtol=1e-12)
-    assert pixel_statistics(open_sources(path), 5).mean == opened.mean
 
 
 def test_classes_are_counted_in_the_labels_of_local_shards(write_tar, png, write_shards):

@@ -7,16 +7,19 @@ have H x W pixels.
 
 from io import BytesIO
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from PIL import Image
 
+from tessera.data.decoders import Decoded
 from tessera.data.headers import JPEG_RATIO, HeaderError, check_sides, raise_lack_of_memory
+from tessera.data.levels import check_range
 
 if TYPE_CHECKING:
     from tifffile import TiffFile, TiffPage
 
+EXTENSION = "tif"
 SIGNATURES = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 """First bytes of TIFF and BigTIFF files, in little-endian and big-endian byte order."""
 COMPRESSIONS = (1, 5, 8, 32946, 32773)
@@ -39,35 +42,15 @@ ORIENTATION, ROWS_PER_STRIP = 274, 278
 PREMULTIPLIED, ALPHA = 1, 2
 """Values of the TIFF tag ExtraSamples for alpha bands: premultiplied into the colours, and not premultiplied."""
 MOST_PARTS = 2**16  # maximum number of strips or tiles, because tifffile decodes strips and tiles one by one in Python
-ROWS_AT_ONCE = 2**21  # maximum number of values that are converted from 16 to 8 bits at once
 
 
-DARK = 4096
-"""A 16-bit image is refused if nearly all of its values are below this number, because 17 of 256 gray levels would hold
-them in 8 bits. Such images come from 12-bit cameras and satellites, for example."""
-MOST_BRIGHT = 1000
-"""Up to one value in this number, or one pixel, may reach `DARK` in a refused image, so that no single pixel decides.
-Values of 65535 do not count, because they often mark pixels without a measurement."""
-
-
-class Tiff(NamedTuple):
-    """Image of a TIFF."""
-
-    pixels: np.ndarray
-    """Pixels (H, W, bands) uint8 as stored in the file, not turned upright."""
-    orientation: int
-    """EXIF orientation; 1 is upright."""
-    mode: str | None
-    """Pillow's name of the mode for gray or RGB bands, with or without alpha; None for other bands."""
-
-
-def is_tiff(encoded: bytes) -> bool:
+def matches(encoded: bytes) -> bool:
     """Return True if the first bytes of a file are those of a TIFF."""
     return encoded[:4] in SIGNATURES
 
 
-def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
-    """Read the image of a TIFF with up to 8 or with 16 bits per band. 16-bit values are converted by `eight_bits`.
+def read(encoded: bytes, *, most_bands: int, max_pixels: int) -> Decoded:
+    """Read the image of a TIFF with up to 8 or with 16 bits per band.
 
     Smaller copies (thumbnails and pyramids) and masks of the image are skipped.
 
@@ -87,67 +70,16 @@ def read_tiff(encoded: bytes, *, most_bands: int, max_pixels: int) -> Tiff:
             number, page = _full_page(file)
             _check(page, most_bands, max_pixels)
             _check_parts(page, len(encoded))
-            plain = _is_plain(page)
-            values = _values(page) if plain or page.dtype == np.uint16 else None
-            if values is not None and values.dtype == np.uint16:
-                check_range(values)
-            if not plain:
-                return _read_by_pillow(encoded, number, page)
-            orientation = int(page.tags.valueof(ORIENTATION, 1))
-            mode = _mode(page)
+            if _is_plain(page):
+                return Decoded(_values(page), int(page.tags.valueof(ORIENTATION, 1)), _mode(page))
+            if page.dtype == np.uint16:  # Pillow converts the values to 8 bits
+                check_range(_values(page))
+            return _read_by_pillow(encoded, number, page)
     except HeaderError:
         raise
     except Exception as error:  # tifffile and Pillow raise many kinds of errors for damaged files
         raise_lack_of_memory(error)
         raise HeaderError(f"a damaged TIFF image: {error}") from error
-    assert values is not None
-    return Tiff(eight_bits(values) if values.dtype == np.uint16 else values, orientation, mode)
-
-
-def check_range(values: np.ndarray, *, upper_bytes: bool = False) -> None:
-    """Check that the values (H, W, ...) of a 16-bit image use enough of the range of 16 bits.
-
-    Args:
-        values: values of the image, from 0 to 65535.
-        upper_bytes: True if `values` are only the upper byte of each value. The image is then refused even if all its
-            bytes are equal, because the lower bytes may differ.
-
-    Raises:
-        HeaderError: the values differ, but nearly all are below `DARK` (`MOST_BRIGHT`). With 8 bits, few gray levels
-            would be left.
-    """
-    dark, full = (DARK // 256, 255) if upper_bytes else (DARK, 65535)
-    most_bright = max(values.size // MOST_BRIGHT, prod(values.shape[2:]))
-    bright, smallest, largest = 0, full, 0
-    rows = max(ROWS_AT_ONCE // max(prod(values.shape[1:]), 1), 1)
-    for top in range(0, len(values), rows):
-        some = values[top : top + rows]
-        some = some[some < full]
-        bright += np.count_nonzero(some >= dark)
-        if bright > most_bright:
-            return
-        smallest, largest = min(smallest, int(some.min(initial=full))), max(largest, int(some.max(initial=0)))
-    if smallest > largest or (smallest == largest and not upper_bytes):
-        return
-    if bright:
-        found, levels = f"whose values are nearly all below {DARK} of 65535", 17
-    else:
-        largest = largest * 256 + 255 if upper_bytes else largest
-        found = f"whose largest value is {'at most ' if upper_bytes else ''}{largest} of 65535"
-        levels = (largest + 128) // 257 + 1
-    raise HeaderError(
-        f"a 16-bit image {found}, so at most {levels} of 256 gray levels would be left. Scale the values of the data "
-        "set to the range 0 to 65535, or save its images with 8 bits"
-    )
-
-
-def eight_bits(values: np.ndarray) -> np.ndarray:
-    """Divide 16-bit values (H, W, ...) by 257, so that 65535 becomes 255. The shape stays the same."""
-    pixels = np.empty(values.shape, dtype=np.uint8)
-    rows = max(ROWS_AT_ONCE // max(prod(values.shape[1:]), 1), 1)
-    for top in range(0, len(values), rows):
-        pixels[top : top + rows] = (values[top : top + rows].astype(np.uint32) + 128) // 257
-    return pixels
 
 
 def _full_page(file: "TiffFile") -> tuple[int, "TiffPage"]:
@@ -204,7 +136,7 @@ def _values(page: "TiffPage") -> np.ndarray:
     return values[:, 0].transpose(1, 2, 0, 3).reshape(*values.shape[2:4], -1)
 
 
-def _read_by_pillow(encoded: bytes, number: int, page: "TiffPage") -> Tiff:
+def _read_by_pillow(encoded: bytes, number: int, page: "TiffPage") -> Decoded:
     """Read a page with Pillow, which bounds the memory of a strip or tile by the size in the header.
 
     Raises:
@@ -227,7 +159,7 @@ def _read_by_pillow(encoded: bytes, number: int, page: "TiffPage") -> Tiff:
     mode = image.mode if image.mode in ("L", "LA", "RGB", "RGBA") else "RGBA" if image.mode == "PA" else "RGB"
     mode = "L" if image.mode == "1" else mode
     pixels = np.array(image.convert(mode))
-    return Tiff(pixels.reshape(*pixels.shape[:2], -1), 1, mode)
+    return Decoded(pixels.reshape(*pixels.shape[:2], -1), 1, mode)
 
 
 def _check(page: "TiffPage", most_bands: int, max_pixels: int) -> None:

@@ -51,13 +51,13 @@ class Stages:
         return found[0]
 
 
-def load_stages(given: str | Sequence[str | Stage] | None) -> Stages | None:
-    """Return stages, or None for none. Names are loaded by `data.user_code.load_function`.
+def load_stages(given: str | Sequence[str | Stage]) -> Stages:
+    """Return stages as one function. Names are loaded by `data.user_code.load_function`.
 
     Raises:
         SettingsError: a stage cannot be imported, or needs a stream of samples.
     """
-    each = [given] if isinstance(given, str) else given or ()
+    each = [given] if isinstance(given, str) else given
     stages = tuple(load_function(one, "data.stages") if isinstance(one, str) else one for one in each)
     for stage in stages:
         if (name := kind(stage).removeprefix("_")) in OF_STREAMS and type(stage).__module__.startswith("webdataset"):
@@ -65,4 +65,4 @@ def load_stages(given: str | Sequence[str | Stage] | None) -> Stages | None:
                 f"data.stages: webdataset's {name} needs a stream of samples, but stages get one sample at a time. "
                 "Leave it out: the run shuffles and batches the samples."
             )
-    return Stages(stages) if stages else None
+    return Stages(stages)
