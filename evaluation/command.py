@@ -1,22 +1,21 @@
-"""Common steps of the evaluations on labelled images: read settings, compute features, score them, write the result.
+"""The runner of evaluations. Settings and a function `score` become a command.
 
-The module of an evaluation defines a settings class and a function `score`, and ends like evaluation/knn.py:
+    class KNNSettings(LabelledSettings):
+        k: list[int] = [20]
 
-    def run(settings: KNNSettings) -> dict[str, Any]:
-        return evaluate("knn", settings, score)
+    def score(settings: KNNSettings, data: LabelledData, accelerator: Accelerator) -> Result: ...
 
+    run, main = make_command("knn", KNNSettings, score)
 
-    def main() -> None:
-        run_command(KNNSettings, run)
-
-
-    if __name__ == "__main__":
-        main()
+The runner reads the settings, opens the images, loads the encoder, and computes the features that `score` gets. It then
+prints the result and writes it to a file. An evaluation that does not use pooled features of labelled images passes
+`open_subject` to `make_command`; its `score` gets the opened images and the encoder.
 
 Shape letters: N training images of this process, M scored images of this process, D features per image.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -31,13 +30,11 @@ from tessera.evaluation.features import (
     LabelledFeatures,
     check_finite,
     extract,
-    input_size,
     load_encoder,
-    resize_size,
     subtract_mean,
 )
 from tessera.evaluation.results import Evaluation, check_output, write_result
-from tessera.evaluation.splits import Flags, check_labels, open_labelled_splits
+from tessera.evaluation.splits import Flags, check_labels, open_labelled_splits, open_splits
 from tessera.runtime import stdio
 from tessera.runtime.collectives import all_gather
 from tessera.runtime.processes import exit_on_user_error, make_accelerator
@@ -61,6 +58,22 @@ class LabelledSettings(FeatureSettings):
     """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
 
 
+class Subject(NamedTuple):
+    """An encoder that is evaluated, and the opened images."""
+
+    train_shards: Source
+    val_shards: Source
+    """Shards of the scored images. Equal to `train_shards` if no scored set is given."""
+    encoder: Encoder
+    """Encoder in eval mode, on the device of this process."""
+    file: Path | None
+    """File of the encoder, or None for `pixels` and for `timm:NAME`."""
+
+    def counts(self) -> dict[str, Any]:
+        """Return no entries: `score` counts the images that it reads."""
+        return {}
+
+
 class LabelledData(NamedTuple):
     """Features of a training set and of a scored set, and the encoder that computed them."""
 
@@ -70,10 +83,13 @@ class LabelledData(NamedTuple):
     """This process's part of the scored set. Equal to `train` if no scored set is given."""
     train_shards: Source
     val_shards: Source
-    """Shards of the scored set. Equal to `train_shards` if no scored set is given."""
     encoder: Encoder
     file: Path | None
-    """File of the encoder, or None for `pixels` and for `timm:NAME`."""
+
+    def counts(self) -> dict[str, Any]:
+        """Return the numbers of images and classes, for the result file. Collective."""
+        labels, targets = (torch.cat(all_gather(part.labels)) for part in (self.train, self.val))
+        return {"train_images": len(labels), "val_images": len(targets), "classes": int(labels.max()) + 1}
 
 
 class Result(NamedTuple):
@@ -85,10 +101,11 @@ class Result(NamedTuple):
     """Headings of the printed table."""
     rows: Sequence[Sequence[Any]]
     """Cells of the printed table. Floats are scores from 0 to 1, printed in percent."""
+    facts: Mapping[str, Any] = {}
+    """Entries beside the settings of the command, such as the number of training steps."""
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
-LabelledSettingsT = TypeVar("LabelledSettingsT", bound=LabelledSettings)
 
 
 def run_command(settings: type[SettingsT], run: Callable[[SettingsT], Any]) -> None:
@@ -102,19 +119,66 @@ main = run_command
 """Former name of `run_command`, which evaluations in other packages import."""
 
 
+def open_subject(settings: Any, accelerator: Accelerator, names: Flags = ("--train", "--val")) -> Subject:
+    """Open the images of `settings.train` and `settings.val`, and load the encoder. Collective.
+
+    `names` are the flags of both sets in error messages.
+
+    Raises:
+        ShardError: the shards cannot be read, or a sample of a labelled set has no label.
+        EvaluationError: the encoder cannot be loaded, the sets overlap, or their classes cannot be matched.
+    """
+    if settings.val is None:
+        access = describe_remote([settings.train], settings.access)
+        opened = [open_shards(settings.train, source=access, progress=accelerator.is_main_process)]
+        if settings.labelled_only:
+            opened[0].require_labels()
+    else:
+        open_both = open_labelled_splits if settings.labelled_only else open_splits
+        opened = open_both(settings.train, settings.val, settings.access, accelerator, names)
+    encoder, file = load_encoder(settings)
+    return Subject(opened[0], opened[-1], encoder.to(accelerator.device), file)
+
+
+def labelled_data(
+    settings: LabelledSettings, accelerator: Accelerator, names: Flags = ("--train", "--val")
+) -> LabelledData:
+    """Compute the features of `settings.train` and `settings.val`. Call this function on all processes.
+
+    Arguments and errors are those of `open_subject`.
+
+    Raises:
+        EvaluationError: the encoder cannot be used, or a label or a feature is invalid.
+    """
+    subject = open_subject(settings, accelerator, names)
+    sets = [subject.train_shards] if settings.val is None else [subject.train_shards, subject.val_shards]
+    parts = [extract(subject.encoder, shards, accelerator, **settings.options()) for shards in sets]
+    train, val = parts[0], parts[-1]
+    labels, targets = (torch.cat(all_gather(part.labels)) for part in (train, val))
+    check_labels(labels, targets, subject.train_shards.classes)
+    check_finite(train.features, val.features)
+    if settings.checkpoint == PIXELS and settings.centre_pixels:
+        centred = subtract_mean(train.features, val.features)
+        train, val = (part._replace(features=one) for part, one in zip((train, val), centred, strict=True))
+    return LabelledData(train, val, *subject)
+
+
 def evaluate(
     name: str,
-    settings: LabelledSettingsT,
-    score: Callable[[LabelledSettingsT, LabelledData, Accelerator], Result],
+    settings: Any,
+    score: Callable[[Any, Any, Accelerator], Result],
+    prepare: Callable[[Any, Accelerator], Subject | LabelledData] = labelled_data,
 ) -> dict[str, Any]:
-    """Compute features of labelled images, score them, print the result and write it to a file.
+    """Open images, score an encoder on them, print the result and write it to a file.
 
     Return the contents of the file on the main process, and an empty dictionary on the other processes.
 
     Args:
         name: name of the evaluation, which is part of the name of the result file.
-        settings: settings of the command.
-        score: function that scores the features. It is called on all processes.
+        settings: settings of the command, with `train`, `val` (None if there is one set) and `output`.
+        score: function of the settings, of the return value of `prepare`, and of the accelerator. It is called on all
+            processes.
+        prepare: function that opens the images and loads the encoder: `labelled_data`, the default, or `open_subject`.
 
     Raises:
         ResultError: `settings.output` exists.
@@ -123,18 +187,15 @@ def evaluate(
     """
     accelerator = make_accelerator()
     check_output(settings.output)
-    data = labelled_data(settings, accelerator)
+    data = prepare(settings, accelerator)
     result = score(settings, data, accelerator)
-    labels, targets = (torch.cat(all_gather(part.labels)) for part in (data.train, data.val))
+    counts = data.counts()
     if not accelerator.is_main_process:
         return {}
-    size = input_size(data.encoder, settings.image_size)
-    facts = {"image_size": size, "resize": resize_size(size, settings.resize), "processes": accelerator.num_processes}
+    facts = settings.facts(data.encoder) | result.facts | {"processes": accelerator.num_processes}
     entries = {
         "checkpoint": str(data.file or settings.checkpoint),
-        "train_images": len(labels),
-        "val_images": len(targets),
-        "classes": int(labels.max()) + 1,
+        **counts,
         "settings": settings.model_dump(mode="json") | facts,
     }
     content = data.val_shards.content()
@@ -142,31 +203,15 @@ def evaluate(
     return write_result(evaluation, result.entries | entries, result.columns, result.rows)
 
 
-def labelled_data(
-    settings: LabelledSettings, accelerator: Accelerator, names: Flags = ("--train", "--val")
-) -> LabelledData:
-    """Compute the features of `settings.train` and `settings.val`. Call this function on all processes.
+def make_command(
+    name: str,
+    settings: type[SettingsT],
+    score: Callable[..., Result],
+    prepare: Callable[[Any, Accelerator], Subject | LabelledData] = labelled_data,
+) -> tuple[Callable[[SettingsT], dict[str, Any]], Callable[[], None]]:
+    """Return `run`, which evaluates with given settings, and `main`, which reads the settings from the command line.
 
-    `names` are the flags of both sets in error messages.
-
-    Raises:
-        ShardError: the shards cannot be read, or a sample has no label.
-        EvaluationError: the encoder cannot be loaded or used, the sets overlap, or a label or a feature is invalid.
+    `settings` is the class of the settings. The other arguments are those of `evaluate`.
     """
-    if settings.val is None:
-        access = describe_remote([settings.train], settings.access)
-        opened = [open_shards(settings.train, source=access, progress=accelerator.is_main_process)]
-        opened[0].require_labels()
-    else:
-        opened = open_labelled_splits(settings.train, settings.val, settings.access, accelerator, names)
-    encoder, file = load_encoder(settings)
-    encoder.to(accelerator.device)
-    parts = [extract(encoder, shards, accelerator, **settings.options()) for shards in opened]
-    train, val = parts[0], parts[-1]
-    labels, targets = (torch.cat(all_gather(part.labels)) for part in (train, val))
-    check_labels(labels, targets, opened[0].classes)
-    check_finite(train.features, val.features)
-    if settings.checkpoint == PIXELS and settings.centre_pixels:
-        centred = subtract_mean(train.features, val.features)
-        train, val = (part._replace(features=one) for part, one in zip((train, val), centred, strict=True))
-    return LabelledData(train, val, opened[0], opened[-1], encoder, file)
+    run = partial(evaluate, name, score=score, prepare=prepare)
+    return run, partial(run_command, settings, run)

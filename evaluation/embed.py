@@ -26,6 +26,7 @@ share the files.
 import hashlib
 import json
 from dataclasses import replace
+from functools import partial
 from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
@@ -246,8 +247,7 @@ def _pyarrow() -> tuple[Any, Any]:
 WRITERS = {".npz": _write_npz, ".safetensors": _write_safetensors, ".parquet": _write_parquet}
 
 
-def main() -> None:
-    run_command(EmbedSettings, run)
+main = partial(run_command, EmbedSettings, run)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ Shape letters: B images of one batch, C channels, S x S pixels, N images of this
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -60,7 +61,7 @@ class EncoderSettings(Settings):
     batch_size: int = Field(256, ge=1)
     """largest number of images per forward pass in each process; fewer if the encoder needs much memory for them"""
     workers: int | None = Field(None, ge=0)
-    """number of loader workers per process; default: one per free core, at most 8"""
+    """number of loader workers per process; default: one per free core, as in a run"""
     precision: Literal["fp32", "bf16"] = "fp32"
     """precision of the encoder's forward pass"""
     source: SourceConfig = SourceConfig()
@@ -78,6 +79,10 @@ class EncoderSettings(Settings):
     def access(self) -> Access:
         """Access to shards."""
         return Access(self.source, SampleKeys(self.image, self.label, self.labels, self.labelled_only))
+
+    def facts(self, encoder: Encoder) -> dict[str, Any]:
+        """Return the settings that depend on the encoder, for the result file."""
+        return {"image_size": input_size(encoder, self.image_size)}
 
 
 class PooledSettings(EncoderSettings):
@@ -107,6 +112,11 @@ class FeatureSettings(PooledSettings):
     def options(self) -> dict[str, Any]:
         """Return the settings as arguments for `extract`."""
         return super().options() | {"resize": self.resize}
+
+    def facts(self, encoder: Encoder) -> dict[str, Any]:
+        """Return the settings that depend on the encoder, for the result file."""
+        found = super().facts(encoder)
+        return found | {"resize": resize_size(found["image_size"], self.resize)}
 
 
 class LabelledFeatures(NamedTuple):
@@ -263,7 +273,7 @@ def extract(
         resize: short side in pixels to which images are resized before the centre crop. None selects the default of
             `resize_size`.
         batch_size: largest number of images per forward pass; see `evaluation.memory.images_at_once`.
-        workers: number of loader workers per process. None selects one per free core, at most 8.
+        workers: number of loader workers per process. None selects `free_cores`.
         precision: precision of the forward pass: `fp32`, or `bf16` for bfloat16 autocast.
         source: options for reading remote shards.
         feature: function that maps the encoder and its input, n crops of each image (n * B, C, S, S), to features
@@ -303,24 +313,32 @@ def extract(
     if part is None:
         check_total(batches.total)
 
-    features, found, keys = [], [], []
-    shown = progress and accelerator.is_main_process
     count = min(images or batches.total, batches.total)
-    for batch in track(batches, f"features of {count:,} images, batches", total=len(batches), shown=shown):
-        with torch.inference_mode():
-            features.append(encode(single_view(to_model_input(batch.to(device, non_blocking=True)))).cpu())
-        found.append(batch.labels if batch.labels is not None else torch.full((len(batch),), -1))
-        keys += batch.keys
+    title, shown = f"features of {count:,} images, batches", progress and accelerator.is_main_process
+    found = _encoded(track(batches, title, total=len(batches), shown=shown), encode, device)
     if part is None or part[1] == 1:
-        _check_readable(len(features), batches, encoder, together=part is None)
+        _check_readable(len(found), batches, encoder, together=part is None)
     # A process has no features if there are fewer images than processes, or if all of its images are corrupt. In this
     # case, a tensor of zeros is encoded to find the width D, and the result is an empty tensor (0, D).
-    if not features:
+    if not found:
         with torch.inference_mode():
-            features = [encode(blank)[:0].cpu()]
-        found = [torch.zeros(0, dtype=torch.int64)]
+            found = [(encode(blank)[:0].cpu(), torch.zeros(0, dtype=torch.int64), [])]
+    features, numbers, keys = zip(*found, strict=True)
     # concatenate outside of inference mode, so that the results are normal tensors that allow in-place changes
-    return LabelledFeatures(torch.cat(features), torch.cat(found), keys)  # (N, D), (N,)
+    return LabelledFeatures(torch.cat(features), torch.cat(numbers), [*chain.from_iterable(keys)])  # (N, D), (N,)
+
+
+def _encoded(
+    batches: Iterable[Batch], encode: Callable[[Tensor], Tensor], device: torch.device
+) -> list[tuple[Tensor, Tensor, Sequence[str]]]:
+    """Return the features (B, D), the labels (B,) and the names of the images of each batch, on the CPU."""
+    found = []
+    for batch in batches:
+        with torch.inference_mode():
+            features = encode(single_view(to_model_input(batch.to(device, non_blocking=True)))).cpu()
+        labels = batch.labels if batch.labels is not None else torch.full((len(batch),), -1)
+        found.append((features, labels, batch.keys))
+    return found
 
 
 def _check_readable(used: int, batches: Batches, encoder: Encoder, *, together: bool) -> None:

@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from tessera.evaluation.accuracy import UNRANKED, true_class_rank
-from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, run_command
+from tessera.evaluation.command import LabelledData, LabelledSettings, Result, make_command
 from tessera.evaluation.features import EvaluationError, LabelledFeatures, check_finite, full_float32
 from tessera.runtime.collectives import all_gather, all_reduce_sum, rank, world_size
 
@@ -262,13 +262,7 @@ def score(settings: KNNSettings, data: LabelledData, accelerator: Accelerator) -
     return Result(entries, ["k", "top-1", "top-5"], [[n, *accuracy[n]] for n in k])
 
 
-def run(settings: KNNSettings) -> dict[str, Any]:
-    """Compute the k-NN accuracy, print the result and write it to a file. Return the result; see `evaluate`."""
-    return evaluate("knn", settings, score)
-
-
-def main() -> None:
-    run_command(KNNSettings, run)
+run, main = make_command("knn", KNNSettings, score)
 
 
 if __name__ == "__main__":

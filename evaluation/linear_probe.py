@@ -43,7 +43,7 @@ from tessera.data.collate import ViewShape
 from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.encoders.base import Encoder
 from tessera.evaluation.accuracy import true_class_rank
-from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, run_command
+from tessera.evaluation.command import LabelledData, LabelledSettings, Result, make_command
 from tessera.evaluation.features import EvaluationError, LabelledFeatures, extract, input_size, normaliser
 from tessera.runtime.collectives import all_gather, all_reduce_sum, rank
 from tessera.runtime.progress import track
@@ -352,13 +352,7 @@ def score(settings: ProbeSettings, data: LabelledData, accelerator: Accelerator)
     return Result(entries, ["blocks", "average pool", "rate", "held out", "top-1", "top-5", ""], rows)
 
 
-def run(settings: ProbeSettings) -> dict[str, Any]:
-    """Compute the accuracy of the linear probe, print it and write it to a file. Return the result; see `evaluate`."""
-    return evaluate("linear_probe", settings, score)
-
-
-def main() -> None:
-    run_command(ProbeSettings, run)
+run, main = make_command("linear_probe", ProbeSettings, score)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ the accuracy of a linear probe is measured in benchmarks/results/small_data.md.
 Shape letters: N images of this process, D features per crop.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,20 +23,17 @@ from torch import Tensor
 
 from tessera.data.colors import colors_for
 from tessera.data.crops import MultiCrop, MultiCropConfig
-from tessera.data.shards import Source, describe_remote, open_shards
+from tessera.data.shards import Source
 from tessera.encoders.base import Encoder
-from tessera.evaluation.command import Result, run_command
+from tessera.evaluation.command import Result, Subject, make_command, open_subject
 from tessera.evaluation.features import (
     EvaluationError,
     PooledSettings,
     extract,
     full_float32,
     input_size,
-    load_encoder,
 )
-from tessera.evaluation.results import Evaluation, check_output, write_result
 from tessera.runtime.collectives import all_gather
-from tessera.runtime.processes import make_accelerator
 
 IMAGES = 2048
 """Default number of images. The score of 2,048 images has a standard error of at most 1.1 points."""
@@ -52,6 +48,13 @@ class ViewRetrievalSettings(PooledSettings):
     """number of images, spaced evenly over the first shards that have so many; fewer if all shards have fewer"""
     output: str | None = None
     """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
+
+    val: ClassVar[None] = None
+
+    @property
+    def train(self) -> str | list[str]:
+        """SHARDS of the only set of images."""
+        return self.data
 
 
 def crop_features(
@@ -117,57 +120,16 @@ def view_retrieval(features: Tensor, device: torch.device | None = None) -> tupl
     return found.double().mean().item(), count
 
 
-def evaluate_unlabelled(
-    name: str, settings: ViewRetrievalSettings, score: Callable[..., tuple[Result, int]]
-) -> dict[str, Any]:
-    """Compute a score without labels, print it and write it to a file. Return the contents of the file on the main
-    process, and an empty dictionary on the others.
-
-    Args:
-        name: name of the evaluation.
-        settings: settings of the command.
-        score: function that returns the scores and the number of scored images. It gets the encoder, the opened shards,
-            the accelerator and the number of images, and the options of `evaluation.features.extract` as keywords. It
-            is called on all processes.
-
-    Raises:
-        ResultError: `settings.output` exists.
-        ShardError: the shards cannot be read.
-        EvaluationError: the encoder cannot be loaded or used, or there are too few images.
-    """
-    accelerator = make_accelerator()
-    check_output(settings.output)
-    options = settings.options()
-    options["source"] = describe_remote([settings.data], options["source"])
-    shards = open_shards(settings.data, source=options["source"], progress=accelerator.is_main_process)
-    encoder, file = load_encoder(settings)
-    encoder.to(accelerator.device)
-    result, images = score(encoder, shards, accelerator, settings.images, **options)
-    if not accelerator.is_main_process:
-        return {}
-    entries = result.entries | {
-        "val_images": images,
-        "checkpoint": str(file or settings.checkpoint),
-        "settings": settings.model_dump(mode="json")
-        | {"image_size": input_size(encoder, settings.image_size), "processes": accelerator.num_processes},
-    }
-    evaluation = Evaluation(name, file, settings.data, settings.output, shards.content())
-    return write_result(evaluation, entries, result.columns, result.rows)
+def score(settings: ViewRetrievalSettings, subject: Subject, accelerator: Accelerator) -> Result:
+    """Return the share of images whose crops find each other."""
+    options = settings.options() | {"images": settings.images}
+    features = crop_features(subject.encoder, subject.val_shards, accelerator, **options)
+    share, images = view_retrieval(features)
+    entries = {"protocol": "view retrieval", "top1": share, "val_images": images}
+    return Result(entries, ["images", "own crop is nearest"], [[images, share]])
 
 
-def run(settings: ViewRetrievalSettings) -> dict[str, Any]:
-    """Compute the score, print it and write it to a file. Return the contents of the file on the main process."""
-
-    def score(*given: Any, **options: Any) -> tuple[Result, int]:
-        share, images = view_retrieval(crop_features(*given, **options))
-        entries = {"protocol": "view retrieval", "top1": share}
-        return Result(entries, ["images", "own crop is nearest"], [[images, share]]), images
-
-    return evaluate_unlabelled("view_retrieval", settings, score)
-
-
-def main() -> None:
-    run_command(ViewRetrievalSettings, run)
+run, main = make_command("view_retrieval", ViewRetrievalSettings, score, open_subject)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ not make are placeholders: crops of the two photographs of scikit-learn.
 import argparse
 import ast
 import contextlib
+import functools
 import gzip
 import importlib
 import inspect
@@ -193,7 +194,8 @@ def parse_command(name: str, words: list[str], patch: pytest.MonkeyPatch) -> Non
     elif name == "preview" and any(word in OF_A_RUN for word in words):
         load([word for word in crop_preview.split(words)[1] if word != "--config" and not word.startswith("runs/")])
     elif hasattr(module, "run"):
-        model = next(iter(get_type_hints(module.run).values()))
+        made = isinstance(module.main, functools.partial)
+        model = module.main.args[0] if made else next(iter(get_type_hints(module.run).values()))
         validate(model, flags(model, words, name))
     elif name in ("make_shards", "check_shards"):
         model = {"make_shards": MakeShards, "check_shards": CheckShards}[name]

@@ -15,11 +15,11 @@ Shape letters: b images of this process in a step, n tokens of an image, D featu
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -32,7 +32,7 @@ from tessera.data.shards.open import Sources
 from tessera.data.statistics import count_classes
 from tessera.encoders.base import Encoder
 from tessera.evaluation.accuracy import true_class_rank
-from tessera.evaluation.command import run_command
+from tessera.evaluation.command import Result, Subject, make_command, open_subject
 from tessera.evaluation.features import (
     EvaluationError,
     full_float32,
@@ -41,19 +41,15 @@ from tessera.evaluation.features import (
 )
 from tessera.evaluation.linear_probe import held_out
 from tessera.evaluation.memory import limit
-from tessera.evaluation.results import check_output
-from tessera.evaluation.splits import open_labelled_splits
 from tessera.evaluation.tokens import patch_tokens
 from tessera.extras.dense.frozen import (
     HeadSettings,
     evaluation_set,
-    load_frozen,
+    freeze,
     train_heads,
     training_set,
-    write,
 )
 from tessera.runtime.collectives import all_reduce_sum, rank
-from tessera.runtime.processes import make_accelerator
 from tessera.runtime.progress import track
 
 COPIES = 8
@@ -184,18 +180,11 @@ class Probe:
         return all_reduce_sum(correct) / images, images
 
 
-def run(settings: AttentiveSettings) -> dict[str, Any]:
-    """Train the classifiers, compute the accuracy, print the result and write it to a file.
-
-    Return the contents of the file on the main process, and an empty dictionary on the other processes.
-    """
-    accelerator = make_accelerator()
-    check_output(settings.output)
-    train, val = open_labelled_splits(settings.train, settings.val, settings.access, accelerator)
-    frozen = load_frozen(settings, accelerator)
-    encoder, size = frozen.encoder, frozen.size
+def score(settings: AttentiveSettings, subject: Subject, accelerator: Accelerator) -> Result:
+    """Train the classifiers, and return the accuracies of the chosen one and of all."""
+    train, val = subject.train_shards, subject.val_shards
     classes = settings.classes or shared_classes(train, val)
-    reading = replace(frozen.reading, classes=classes)
+    encoder, size, reading = freeze(settings, subject.encoder, accelerator, classes=classes)
     held = int(held_out([train.name(number) for number in range(train.images)], settings.holdout).sum())
     choose = len(settings.rates) > 1
     if choose and not 0 < held < train.images:
@@ -213,8 +202,6 @@ def run(settings: AttentiveSettings) -> dict[str, Any]:
             scores, held_images = probe.accuracies(probe.choosing, seen, settings.holdout)
             by_holdout = scores[:, 0].tolist()
         by_val, images = probe.accuracies(probe.final, scored)
-    if not accelerator.is_main_process:
-        return {}
     rows = [
         {"rate": rate, "holdout_top1": held_top1, "top1": top1, "top5": top5}
         for rate, held_top1, (top1, top5) in zip(settings.rates, by_holdout, by_val.tolist(), strict=True)
@@ -222,10 +209,8 @@ def run(settings: AttentiveSettings) -> dict[str, Any]:
     best = max(rows, key=lambda row: row["holdout_top1"] or 0.0)
     counts = {"holdout_images": held_images, "train_images": training.total, "val_images": images, "classes": classes}
     found = {"top1": best["top1"], "top5": best["top5"], "chosen": best, "all": rows, "protocol": "attentive probe"}
-    facts = {"steps": len(training), "processes": accelerator.num_processes}
     table = [[f"{row['rate']:g}", *list(row.values())[1:], "<- chosen" if row is best else ""] for row in rows]
-    columns = ["rate", "held out", "top-1", "top-5", ""]
-    return write("attentive_probe", settings, frozen, val, found | counts, facts, columns, table)
+    return Result(found | counts, ["rate", "held out", "top-1", "top-5", ""], table, {"steps": len(training)})
 
 
 def shared_classes(train: Source, val: Source) -> int:
@@ -243,9 +228,4 @@ def shared_classes(train: Source, val: Source) -> int:
     return classes
 
 
-def main() -> None:
-    run_command(AttentiveSettings, run)
-
-
-if __name__ == "__main__":
-    main()
+run, main = make_command("attentive_probe", AttentiveSettings, score, open_subject)

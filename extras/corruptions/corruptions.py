@@ -13,7 +13,7 @@ Shape letters: B images, S severities, D features per image.
 """
 
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor
 
 from tessera.encoders.base import Encoder
-from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, run_command
+from tessera.evaluation.command import LabelledData, LabelledSettings, Result, make_command
 from tessera.evaluation.features import LabelledFeatures, extract, input_size, resize_size
 from tessera.evaluation.knn import knn_accuracy
 from tessera.extras.corruptions.images import CORRUPTIONS, SEVERITIES, CorruptedCrop
@@ -76,14 +76,4 @@ def score(settings: CorruptionSettings, data: LabelledData, accelerator: Acceler
     return Result(entries, ["images", "top-1", *(f"severity {n}" for n in range(1, SEVERITIES + 1))], rows)
 
 
-def run(settings: CorruptionSettings) -> dict[str, Any]:
-    """Compute the accuracies, print them and write them to a file. Return the result; see `evaluate`."""
-    return evaluate("corruptions", settings, score)
-
-
-def main() -> None:
-    run_command(CorruptionSettings, run)
-
-
-if __name__ == "__main__":
-    main()
+run, main = make_command("corruptions", CorruptionSettings, score)

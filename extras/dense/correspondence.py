@@ -13,7 +13,6 @@ Shape letters: h x w tokens of a crop, D features per token, Q tokens of the fir
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,11 +29,11 @@ from tessera.data.sampler import sample_rng
 from tessera.data.shards import DEFAULT, Access, Source
 from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder
-from tessera.evaluation.command import Result, run_command
+from tessera.evaluation.command import Result, Subject, make_command, open_subject
 from tessera.evaluation.features import EvaluationError, encoding, full_float32, input_size, single_view
 from tessera.evaluation.memory import images_at_once
 from tessera.evaluation.tokens import patch_tokens
-from tessera.evaluation.view_retrieval import ViewRetrievalSettings, evaluate_unlabelled, first_shards
+from tessera.evaluation.view_retrieval import ViewRetrievalSettings, first_shards
 from tessera.extras.dense.patch_knn import COMPARED, seed_of
 from tessera.runtime.collectives import all_reduce_sum
 from tessera.runtime.progress import track
@@ -104,8 +103,8 @@ def correspondence(
     workers: int | None = None,
     precision: str = "fp32",
     source: Access = DEFAULT,
-) -> tuple[Result, int]:
-    """Return the score, and the number of images of all processes. Collective.
+) -> Result:
+    """Return the score of `images` images, over all processes. Collective.
 
     The crops depend only on the name of the image, so all encoders get the same crops. Only the first shards that have
     as many images are read, because the others may be far away.
@@ -117,7 +116,7 @@ def correspondence(
         images: number of images of all processes.
         image_size: side of the crops in pixels. None selects the size that the encoder was built for.
         batch_size: largest number of images per forward pass; see `evaluation.memory.images_at_once`.
-        workers: number of loader workers per process. None selects one per free core, at most 8.
+        workers: number of loader workers per process. None selects `free_cores`.
         precision: precision of the forward pass: `fp32`, or `bf16` for bfloat16 autocast.
         source: options for reading remote shards.
 
@@ -157,8 +156,8 @@ def correspondence(
     if not scored:
         raise EvaluationError("No image could be read. Check the shards with `tessera check_shards`.")
     top1, chance = (one / scored for one in sums)
-    entries = {"protocol": "correspondence", "top1": top1, "chance": chance}
-    return Result(entries, ["images", "tokens found", "by chance"], [[int(scored), top1, chance]]), int(scored)
+    entries = {"protocol": "correspondence", "top1": top1, "chance": chance, "val_images": int(scored)}
+    return Result(entries, ["images", "tokens found", "by chance"], [[int(scored), top1, chance]])
 
 
 def cut(copies: Tensor, view: ViewParameters) -> Tensor:
@@ -171,14 +170,9 @@ def cut(copies: Tensor, view: ViewParameters) -> Tensor:
     return torch.cat(crops)
 
 
-def run(settings: CorrespondenceSettings) -> dict[str, Any]:
-    """Compute the score, print it and write it to a file. Return the contents of the file on the main process."""
-    return evaluate_unlabelled("correspondence", settings, correspondence)
+def score(settings: CorrespondenceSettings, subject: Subject, accelerator: Accelerator) -> Result:
+    """Return the share of the tokens that find the same place in another crop."""
+    return correspondence(subject.encoder, subject.val_shards, accelerator, settings.images, **settings.options())
 
 
-def main() -> None:
-    run_command(CorrespondenceSettings, run)
-
-
-if __name__ == "__main__":
-    main()
+run, main = make_command("correspondence", CorrespondenceSettings, score, open_subject)

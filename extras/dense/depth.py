@@ -16,24 +16,20 @@ Shape letters: b images of this process in a step, h x w tokens and S x S pixels
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import torch
+from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
 from tessera.data.augment import to_model_input
 from tessera.data.batches import Batches
 from tessera.data.crops import Areas, WholeImage
-from tessera.evaluation.command import run_command
+from tessera.evaluation.command import Result, Subject, make_command, open_subject
 from tessera.evaluation.features import EvaluationError, full_float32, single_view
-from tessera.evaluation.results import check_output
-from tessera.evaluation.splits import open_splits
-from tessera.extras.dense.frozen import DenseSettings, evaluation_set, load_frozen, write
+from tessera.extras.dense.frozen import DenseSettings, evaluation_set, freeze
 from tessera.extras.dense.segmentation import resized, train_head
 from tessera.runtime.collectives import all_reduce_sum, rank
-from tessera.runtime.processes import make_accelerator
 from tessera.runtime.progress import track
 
 DEPTHS, ENLARGED, FLOOR, BALANCE = 256, 4, 0.1, 0.85
@@ -118,7 +114,7 @@ def errors(predicted: Tensor, target: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def score(
+def mean_errors(
     predict: Callable[[Tensor], list[Tensor]], batches: Batches, settings: DepthSettings, device: torch.device
 ) -> tuple[list[float], int]:
     """Return the means of `errors` over the images of all processes that have a depth, and the number of these images.
@@ -146,36 +142,22 @@ def score(
     return [one / images for one in sums], int(images)
 
 
-def run(settings: DepthSettings) -> dict[str, Any]:
-    """Train the head, compute the errors, print the result and write it to a file.
-
-    Return the contents of the file on the main process, and an empty dictionary on the other processes.
-    """
-    accelerator = make_accelerator()
-    check_output(settings.output)
-    train, val = open_splits(settings.train, settings.val, settings.access, accelerator)
-    frozen = load_frozen(settings, accelerator)
-    frozen = frozen._replace(reading=replace(frozen.reading, maps="depth"))
-    test = evaluation_set(val, WholeImage(frozen.size), settings.batch_size, frozen.reading, accelerator)
+def score(settings: DepthSettings, subject: Subject, accelerator: Accelerator) -> Result:
+    """Train the head, and return the errors."""
+    frozen = freeze(settings, subject.encoder, accelerator, maps="depth")
+    whole = WholeImage(frozen.size)
+    test = evaluation_set(subject.val_shards, whole, settings.batch_size, frozen.reading, accelerator)
 
     def gradients(scores: Tensor, maps: Tensor) -> None:
         backward(scores, metres(maps, settings), settings)
 
     with full_float32():
-        predict, training = train_head(settings, frozen, train, DEPTHS, gradients, accelerator)
-        (rmse, relative, delta), images = score(predict, test, settings, accelerator.device)
-    if not accelerator.is_main_process:
-        return {}
-    result = {"rmse": rmse, "abs_rel": relative, "delta1": delta, "protocol": "linear depth"}
-    result |= {"train_images": training.total, "val_images": images}
-    facts = {"steps": len(training), "processes": accelerator.num_processes}
-    columns, row = ["RMSE, m", "AbsRel", "delta1"], [f"{rmse:.4f}", f"{relative:.4f}", delta]
-    return write("depth", settings, frozen, val, result, facts, columns, [row])
+        predict, training = train_head(settings, frozen, subject.train_shards, DEPTHS, gradients, accelerator)
+        (rmse, relative, delta), images = mean_errors(predict, test, settings, accelerator.device)
+    found = {"rmse": rmse, "abs_rel": relative, "delta1": delta, "protocol": "linear depth"}
+    found |= {"train_images": training.total, "val_images": images}
+    row = [f"{rmse:.4f}", f"{relative:.4f}", delta]
+    return Result(found, ["RMSE, m", "AbsRel", "delta1"], [row], {"steps": len(training)})
 
 
-def main() -> None:
-    run_command(DepthSettings, run)
-
-
-if __name__ == "__main__":
-    main()
+run, main = make_command("depth", DepthSettings, score, open_subject)

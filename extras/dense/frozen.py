@@ -1,6 +1,6 @@
 """Functions and settings shared by the evaluations of tokens: `segmentation`, `depth`, `patch_knn`, `attentive_probe`.
 
-They load the frozen encoder, read its images, train heads, and write the result file. Every step encodes new images,
+They read images for a frozen encoder, and train heads. Every step encodes new images,
 and no features are kept, so the memory does not depend on the number of images. The result does not depend on the
 number of processes, up to rounding.
 """
@@ -8,7 +8,6 @@ number of processes, up to rounding.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +32,7 @@ from tessera.evaluation.features import (
     EvaluationError,
     check_total,
     input_size,
-    load_encoder,
 )
-from tessera.evaluation.results import Evaluation, write_result
 from tessera.evaluation.tokens import patch_tokens
 from tessera.runtime.collectives import all_reduce_sum, rank
 from tessera.runtime.progress import track
@@ -88,20 +85,17 @@ class Frozen(NamedTuple):
     """A frozen encoder, and how its images are read."""
 
     encoder: Encoder
-    file: Path | None
-    """File of the encoder, or None for `pixels` and for `timm:NAME`."""
     size: int
     """Side of the images in pixels."""
     reading: Reading
 
 
-def load_frozen(settings: TokenSettings, accelerator: Accelerator) -> Frozen:
-    """Load the encoder on the device of this process."""
-    encoder, file = load_encoder(settings)
-    encoder.to(accelerator.device).requires_grad_(False)
+def freeze(settings: TokenSettings, encoder: Encoder, accelerator: Accelerator, **options: Any) -> Frozen:
+    """Freeze the encoder. `options` are further settings of `Reading`, such as the kind of the maps."""
+    encoder.requires_grad_(False)
     workers = free_cores(accelerator.num_processes) if settings.workers is None else settings.workers
-    reading = Reading(workers, source=settings.access, preprocessing=encoder.preprocessing)
-    return Frozen(encoder, file, input_size(encoder, settings.image_size), reading)
+    reading = Reading(workers, source=settings.access, preprocessing=encoder.preprocessing, **options)
+    return Frozen(encoder, input_size(encoder, settings.image_size), reading)
 
 
 def evaluation_set(
@@ -113,34 +107,6 @@ def evaluation_set(
     batches = evaluation_batches(opened, transform, size, part=part, labels=labels, reading=reading)
     check_total(batches.total)
     return batches
-
-
-def write(
-    name: str,
-    settings: TokenSettings,
-    frozen: Frozen,
-    val: Source,
-    entries: dict[str, Any],
-    facts: dict[str, Any],
-    columns: Sequence[str],
-    rows: Sequence[Sequence[Any]],
-) -> dict[str, Any]:
-    """Write a result file, print its table, and return the contents of the file.
-
-    Args:
-        name: name of the evaluation.
-        entries: scores.
-        facts: entries that the file holds beside the settings of the command.
-        columns: headings of the table.
-        rows: cells of the table.
-    """
-    entries = entries | {
-        "checkpoint": str(frozen.file or settings.checkpoint),
-        "settings": settings.model_dump(mode="json") | {"image_size": frozen.size} | facts,
-    }
-    return write_result(
-        Evaluation(name, frozen.file, settings.val, settings.output, val.content()), entries, columns, rows
-    )
 
 
 def training_set(

@@ -16,8 +16,7 @@ the bank, K classes.
 """
 
 import hashlib
-from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -32,20 +31,17 @@ from tessera.data.loader import Reading
 from tessera.data.maps import IGNORED
 from tessera.data.shards import Source
 from tessera.encoders.base import Encoder
-from tessera.evaluation.command import run_command
+from tessera.evaluation.command import Result, Subject, make_command, open_subject
 from tessera.evaluation.features import (
     EvaluationError,
     full_float32,
     input_size,
     single_view,
 )
-from tessera.evaluation.results import check_output
-from tessera.evaluation.splits import open_splits
 from tessera.evaluation.tokens import patch_tokens
-from tessera.extras.dense.frozen import evaluation_set, load_frozen, write
+from tessera.extras.dense.frozen import evaluation_set, freeze
 from tessera.extras.dense.segmentation import MapSettings, class_numbers, confusion, count_values, scores
 from tessera.runtime.collectives import all_gather, rank
-from tessera.runtime.processes import make_accelerator
 from tessera.runtime.progress import track
 
 COMPARED = 2**26
@@ -177,34 +173,19 @@ def segment(
     return matrices, images, len(bank)
 
 
-def run(settings: PatchKNNSettings) -> dict[str, Any]:
-    """Compute the mean IoU for each k, print the result and write it to a file.
-
-    Return the contents of the file on the main process, and an empty dictionary on the other processes.
-    """
-    accelerator = make_accelerator()
-    check_output(settings.output)
-    opened = open_splits(settings.train, settings.val, settings.access, accelerator)
-    frozen = load_frozen(settings, accelerator)
+def score(settings: PatchKNNSettings, subject: Subject, accelerator: Accelerator) -> Result:
+    """Return the mean IoU for each k."""
+    opened = subject.train_shards, subject.val_shards
     values = count_values(*opened, settings.classes, accelerator)
-    reading = replace(frozen.reading, maps=values)
+    encoder, size, reading = freeze(settings, subject.encoder, accelerator, maps=values)
     numbers = class_numbers(values, settings.ignore).to(accelerator.device)
     kept = (numbers != IGNORED).nonzero().squeeze(1).tolist()  # value of each class
-    matrices, images, tokens = segment(frozen.encoder, opened, numbers, settings, frozen.size, reading, accelerator)
-    if not accelerator.is_main_process:
-        return {}
+    matrices, images, tokens = segment(encoder, opened, numbers, settings, size, reading, accelerator)
     found = [scores(matrix, kept, f"{k}-NN of patches") for k, matrix in zip(settings.k, matrices, strict=True)]
     rows = [[k, one["pixel_accuracy"], one["mean_iou"]] for k, one in zip(settings.k, found, strict=True)]
-    columns = ["k", "pixel accuracy", "mean IoU"]
-    result = found[0] | {"train_images": opened[0].images, "val_images": images}
-    result["all"] = [dict(zip(("k", "pixel_accuracy", "mean_iou"), row, strict=True)) for row in rows]
-    facts = {"tokens": tokens, "processes": accelerator.num_processes}
-    return write("patch_knn", settings, frozen, opened[1], result, facts, columns, rows)
+    entries = found[0] | {"train_images": opened[0].images, "val_images": images}
+    entries["all"] = [dict(zip(("k", "pixel_accuracy", "mean_iou"), row, strict=True)) for row in rows]
+    return Result(entries, ["k", "pixel accuracy", "mean IoU"], rows, {"tokens": tokens})
 
 
-def main() -> None:
-    run_command(PatchKNNSettings, run)
-
-
-if __name__ == "__main__":
-    main()
+run, main = make_command("patch_knn", PatchKNNSettings, score, open_subject)

@@ -21,7 +21,6 @@ classes that are not ignored.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -38,27 +37,23 @@ from tessera.data.decode import ImageError
 from tessera.data.maps import IGNORED, decode_map
 from tessera.data.shards import ShardError, Source
 from tessera.data.shards.tar_index import MAP
-from tessera.evaluation.command import run_command
+from tessera.evaluation.command import Result, Subject, make_command, open_subject
 from tessera.evaluation.features import (
     EvaluationError,
     full_float32,
     single_view,
 )
-from tessera.evaluation.results import check_output
-from tessera.evaluation.splits import open_splits
 from tessera.extras.dense.frozen import (
     DenseSettings,
     Frozen,
     TokenSettings,
     evaluation_set,
-    load_frozen,
+    freeze,
     train_heads,
     training_set,
     window_tokens,
-    write,
 )
 from tessera.runtime.collectives import all_reduce_max, all_reduce_sum, rank
-from tessera.runtime.processes import make_accelerator
 from tessera.runtime.progress import track
 
 RISE, EPSILON = 0.1, 1e-5
@@ -324,17 +319,11 @@ def train_head(
     return predict, batches
 
 
-def run(settings: SegmentationSettings) -> dict[str, Any]:
-    """Train the head, compute the mean IoU, print the result and write it to a file.
-
-    Return the contents of the file on the main process, and an empty dictionary on the other processes.
-    """
-    accelerator = make_accelerator()
-    check_output(settings.output)
-    train, val = open_splits(settings.train, settings.val, settings.access, accelerator)
-    frozen = load_frozen(settings, accelerator)
+def score(settings: SegmentationSettings, subject: Subject, accelerator: Accelerator) -> Result:
+    """Train the head, and return the mean IoU."""
+    train, val = subject.train_shards, subject.val_shards
     values = count_values(train, val, settings.classes, accelerator)
-    frozen = frozen._replace(reading=replace(frozen.reading, maps=values))
+    frozen = freeze(settings, subject.encoder, accelerator, maps=values)
     numbers = class_numbers(values, settings.ignore).to(accelerator.device)
     test = evaluation_set(val, WholeImage(frozen.size), settings.batch_size, frozen.reading, accelerator)
     kept = (numbers != IGNORED).nonzero().squeeze(1).tolist()  # value of each class
@@ -345,17 +334,9 @@ def run(settings: SegmentationSettings) -> dict[str, Any]:
     with full_float32():
         logits, training = train_head(settings, frozen, train, len(kept), gradients, accelerator)
         (matrix,), images = confusion(logits, 1, test, numbers, len(kept))
-    if not accelerator.is_main_process:
-        return {}
-    result = scores(matrix, kept) | {"train_images": training.total, "val_images": images}
-    facts = {"steps": len(training), "processes": accelerator.num_processes}
-    columns, row = ["classes", "pixel accuracy", "mean IoU"], [len(kept), result["pixel_accuracy"], result["mean_iou"]]
-    return write("segmentation", settings, frozen, val, result, facts, columns, [row])
+    found = scores(matrix, kept) | {"train_images": training.total, "val_images": images}
+    row = [len(kept), found["pixel_accuracy"], found["mean_iou"]]
+    return Result(found, ["classes", "pixel accuracy", "mean IoU"], [row], {"steps": len(training)})
 
 
-def main() -> None:
-    run_command(SegmentationSettings, run)
-
-
-if __name__ == "__main__":
-    main()
+run, main = make_command("segmentation", SegmentationSettings, score, open_subject)

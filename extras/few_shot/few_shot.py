@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from tessera.evaluation import logistic
-from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, run_command
+from tessera.evaluation.command import LabelledData, LabelledSettings, Result, make_command
 from tessera.evaluation.features import LabelledFeatures
 from tessera.evaluation.knn import knn_accuracy
 from tessera.runtime.collectives import all_gather, rank
@@ -181,14 +181,4 @@ def _cell(accuracy: dict[str, Any]) -> str:
     return f"{mean} ± {100 * accuracy['top1_std']:.2f} %" if len(accuracy["top1_of_draws"]) > 1 else f"{mean} %"
 
 
-def run(settings: FewShotSettings) -> dict[str, Any]:
-    """Compute the accuracies with few labels, print them and write them to a file. Return them; see `evaluate`."""
-    return evaluate("few_shot", settings, score)
-
-
-def main() -> None:
-    run_command(FewShotSettings, run)
-
-
-if __name__ == "__main__":
-    main()
+run, main = make_command("few_shot", FewShotSettings, score)

@@ -11,29 +11,24 @@ Shape letters: M known images of all processes, O other images of all processes.
 """
 
 import math
-from typing import Any
 
 import torch
+from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
 from tessera.data.shards import describe_remote, open_shards
-from tessera.evaluation.command import run_command
+from tessera.evaluation.command import Result, Subject, make_command, open_subject
 from tessera.evaluation.features import (
     EvaluationError,
     FeatureSettings,
     LabelledFeatures,
     check_finite,
     extract,
-    input_size,
-    load_encoder,
-    resize_size,
 )
 from tessera.evaluation.knn import neighbours
-from tessera.evaluation.results import Evaluation, check_output, data_name, write_result
-from tessera.evaluation.splits import open_splits
+from tessera.evaluation.results import data_name
 from tessera.runtime.collectives import all_reduce_sum
-from tessera.runtime.processes import make_accelerator
 
 TPR = 0.95
 """Share of the known images that reach the threshold of the false positive rate."""
@@ -68,7 +63,7 @@ def separation(known: Tensor, other: Tensor) -> tuple[float, float]:
     return auroc, float((other >= threshold).double().mean())
 
 
-def scores(train: LabelledFeatures, val: LabelledFeatures, k: int, device: torch.device) -> Tensor:
+def similarities(train: LabelledFeatures, val: LabelledFeatures, k: int, device: torch.device) -> Tensor:
     """Return the similarity of each query of all processes to its k-th nearest image in the bank, on the CPU.
 
     Collective.
@@ -86,47 +81,28 @@ def scores(train: LabelledFeatures, val: LabelledFeatures, k: int, device: torch
     return torch.cat([similarity[:, -1].cpu() for similarity, _, _ in neighbours(train, val, k, device)])
 
 
-def run(settings: OODSettings) -> dict[str, Any]:
-    """Compute the separation, print it and write it to a file. Return the contents of the file on the main process.
+def score(settings: OODSettings, subject: Subject, accelerator: Accelerator) -> Result:
+    """Return the separation of the images of `--val` from those of `--ood`.
 
     Raises:
-        ResultError: `settings.output` exists.
-        ShardError: the shards cannot be read.
-        EvaluationError: the encoder cannot be loaded or used, the sets overlap, there are too few images, or a feature
-            is not finite.
+        ShardError: the shards of `--ood` cannot be read.
+        EvaluationError: the encoder cannot be used, there are too few images, or a feature is not finite.
     """
-    accelerator = make_accelerator()
-    check_output(settings.output)
-    options = settings.options() | {"labels": False}
-    options["source"] = describe_remote([settings.train, settings.val, settings.ood], options["source"])
-    train, val = open_splits(settings.train, settings.val, options["source"], accelerator)
-    other = open_shards(settings.ood, source=options["source"], progress=accelerator.is_main_process)
-    encoder, file = load_encoder(settings)
-    encoder.to(accelerator.device)
-    bank, *sets = (extract(encoder, shards, accelerator, **options) for shards in (train, val, other))
-    known, unknown = (scores(bank, one, settings.k, accelerator.device) for one in sets)
+    access = describe_remote([settings.ood], settings.access)
+    other = open_shards(settings.ood, source=access, progress=accelerator.is_main_process)
+    opened, options = (subject.train_shards, subject.val_shards, other), settings.options() | {"labels": False}
+    bank, *sets = (extract(subject.encoder, shards, accelerator, **options) for shards in opened)
+    known, unknown = (similarities(bank, one, settings.k, accelerator.device) for one in sets)
     auroc, fpr = separation(known, unknown)
-    if not accelerator.is_main_process:
-        return {}
-    size = input_size(encoder, settings.image_size)
-    facts = {"image_size": size, "resize": resize_size(size, settings.resize), "processes": accelerator.num_processes}
-    result = {
+    entries = {
         "protocol": f"distance to neighbour {settings.k}, against {data_name(settings.ood)}",
         "auroc": auroc,
         "fpr_at_95_tpr": fpr,
         "val_images": len(known),
         "ood_images": len(unknown),
-        "checkpoint": str(file or settings.checkpoint),
-        "settings": settings.model_dump(mode="json") | facts,
     }
-    evaluation = Evaluation("ood", file, settings.val, settings.output, val.content())
-    rows = [[len(known), len(unknown), auroc, fpr]]
-    return write_result(evaluation, result, ["known", "others", "AUROC", "FPR at 95 % TPR"], rows)
+    row = [len(known), len(unknown), auroc, fpr]
+    return Result(entries, ["known", "others", "AUROC", "FPR at 95 % TPR"], [row])
 
 
-def main() -> None:
-    run_command(OODSettings, run)
-
-
-if __name__ == "__main__":
-    main()
+run, main = make_command("ood", OODSettings, score, open_subject)

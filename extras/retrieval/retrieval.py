@@ -16,14 +16,14 @@ padded to the largest number in each process and concatenated over the processes
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from tessera.evaluation.command import LabelledData, LabelledSettings, Result, evaluate, run_command
+from tessera.evaluation.command import LabelledData, LabelledSettings, Result, make_command
 from tessera.evaluation.features import EvaluationError, LabelledFeatures, full_float32
 from tessera.evaluation.knn import queries
 from tessera.runtime.collectives import all_gather, all_reduce_sum, rank
@@ -142,14 +142,4 @@ def score(settings: RetrievalSettings, data: LabelledData, accelerator: Accelera
     return Result({"protocol": protocol, **found._asdict()}, ["queries", "left out", "mAP"], [row])
 
 
-def run(settings: RetrievalSettings) -> dict[str, Any]:
-    """Compute the mean average precision, print it and write it to a file. Return the result; see `evaluate`."""
-    return evaluate("retrieval", settings, score)
-
-
-def main() -> None:
-    run_command(RetrievalSettings, run)
-
-
-if __name__ == "__main__":
-    main()
+run, main = make_command("retrieval", RetrievalSettings, score)

@@ -87,16 +87,25 @@ def test_a_loop_of_ones_own_on_two_processes(free_port: int, tmp_path: Path, mon
         torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-4)
 
 
+FORMER = """
+def run(settings: ClassMeansSettings) -> dict:
+    return evaluate("class_means", settings, score)
+
+
+if __name__ == "__main__":
+    main(ClassMeansSettings, run)
+"""
+
+
 def install_evaluation(folder: Path) -> dict[str, str]:
     """Install the evaluation of the tutorial in `folder`. Return the environment in which it is found.
 
     A second module, `former_means`, runs as a script, as tutorials of earlier versions had it.
     """
-    (module,) = (block for block in re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL) if "def main" in block)
-    own = "\n\ndef main() -> None:\n    run_command(ClassMeansSettings, run)\n"
+    (module,) = (block for block in re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL) if "make_command" in block)
+    own = 'run, main = make_command("class_means", ClassMeansSettings, score)\n'
     assert own in module
-    former = module.replace("run_command", "main").replace(own.replace("run_command", "main"), "")
-    former += '\nif __name__ == "__main__":\n    main(ClassMeansSettings, run)\n'
+    former = module.replace(own, FORMER).replace("make_command", "evaluate, main")
     (folder / "my_package").mkdir(parents=True)
     (folder / "my_package/class_means.py").write_text(module)
     (folder / "my_package/former_means.py").write_text(former)

@@ -89,7 +89,7 @@ def test_the_crops_do_not_depend_on_batches(shards):
         for images, size in ((12, 12), (12, 5), (8, 8))
     ]
     assert found[0] == found[1] != found[2]
-    assert found[0][1] == 12
+    assert found[0].entries["val_images"] == 12
 
 
 @pytest.mark.slow
