@@ -35,7 +35,6 @@ COMMANDS = {
     "finetune": ("tessera.evaluation.finetune", "fine-tune with labels"),
     "embed": ("tessera.evaluation.embed", "write the features of images to a file"),
     "summary": ("tessera.encoders.summary", "print the size and cost of encoders"),
-    "preview": ("tessera.data.preview", "show images, or the crops and masks of a run"),
     "make_shards": ("tessera.data.make_shards", "make shards from a folder of images"),
     "check_shards": ("tessera.data.check_shards", "verify shards"),
     "slurm": ("tessera.launch.slurm", "submit SLURM jobs"),
@@ -43,7 +42,7 @@ COMMANDS = {
 }
 """Maps the name of each command to its module and its purpose."""
 ONE_PROCESS = (
-    *("summary", "preview", "make_shards", "check_shards"),
+    *("summary", "make_shards", "check_shards"),
     *("slurm", "completion"),
 )
 """Commands of the core that run in one process."""

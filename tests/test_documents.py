@@ -40,11 +40,11 @@ from tessera.__main__ import main
 from tessera.data.check_shards import CheckShards
 from tessera.data.make_shards import MakeShards
 from tessera.data.make_shards import main as make_shards
-from tessera.data.preview import OF_A_RUN
 from tessera.encoders.registry import VARIANTS
+from tessera.extras.shard_tools import crop_preview
+from tessera.extras.shard_tools.preview import OF_A_RUN
 from tessera.launch import slurm
 from tessera.launch.jobs import engine_file
-from tessera.pretrain import crop_preview
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.methods import METHODS

@@ -10,7 +10,6 @@ are drawn for each step, the crops have the sizes of the first step.
 
 import logging
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,15 +24,12 @@ from tessera.data.batch import Batch, View
 from tessera.data.collate import Sample, Skipped
 from tessera.data.dataset import TrainDataset
 from tessera.data.pictures import colours
-from tessera.data.preview import caption_of
 from tessera.data.shards import Sources
-from tessera.data.sheet import Cell, as_rgb, to_bytes, write_sheet
 from tessera.encoders.images import Mask, PackedImages
+from tessera.extras.shard_tools.sheet import Cell, as_rgb, caption_of, to_bytes, write_sheet
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.job import first_batches
-from tessera.runtime import stdio
-from tessera.runtime.processes import exit_on_user_error
 from tessera.runtime.settings import Settings, SettingsError, help_text, validate
 
 log = logging.getLogger(__name__)
@@ -165,10 +161,3 @@ def main(argv: Sequence[str]) -> None:
     ]
     write_sheet(settings.output, rows, f"first images of a run: {config.method}, seed {config.seed}")
     print(f"{len(rows)} images with their crops written to {settings.output}")
-
-
-if __name__ == "__main__":
-    stdio.protect()
-    sys.argv[0] = "tessera preview"
-    with exit_on_user_error():
-        main(sys.argv[1:])

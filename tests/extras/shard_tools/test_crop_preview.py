@@ -15,9 +15,10 @@ from tessera.data.loader import training_batches
 from tessera.data.masking import MaskedCrop
 from tessera.data.sampler import BatchSampler
 from tessera.encoders.images import Mask, pack
+from tessera.extras.shard_tools.crop_preview import crop_cells, first_images, hidden_tokens, main, split
 from tessera.pretrain.command_line import load
-from tessera.pretrain.crop_preview import crop_cells, first_images, hidden_tokens, main, split
 from tessera.runtime.settings import SettingsError
+from tests.pretrain.test_mixed_sizes import command
 
 SMALL = ["--encoder", "vit_micro", "--batch_size", "64", "--seed", "3"]
 
@@ -101,3 +102,14 @@ def test_the_command_line_is_split() -> None:
         split(["--output"])
     with pytest.raises(SettingsError, match="images"):
         split(["--images", "0"])
+
+
+def test_a_preview_shows_the_crops_of_the_first_step() -> None:
+    captions = {}
+    for seed in ("0", "1"):
+        batch, _, _ = first_images(load([*command(), "--seed", seed]), 2)
+        captions[seed] = [cell.caption for cell in crop_cells(batch, 1) if "hidden" not in cell.caption]
+    small = ["global 1, 16 px", "global 2, 16 px", "local 1, 8 px", "local 2, 8 px"]
+    large = ["global 1, 24 px", "global 2, 24 px", "local 1, 12 px", "local 2, 12 px"]
+    large += ["Gram teacher 1, 32 px", "Gram teacher 2, 32 px"]
+    assert sorted(captions.values()) == [small, large]

@@ -11,9 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-from tessera.data.preview import PreviewSettings, read_cells, run
 from tessera.data.shards import ShardError, open_shards
-from tessera.data.sheet import Cell, as_rgb, write_sheet
+from tessera.extras.shard_tools.preview import PreviewSettings, read_cells, run
+from tessera.extras.shard_tools.sheet import Cell, as_rgb, write_sheet
 from tessera.runtime.settings import flags, validate
 from tests.data.batches import tiff
 from tests.launched import ROOT
@@ -100,7 +100,7 @@ def test_settings_of_a_run_preview_its_crops(write_shards, tmp_path):
     write_shards([80])
     sheet = tmp_path / "sheet.png"
     argv = [str(tmp_path / "*.tar"), "--method", "mae", "--encoder", "vit_micro", "--mae.size", "32", "--images", "2"]
-    command = [sys.executable, "-m", "tessera.data.preview", *argv, "--batch_size", "64", "--output", str(sheet)]
+    command = [sys.executable, "-m", "data.preview", *argv, "--batch_size", "64", "--output", str(sheet)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "2 images with their crops" in done.stdout

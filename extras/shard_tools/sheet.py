@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from tessera.data.pictures import colours
-from tessera.data.shards import ShardError
+from tessera.data.shards import ShardError, Source
 from tessera.encoders.base import Preprocessing
 from tessera.runtime.files import atomic_write
 
@@ -37,6 +37,19 @@ def as_rgb(image: Tensor) -> np.ndarray:
 def to_bytes(image: Tensor) -> np.ndarray:
     """Convert an image with values from 0 to 1 to bytes: (3, H, W) -> (H, W, 3) uint8."""
     return (image * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+
+
+def caption_of(opened: Source, number: int) -> str:
+    """Return the class name of a sample, or `class N` if the class has no name.
+
+    If the sample has no label, return the name of the sample.
+    """
+    try:
+        label = opened.label(number)
+    except ShardError:
+        return opened.name(number).rpartition("/")[2]
+    names = opened.classes or ()
+    return names[label] if label < len(names) else f"class {label}"
 
 
 def write_sheet(path: Path, rows: Sequence[Sequence[Cell]], title: str, *, side: float = 1.1) -> None:
