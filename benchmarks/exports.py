@@ -239,7 +239,7 @@ def run_parts() -> list[str]:
     from tessera_ijepa import IJEPA
 
     METHODS["ijepa"] = IJEPA
-    messages, methods, started = list[str](), [*METHODS], time.process_time()
+    messages, methods, started = list[str](), METHODS.names(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         teacher = Path(folder) / "teacher.safetensors"
         encoders.save(encoders.build("vit_micro", dim=32, depth=1, heads=2, patch_size=16), teacher)

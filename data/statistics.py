@@ -81,8 +81,8 @@ def count_classes(sources: Sources) -> int:
     for source in sources.lists:
         if remote := next((shard.path for shard in source.shards if shard.is_remote), None):
             raise ShardError(
-                f"the classes cannot be counted, because {remote} is remote. Set the number of classes: "
-                "--finetune.classes 1000 for fine-tuning, --classes 1000 for attentive_probe."
+                f"the classes cannot be counted, because {remote} is remote. Set the number of classes, "
+                "such as --classes 1000 of an evaluation or --METHOD.classes 1000 of a training with labels."
             )
         for number in range(source.images):
             try:

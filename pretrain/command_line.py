@@ -57,7 +57,7 @@ def load(argv: Sequence[str]) -> RunConfig:
     early["data"] = {"shards": peek(argv, "data") or peek(argv, "data.shards")}
     early["resume"] = "--resume" in argv
     if (topic := peek(argv, "help")) in METHODS:
-        _ = METHODS[topic]  # import a method of another package, so that `--help METHOD` knows its settings
+        _ = METHODS[topic]  # a broken package raises here
     return _complete(early, lambda model, method: flags(model, argv, Path(sys.argv[0]).name, method), "flags")
 
 
@@ -355,7 +355,7 @@ def check_method(values: Mapping[str, Any], method: str, where: str = "") -> Non
     Raises:
         SettingsError: the settings have a section of another method.
     """
-    for other in METHODS:
+    for other in METHODS.names():
         if other != method and values.get(other):
             name = next(iter(flattened({other: values[other]})))
             raise SettingsError(

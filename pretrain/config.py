@@ -311,7 +311,7 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
         fields[name] = (parameter.annotation, Field(default, description=described.get(name)))
     encoder = create_model("Encoder", __base__=EncoderConfig, __doc__=f"Settings of {variant}.", **fields)
     encoder.started = started
-    sections: dict[str, Any] = {name: (method.Config, method.Config()) for name, method in METHODS.items()}
+    sections: dict[str, Any] = {name: (method.Config, method.Config()) for name, method in METHODS.working().items()}
     if taken := sections.keys() & RunConfig.model_fields.keys():
         raise SettingsError(f"A method is named {min(taken)}, but this is the name of a setting. Rename the method.")
     method_help = RunConfig.model_fields["method"].description
@@ -327,5 +327,5 @@ def to_yaml(config: RunConfig) -> str:
     values = config.model_dump(mode="json", exclude=ONLY_FOR_THIS_START)
     # A settings file must not allow the commands of pipe: shards. Only the flag --source.commands can.
     del values["source"]["commands"]
-    others = [name for name in METHODS if name != config.method]
+    others = [name for name in METHODS.names() if name != config.method]
     return yaml.safe_dump({k: v for k, v in values.items() if k not in others}, sort_keys=False)

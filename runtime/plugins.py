@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any, Generic, TypeVar, cast
 
@@ -69,7 +70,17 @@ class Registry(dict[str, T], Generic[T]):
         Raises:
             PluginError: a name is taken twice.
         """
-        return [*self, *sorted(self._entry_points().keys() - self.keys())]
+        others = self._entry_points()
+        return [*(name for name in self if name not in others), *sorted(others)]
+
+    def working(self) -> dict[str, T]:
+        """Load all values, and return them by name. Those that cannot be loaded are left out, so that a broken package
+        stops only those who name its value."""
+        found = dict[str, T]()
+        for name in self.names():
+            with suppress(PluginError):
+                found[name] = self[name]
+        return found
 
     @property
     def elsewhere(self) -> str:

@@ -32,7 +32,6 @@ COMMANDS = {
     "knn": ("tessera.evaluation.knn", "k-NN accuracy"),
     "linear_probe": ("tessera.evaluation.linear_probe", "linear probe"),
     "view_retrieval": ("tessera.evaluation.view_retrieval", "score of an encoder without labels"),
-    "finetune": ("tessera.evaluation.finetune", "fine-tune with labels"),
     "embed": ("tessera.evaluation.embed", "write the features of images to a file"),
     "summary": ("tessera.encoders.summary", "print the size and cost of encoders"),
     "make_shards": ("tessera.data.make_shards", "make shards from a folder of images"),

@@ -246,7 +246,11 @@ def check_fits(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
     path, saved = checkpoint.path, dict(checkpoint.settings)
     saved["encoder"] = _encoder_defaults(checkpoint.settings["encoder"].get("variant")) | checkpoint.settings["encoder"]
     settings = settings | {"encoder": _encoder_defaults(settings["encoder"].get("variant")) | settings["encoder"]}
-    old, new = flattened(saved), flattened(settings)
+    # the section of a method whose package was installed only then, or only now
+    sections = {name for name in saved.keys() ^ settings.keys() if isinstance((saved | settings)[name], dict)}
+    old, new = (
+        flattened({name: value for name, value in one.items() if name not in sections}) for one in (saved, settings)
+    )
     same = {"data.shards"} if all(saved.get(name) == settings.get(name) for name in ("shards", "samples")) else set()
     same |= {name for name in DATA if _absolute(old.get(name)) == _absolute(new.get(name))}
     changed = [

@@ -3,11 +3,9 @@
 from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.methods.dinov2 import DINOv2
 from tessera.pretrain.methods.dinov3 import DINOv3
-from tessera.pretrain.methods.distill import Distill
 from tessera.pretrain.methods.lejepa import LeJEPA
 from tessera.pretrain.methods.mae import MAE
 from tessera.pretrain.methods.method import Method
-from tessera.pretrain.methods.supervised import Finetune
 from tessera.runtime.plugins import Registry
 
 METHODS: Registry[type[Method]] = Registry(
@@ -16,18 +14,16 @@ METHODS: Registry[type[Method]] = Registry(
         "dino": DINO,
         "dinov2": DINOv2,
         "dinov3": DINOv3,
-        "distill": Distill,
         "lejepa": LeJEPA,
         "mae": MAE,
-        "finetune": Finetune,
     },
     group="tessera.methods",
     expected="a subclass of tessera.pretrain.methods.method.Method",
     valid=lambda value: isinstance(value, type) and issubclass(value, Method),
 )
-"""Classes of methods by name, with those of other packages (docs/extending.md)."""
+"""Classes of methods by name, with those of extras and of other packages (docs/extending.md)."""
 
 
 def pretraining_methods() -> tuple[str, ...]:
     """Return the names of the methods that need no labels."""
-    return tuple(name for name, method in METHODS.items() if not method.supervised)
+    return tuple(name for name, method in METHODS.working().items() if not method.supervised)

@@ -244,7 +244,7 @@ def _check_classes(labels: Tensor, classes: int) -> None:
     if not 0 <= wrong < classes:
         raise EvaluationError(
             f"evaluation.val has the label {wrong}, but the training images have {classes} classes, numbered from "
-            "0. Check that both sets belong to the same data set, or set finetune.classes."
+            "0. Check that both sets belong to the same data set, or set the number of classes."
         )
 
 
@@ -263,7 +263,7 @@ def write_accuracy(config: RunConfig, output: Path, scores: Scores, content: str
 
     The result describes the encoder from which the run started. If `init_from` is a run, a checkpoint or an encoder of
     this project, `evaluation.results.result_path` determines the path of the result file. Otherwise, the path is
-    OUTPUT/evaluation/finetune.json. `top1` and `top5` are the accuracies of the last step. The accuracy of the best
+    OUTPUT/evaluation/METHOD.json. `top1` and `top5` are the accuracies of the last step. The accuracy of the best
     step is not an unbiased result, because this step is chosen on the same images. `content` is the hash of the scored
     images (`Source.content`).
     """
@@ -285,8 +285,8 @@ def write_accuracy(config: RunConfig, output: Path, scores: Scores, content: str
     if source is not None and source.is_dir():
         source = resolve_checkpoint(source)
     own = source is None or not source.with_suffix(".json").is_file()
-    file = str(output / "evaluation" / "finetune.json") if own else None
+    file = str(output / "evaluation" / f"{config.method}.json") if own else None
     assert config.evaluation.val is not None
-    evaluation = Evaluation("finetune", None if own else source, config.evaluation.val, file, content)
+    evaluation = Evaluation(config.method, None if own else source, config.evaluation.val, file, content)
     rows = [["last", config.steps, last["val_top1"], last["val_top5"]], ["best", best.step, best.accuracy, ""]]
     write_result(evaluation, result, ["", "step", "top-1", "top-5"], rows)

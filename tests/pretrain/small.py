@@ -21,12 +21,13 @@ from tessera.data.collate import Collator, Sample
 from tessera.data.demo import demo_shards
 from tessera.encoders.images import Mask
 from tessera.pretrain.checkpoints.save import Saver
+from tessera.pretrain.command_line import PRESETS
 from tessera.pretrain.config import CheckpointConfig
 from tessera.pretrain.engines.ddp import DDP
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
-from tessera.runtime.settings import Section
+from tessera.runtime.settings import Section, read_yaml
 from tests.launched import records
 from tests.ranks import on_processes  # noqa: F401, tests of other folders import it from here
 from tests.teachers import small_settings
@@ -36,11 +37,17 @@ MICRO = [name for name in encoders.VARIANTS if name.endswith("_micro")]
 STEPS = 10
 _resolved = {
     name: method.resolve(method.Config(**small_settings(method)), OptimConfig(), RunSize(1000, 4, STEPS))
-    for name, method in METHODS.items()
+    for name, method in METHODS.working().items()
 }
 SECTIONS: dict[str, Section] = {name: config for name, (config, _) in _resolved.items()}
 OPTIM = _resolved["dino"][1]
 ENCODER = {"variant": "vit_micro", "depth": 1, "dim": 24, "heads": 2, "mask_token": True}
+
+
+def presets(pattern: str = "*") -> list[Path]:
+    """Return the presets of all methods that are installed."""
+    files = sorted(PRESETS.glob(f"{pattern}.yaml"))
+    return [file for file in files if read_yaml(file).get("method", "dino") in METHODS]
 
 
 def flags(method: str) -> dict[str, str]:

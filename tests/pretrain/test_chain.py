@@ -77,8 +77,8 @@ def assert_same_run(folder: Path, whole: Path, scratch: Path) -> None:
 
 @pytest.mark.slow
 def test_a_chain_of_engines_is_one_run(start: Callable, tmp_path: Path) -> None:
-    whole = {method: tmp_path / "whole" / method for method in METHODS}
-    folders = {method: tmp_path / method for method in METHODS}
+    whole = {method: tmp_path / "whole" / method for method in METHODS.names()}
+    folders = {method: tmp_path / method for method in METHODS.names()}
     start(SCRIPT, [{"arguments": command(method, folder)} for method, folder in whole.items()]).wait()
     for number, (engine, processes, last) in enumerate(CHAIN):
         more = ["--resume"] * (number > 0) + ["--checkpoint.background", "true"] * (number % 2)

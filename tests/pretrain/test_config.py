@@ -21,6 +21,7 @@ from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
 from tessera.runtime.settings import SettingsError, settings_of
 from tessera.runtime.user_error import UserError
+from tests.pretrain.small import presets
 from tests.teachers import small_teacher
 
 SHARDS = ["--data", "somewhere.tar"]
@@ -120,7 +121,7 @@ def test_settings_from_python_equal_those_of_the_command_line(tmp_path: Path) ->
             ["--precision", "16-mixed"],
             "precision: Input should be 'auto', 'fp32', 'bf16' or 'fp16' (got '16-mixed'); did you mean 'fp16'?",
         ),
-        (["--method", "distillation"], "did you mean 'distill'?"),
+        (["--method", "dino2"], "did you mean 'dinov2'?"),
         (["--seed", "1", "out=runs/x"], "unexpected argument 'out=runs/x'; did you mean '--output'?"),
         (["--seed", "1", "steps=3"], "unexpected argument 'steps=3'; did you mean '--steps 3'?"),
         (["--config", "imagenet_dino"], "neither a file nor a preset of this name; did you mean 'imagenet"),
@@ -193,7 +194,7 @@ def test_without_data_the_preset_of_the_embedded_data_lies_below(tmp_path: Path)
     assert load(SHARDS).method_config.global_size == 224
 
 
-@pytest.mark.parametrize("file", sorted(PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("file", presets(), ids=lambda path: path.stem)
 def test_presets_are_valid(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda name, **options: make(name, **options | {"pretrained": False}))
@@ -364,41 +365,12 @@ def test_colour_settings_that_need_rgb_are_left_out_and_a_run_repeats(tmp_path):
         resolve(load([*SHARDS, "--method", "dino", *gray, "--dino.hue", "0.1"]), 100_000)
 
 
-def test_a_run_that_starts_from_an_encoder_of_this_project_has_its_settings(tmp_path: Path) -> None:
-    file = tmp_path / "encoder.safetensors"
-    encoder = encoders.build("vit_micro", channels=1, image_size=24, positions="sincos", drop_path=0.3, qk_norm=True)
-    encoder.preprocessing = Preprocessing((0.4,), (0.2,))
-    encoders.save(encoder, file)
-    for start in (str(file), str(tmp_path)):
-        arguments = [*SHARDS, "--method", "finetune", "--init_from", start]
-        config = resolve(load(arguments), 1000, classes=7)
-        built = encoders.build(**config.encoder_settings).settings
-        # the method's defaults override those of the encoder
-        changed = {"positions": "learned", "drop_path": 0.1, "pool": "mean"}
-        assert built == encoder.settings | changed
-        assert config.data.preprocessing == Preprocessing((0.4,), (0.2,))
-        assert config.method_config.classes == 7
-        assert config.evaluate_every == 1000 // 64  # one epoch
-        flags = ["--encoder.drop_path", "0.2", "--data.mean", "0.5", "--finetune.size", "32", "--evaluate_every", "9"]
-        given = resolve(load([*arguments, *flags]), 1000, classes=7)
-        assert encoders.build(**given.encoder_settings).settings == built | {"drop_path": 0.2, "image_size": 32}
-        assert given.data.preprocessing == Preprocessing((0.5,), (0.2,))
-        assert given.evaluate_every == 9
-        (tmp_path / "config.yaml").write_text(to_yaml(given))
-        skipped = {"config": True, "source": {"commands"}}
-        again = resolve(load(["--config", str(tmp_path / "config.yaml")]), 1000)
-        assert again.model_dump(exclude=skipped) == given.model_dump(exclude=skipped)
-    other = load([*SHARDS, "--init_from", str(file), "--encoder", "vit_tiny"])
-    assert other.encoder_settings == {"variant": "vit_tiny"}
-    assert resolve(other, 1000).encoder_settings["channels"] == 1
-
-
 def test_a_run_that_starts_from_published_weights_has_the_variants_settings(tmp_path: Path) -> None:
     for name in ("published.pth", "published.safetensors"):
         (tmp_path / name).write_bytes(b"")
-        config = load([*SHARDS, "--method", "finetune", "--init_from", str(tmp_path / name), "--encoder", "vit_base"])
+        config = load([*SHARDS, "--init_from", str(tmp_path / name), "--encoder", "vit_base"])
         assert config.encoder_settings == {"variant": "vit_base"}
-        assert resolve(config, 200_000, classes=3).data.preprocessing == IMAGENET
+        assert resolve(config, 200_000).data.preprocessing == IMAGENET
     with pytest.raises(UserError, match=r"No encoder found"):
         load([*SHARDS, "--init_from", str(tmp_path)])
     (tmp_path / "published.json").write_text("{}")

@@ -27,7 +27,8 @@ SETTINGS: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 """Other settings of a method and of an encoder."""
-RUNS = {f"{method} of {variant}": {} for method in METHODS for variant in MICRO} | SETTINGS
+RUNS = {f"{method} of {variant}": {} for method in METHODS.names() for variant in MICRO}
+RUNS |= {name: given for name, given in SETTINGS.items() if name.partition(" of ")[0] in METHODS}
 
 
 def command(name: str, output: Path, *more: str) -> list[str]:

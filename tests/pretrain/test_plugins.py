@@ -116,7 +116,7 @@ def test_the_command_line_knows_an_installed_method(tmp_path: Path, capsys: pyte
     assert "--ijepa.target_scale float,float" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         load(["--help"])
-    assert "|finetune|ijepa" in capsys.readouterr().out
+    assert "|ijepa" in capsys.readouterr().out
     with pytest.raises(SettingsError, match=r"unknown flag --ijepa.target; did you mean '--ijepa.targets'"):
         load(["--method", "ijepa", "--ijepa.target", "3"])
     with pytest.raises(

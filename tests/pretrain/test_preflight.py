@@ -241,7 +241,7 @@ def test_other_errors_of_a_method_end_the_run(how: Callable[[Tensor], object], e
         dry_forward(ReadsValues(how))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", METHODS.names())
 def test_every_method_is_checked(name: str, caplog: pytest.LogCaptureFixture) -> None:
     method = small.method(name, seed=0)
     before = torch.random.get_rng_state()

@@ -10,6 +10,7 @@ import yaml
 from tessera.pretrain.command_line import PRESETS, load
 from tessera.pretrain.resolve import resolve
 from tessera.runtime.settings import SettingsError
+from tests.pretrain.small import presets
 
 OFFICIAL = yaml.safe_load((Path(__file__).parent / "official_settings.yaml").read_text())
 IMAGES = 1_281_167
@@ -28,7 +29,7 @@ def settings_of(preset: str, tmp_path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("preset", sorted(file.stem for file in PRESETS.glob("imagenet_*.yaml")))
+@pytest.mark.parametrize("preset", [file.stem for file in presets("imagenet_*")])
 def test_a_published_recipe_stays_the_same_on_other_data(preset: str) -> None:
     given = load(["--config", preset, "--data", "x.tar", "--data.mean", "0,0,0", "--data.std", "1,1,1"])
     recipe, *others = (resolve(given, images, classes=10).model_dump() for images in (IMAGES, 300, 14_000_000))
@@ -72,6 +73,6 @@ def test_every_difference_from_the_official_recipe_is_documented(preset: str, tm
 
 
 def test_every_preset_for_pretraining_on_imagenet_is_compared() -> None:
-    presets = {file.stem for file in PRESETS.glob("imagenet_*.yaml")}
-    assert presets - OFFICIAL.keys() == {"imagenet_finetune_vit_base"}
+    found = {file.stem for file in PRESETS.glob("imagenet_*.yaml")}
+    assert found - OFFICIAL.keys() == {"imagenet_finetune_vit_base"}
     assert all(re.search(r" at [0-9a-f]{7}, ", one["source"]) for one in OFFICIAL.values())

@@ -19,6 +19,8 @@ from tessera.data.shards.tar_shard import LocalTar, RemoteTar
 from tessera.pretrain import resolve as resolving
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import settings_model
+from tessera.pretrain.methods import METHODS
+from tests.pretrain.toy import ToyLabels
 from tests.ranks import on_processes
 
 
@@ -150,7 +152,8 @@ def _classes_are_counted_for_longer_than_collectives_wait(rank: int) -> None:
         return 7
 
     resolving.count_classes = slow
-    config = settings_model("vit_micro")(method="finetune")
+    METHODS.register("labels", ToyLabels)
+    config = settings_model("vit_micro")(method="labels")
     accelerator = SimpleNamespace(is_main_process=rank == 0)
     assert resolving.measure_classes(config, [], accelerator) == 7  # pyright: ignore[reportArgumentType]
     dist.destroy_process_group()

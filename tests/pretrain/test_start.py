@@ -99,9 +99,8 @@ def test_an_encoder_with_new_heads_learns_slowly_and_keeps_its_layers(tmp_path: 
         ("dinov3", str(tmp_path / "run"), 1.0),
         ("dinov3", alone, 0.1),
         ("mae", str(tmp_path / "run"), 0.1),
-        ("finetune", alone, 1.0),
     ):
-        config = resolve(load([*words, name, "--init_from", source]), 1_000_000, classes=2)
+        config = resolve(load([*words, name, "--init_from", source]), 1_000_000)
         assert config.optim.encoder_lr_factor == expected
         assert config.encoder_settings["layer_scale"] is None
     given = [*words, "dinov2", "--init_from", alone, "--optim.encoder_lr_factor", "0.5"]

@@ -1,4 +1,4 @@
-"""An encoder and a sink of another package."""
+"""An encoder, a method with labels and a sink of another package."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from tessera.encoders.base import Encoder, Features
 from tessera.encoders.images import Images, Mask
+from tessera.pretrain.methods.method import Method, RunSize
 from tessera.pretrain.monitoring.sinks import Record, Sink
+from tessera.pretrain.optim.adamw import OptimConfig
+from tessera.runtime.settings import Section
 
 
 class ToyConv(Encoder):
@@ -56,6 +59,32 @@ class ToyConv(Encoder):
         for block in self.blocks:
             x = x + F.gelu(block(x))
         return Features(x.mean((2, 3)), x.permute(0, 2, 3, 1).flatten(0, 2), self.grids(images))
+
+
+class ToyLabels(Method):
+    """A method that trains a linear classifier of the pooled features."""
+
+    class Config(Section):
+        """Settings of the classifier."""
+
+        classes: int | None = None
+        """number of classes"""
+
+    supervised = True
+
+    def __init__(self, encoder: Encoder, config: Config, steps: int) -> None:
+        super().__init__()
+        assert config.classes
+        self.encoder, self.classes, self.image_size = encoder, config.classes, 16
+        self.head = nn.Linear(encoder.dim, config.classes)
+
+    @staticmethod
+    def resolve(config: Any, optim: OptimConfig, size: RunSize) -> tuple[Section, OptimConfig]:
+        optimizer = {"lr": 1e-3, "min_lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0, "weight_decay_end": 0.0}
+        return config.filled({"classes": size.classes}), optim.filled(optimizer | {"betas": (0.9, 0.99), "clip": 0.0})
+
+    def logits(self, images: Images) -> Tensor:
+        return self.head(self.encoder(images).pooled)
 
 
 MICRO = {"family": ToyConv, "dim": 24}

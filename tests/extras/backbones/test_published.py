@@ -10,13 +10,10 @@ import torch
 
 import tessera
 from tessera import encoders
-from tessera.encoders.base import Preprocessing
 from tessera.encoders.errors import WeightsError
 from tessera.evaluation.features import FeatureSettings, load_encoder
-from tessera.evaluation.finetune import default_output
 from tessera.extras.exports import command as export
 from tessera.pretrain.command_line import load
-from tessera.pretrain.methods.distill import load_teacher, teacher_hash
 from tessera.runtime.settings import SettingsError
 
 NAME = "vit_tiny_patch16_224.augreg_in21k"  # normalised with 0.5, unlike the default of this project
@@ -58,24 +55,12 @@ def test_features_and_normalisation_are_those_of_timm(model, tmp_path: Path) -> 
     same_features(encoders.load(tmp_path / "own.safetensors"), model)
 
 
-def test_a_model_of_timm_is_a_teacher(model) -> None:
-    teacher = load_teacher(f"timm:{NAME}", 224)
-    images = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected = model.forward_features(images)
-    half = Preprocessing(HALF, HALF)
-    torch.testing.assert_close(teacher.features(images, half).pooled, expected[:, 0], rtol=1e-4, atol=1e-4)
-    hashes = {teacher_hash(f"timm:{NAME}") for _ in range(2)}
-    assert len(hashes) == 1
-
-
 def test_a_run_takes_the_encoder_and_the_normalisation_of_the_weights(model) -> None:
     config = load(["--data", "train.tar", "--init_from", f"timm:{NAME}"])
     assert (config.encoder.variant, config.encoder.image_size) == ("vit_tiny", 224)  # pyright: ignore
     assert (config.data.mean, config.data.std) == (HALF, HALF)
     built = encoders.build("vit_tiny")
     assert len(encoders.load_weights(built, f"timm:{NAME}").used) == len(built.state_dict())
-    assert default_output(Path(f"timm:{NAME}")) == Path(f"{NAME}-finetune")
 
 
 def test_an_unknown_name_names_similar_ones() -> None:

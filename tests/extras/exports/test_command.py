@@ -15,20 +15,17 @@ from safetensors.torch import load_file
 from tessera import encoders
 from tessera.data.decode import decode
 from tessera.encoders.base import Preprocessing
-from tessera.encoders.saving import as_saved
 from tessera.extras.exports import command as export
 from tessera.extras.exports import method_file
-from tessera.extras.exports.export import export as export_encoder
 from tessera.extras.exports.model_card import model_card
 from tessera.pretrain import method_state
 from tessera.pretrain.checkpoints import manifest
 from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.supervised import Finetune
 from tests.pretrain.small import SECTIONS, STEPS, make, saver
 
 
-@pytest.fixture(params=METHODS)
+@pytest.fixture(params=METHODS.names())
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, dict[str, torch.Tensor]]:
     """Return a run folder with two checkpoints, the method's name, and the tensors of the newer checkpoint."""
     accelerator, engine = make(0, request.param)
@@ -234,22 +231,3 @@ def test_the_printed_command_names_a_relative_file(
     monkeypatch.chdir(tmp_path)
     export.main(["encoder.safetensors", "timm.safetensors", "--to", "timm"])
     assert 'checkpoint_path="./timm.safetensors"' in capsys.readouterr().out
-
-
-def test_low_rank_updates_are_exported_in_the_weights(tmp_path: Path) -> None:
-    config = SECTIONS["finetune"].model_copy(update={"lora_rank": 2})
-    torch.manual_seed(0)
-    method = METHODS["finetune"](encoders.build("vit_micro", depth=2), config, STEPS)
-    assert isinstance(method, Finetune)
-    for name, parameter in method.named_parameters():
-        if "lora" in name:
-            torch.nn.init.normal_(parameter, std=0.2)
-    encoder, images = method.trained_encoder().eval(), torch.randn(2, 3, 16, 16)
-    expected = encoder(images).pooled
-    encoder = as_saved(encoder)
-    torch.testing.assert_close(encoder(images).pooled, expected, rtol=1e-4, atol=1e-4)
-    for form in ("ours", "timm"):
-        export_encoder(encoder, tmp_path / f"{form}.safetensors", form)
-    torch.testing.assert_close(
-        encoders.load(tmp_path / "ours.safetensors")(images).pooled, expected, rtol=1e-4, atol=1e-4
-    )

@@ -14,7 +14,7 @@ from tessera.encoders.errors import EncoderError, WeightsError
 from tessera.pretrain.methods import METHODS
 from tests.teachers import small_teacher
 
-NAMES = [*METHODS, "ijepa"]
+NAMES = [*METHODS.names(), "ijepa"]
 PAIRS = {f"{method} of {family}": (i, j) for j, family in enumerate(exports.RUNS) for i, method in enumerate(NAMES)}
 TRIED = [name for name, (i, j) in PAIRS.items() if (i + j) % 4 == 0]
 """Pairs that are tested. They cover all methods and families; the table has the other pairs, too."""

@@ -56,9 +56,8 @@ OWN = {
 SIZES = '--dinov3.gram_start 1 --dinov3.gram_refresh_steps 1 --dinov3.sizes {"16/12/24":0.5,"12/8/24":0.5}'
 # not more steps: rounding grows fastest in DINOv3, whose moments differ by 1.4e-5 after ten steps on an AMD EPYC
 LENGTH = {"distill": 10}  # after six steps, a bias of its attention keys is on the edge of `noise`
-RUNS: dict[str, Run] = {method: run(method, OWN.get(method, ""), steps=LENGTH.get(method, 6)) for method in METHODS} | {
-    "finetune, lora": run("finetune", "--finetune.lora_rank 4", steps=3),
-    "distill, two students": run("distill", "--distill.students navit_micro --optim.lr 3e-4", steps=3),
+NAMES = METHODS.names()
+RUNS: dict[str, Run] = {method: run(method, OWN.get(method, ""), steps=LENGTH.get(method, 6)) for method in NAMES} | {
     "dinov3, sizes": run("dinov3", f"--dinov3.gram_size 24 {SIZES}"),
     "dino, skipped": run(
         "dino",
@@ -66,9 +65,16 @@ RUNS: dict[str, Run] = {method: run(method, OWN.get(method, ""), steps=LENGTH.ge
         {2: (1, 1, "loss"), 3: (0, 3, "image"), 5: (1, 2, "gradient")},
     ),
     "mae, skipped": run("mae", "--mae.decoder_depth 2 --accumulate 2", {0: (1, 2, "gradient"), 4: (0, 1, "image")}),
-    "finetune, evaluated": run("finetune", "--evaluate_every 2 --evaluation.val HELD_OUT --accumulate 2", steps=2),
     "mae, evaluated": run("mae", "--evaluation.pictures 2 --evaluate_every 2 --evaluation.val HELD_OUT", steps=2),
 }
+OF_EXTRAS = {
+    "finetune, lora": ("--finetune.lora_rank 4", 3),
+    "finetune, evaluated": ("--evaluate_every 2 --evaluation.val HELD_OUT --accumulate 2", 2),
+    "distill, two students": ("--distill.students navit_micro --optim.lr 3e-4", 3),
+}
+for name, (more, steps) in OF_EXTRAS.items():
+    if (method := name.partition(",")[0]) in METHODS:
+        RUNS[name] = run(method, more, steps=steps)
 SKIPPED = ("dino, skipped", "mae, skipped")
 SHARDED: dict[str, Run] = {  # what only engines that gather weights could get wrong
     "dino, over all": run("dino", "--dino.batch_norm true --dino.centering sinkhorn", steps=3),
@@ -88,7 +94,7 @@ FAMILIES: dict[str, Run] = {  # crops, and tokens that are left out
     for method in ("dino", "mae")
     for variant in OTHERS
 }
-BF16: dict[str, Run] = {f"{method}, bf16": run(method, "--precision bf16", steps=2) for method in METHODS}
+BF16: dict[str, Run] = {f"{method}, bf16": run(method, "--precision bf16", steps=2) for method in NAMES}
 BF16["dino of swin_micro, bf16"] = run("dino", "--encoder swin_micro --optim.lr 3e-4 --precision bf16", steps=2)
 BF16["dino, bf16 between blocks"] = run("dino", "--precision bf16 --encoder.bf16_residuals true", steps=2)
 ALL = RUNS | SHARDED | FAMILIES | BF16
@@ -287,7 +293,7 @@ def test_a_users_deepspeed_file_changes_nothing(file: str, several: Callable, al
         assert_same(runs.folder(name), alone.folder(name))
 
 
-IN_GROUPS = (*METHODS, "dino, skipped", "mae, evaluated", "dino, bf16")
+IN_GROUPS = (*NAMES, "dino, skipped", "mae, evaluated", "dino, bf16")
 
 
 @pytest.fixture(scope="module")

@@ -116,7 +116,7 @@ def start(rank: int) -> None:
     """Start from an empty method on the second process, and compare with a method that was built there."""
     as_fsdp2()
     accelerator = make_accelerator()
-    for name in METHODS:
+    for name in METHODS.names():
         with torch.device("meta" if rank else "cpu"):
             method = small.method(name, seed=0)
         expected = small.method(name, seed=0)

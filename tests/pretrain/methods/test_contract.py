@@ -41,7 +41,7 @@ def forward(method: Method, images: slice, step: int = 3) -> tuple[Tensor, dict[
 
 
 @pytest.mark.parametrize(("variant", "encoder"), [*((name, {}) for name in MICRO), ("vit_micro", UNUSED)])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", METHODS.names())
 def test_every_trained_parameter_gets_a_gradient(name: str, variant: str, encoder: dict[str, Any]) -> None:
     method = make(name, variant, encoder).train()
     loss, metrics, _ = forward(method, slice(0, 4))
@@ -56,7 +56,7 @@ def test_every_trained_parameter_gets_a_gradient(name: str, variant: str, encode
             assert not getattr(method, part).training
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", METHODS.names())
 def test_a_skipped_step_leaves_no_trace(name: str) -> None:
     """`after_step` is told that the step was skipped."""
     method = make(name)
@@ -78,10 +78,10 @@ def test_a_skipped_step_leaves_no_trace(name: str) -> None:
 
 
 TWO: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in METHODS),
+    *((name, {}) for name in METHODS.names()),
     ("dino", {"centering": "sinkhorn"}),
     ("dinov2", {"centering": "sinkhorn"}),
-    ("distill", {"students": ["swin_micro"]}),
+    *([("distill", {"students": ["swin_micro"]})] if "distill" in METHODS else []),
 ]
 
 

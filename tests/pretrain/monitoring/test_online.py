@@ -1,4 +1,4 @@
-"""Evaluations inside a run against scikit-learn, alone and over two processes, and the result of a fine-tuning."""
+"""Evaluations inside a run against scikit-learn, alone and over two processes, and the result of a classifier."""
 
 import json
 from pathlib import Path
@@ -21,13 +21,14 @@ from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.view_retrieval import crop_features, view_retrieval
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import EvaluationConfig
-from tessera.pretrain.methods.supervised import Finetune, FinetuneConfig
+from tessera.pretrain.methods import METHODS
 from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, OnlineViews, write_accuracy
 from tessera.pretrain.monitoring.verdict import Scores, accuracy_line
 from tessera.pretrain.resolve import resolve
 from tessera.runtime.processes import make_accelerator
 from tests.evaluation.conftest import knn_oracle, write_shard
 from tests.pretrain.small import on_processes
+from tests.pretrain.toy import ToyLabels
 
 SIDE, K, CLASSES = 16, 5, 8
 ENCODER = {"depth": 1, "dim": 24, "heads": 2, "image_size": SIDE, "drop_path": 0.5}
@@ -157,10 +158,10 @@ def classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, 
     return paths, images, labels
 
 
-def classifier(paths: dict[str, str], classes: int = CLASSES) -> tuple[Accuracy, Finetune]:
+def classifier(paths: dict[str, str], classes: int = CLASSES) -> tuple[Accuracy, ToyLabels]:
     torch.manual_seed(0)
     encoder = encoders.build("vit_micro", **ENCODER)
-    method = Finetune(encoder, FinetuneConfig(classes=classes), 10)
+    method = ToyLabels(encoder, ToyLabels.Config(classes=classes), 10)
     torch.nn.init.normal_(method.head.weight)
     config = EvaluationConfig(val=paths["val"], batch_size=8)
     return Accuracy(config, paths["train"], SIDE, make_accelerator()), method
@@ -234,7 +235,10 @@ def test_two_processes_equal_one(
         assert torch.load(tmp_path / f"{rank}.pt") == evaluated(kind, paths)
 
 
-def test_the_result_lies_with_the_encoder_that_was_fine_tuned(classes, tmp_path: Path) -> None:
+def test_the_result_lies_with_the_encoder_that_was_fine_tuned(
+    classes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(METHODS, "labels", ToyLabels)
     scores = Scores()
     for step, top1 in ((0, 0.1), (5, 0.75), (9, 0.5)):
         scores.add(step, {"val_top1": top1})
@@ -248,19 +252,19 @@ def test_the_result_lies_with_the_encoder_that_was_fine_tuned(classes, tmp_path:
     encoders.save(encoders.build("vit_micro"), run / "encoder.safetensors")
     published = tmp_path / "published.pth"
     published.write_bytes(b"")
-    output = run / "finetune"
+    output = run / "labels"
     for init_from, expected in (
-        (run, run / "evaluation" / "finetune.json"),
-        (run / "encoder.safetensors", run / "evaluation" / "finetune.json"),
-        (published, output / "evaluation" / "finetune.json"),
-        (None, output / "evaluation" / "finetune.json"),
+        (run, run / "evaluation" / "labels.json"),
+        (run / "encoder.safetensors", run / "evaluation" / "labels.json"),
+        (published, output / "evaluation" / "labels.json"),
+        (None, output / "evaluation" / "labels.json"),
     ):
         given = [] if init_from is None else ["--init_from", str(init_from)]
-        flags = ["--data", "x.tar", "--evaluation.val", "val.tar", "--method", "finetune", "--encoder", "vit_micro"]
+        flags = ["--data", "x.tar", "--evaluation.val", "val.tar", "--method", "labels", "--encoder", "vit_micro"]
         config = load([*flags, *given])
         write_accuracy(resolve(config, 1000, classes=CLASSES), output, scores, "a1b2")
         result = json.loads(expected.read_text())
         assert (result["top1"], result["top5"], result["best_top1"], result["best_step"]) == (0.5, 0.875, 0.75, 5)
-        assert result["settings"]["finetune"]["classes"] == CLASSES
+        assert result["settings"]["labels"]["classes"] == CLASSES
         assert result["data_content"] == "a1b2"
         expected.unlink()

@@ -18,16 +18,16 @@ from tessera import encoders
 from tessera.data.batch import Batch
 from tessera.data.colors import Share, Strength
 from tessera.data.crops import Areas, Degrees, RandomCrop, RandomCropConfig, Ratios
-from tessera.data.mixing import draw_erased, draw_mix, erase, generators, mix_images, partners
 from tessera.data.pixels import normalize, to_pixels
-from tessera.data.rand_augment import HIGHEST, draw_operations, rand_augment
 from tessera.encoders.base import Encoder, Preprocessing
 from tessera.encoders.images import Images
-from tessera.encoders.lora import add_lora
 from tessera.encoders.randomness import BITS, next_keys
 from tessera.encoders.segments import copy_to_device
 from tessera.encoders.unused import freeze_unused, unused_parameters
 from tessera.encoders.vit import ViT
+from tessera.extras.finetune.lora import add_lora
+from tessera.extras.finetune.mixing import draw_erased, draw_mix, erase, generators, mix_images, partners
+from tessera.extras.finetune.rand_augment import HIGHEST, draw_operations, rand_augment
 from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.optim.adamw import OptimConfig, flat_blocks, layers
 from tessera.pretrain.optim.running_statistics import running_statistics

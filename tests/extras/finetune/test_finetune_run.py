@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 
 from tessera import encoders
 from tessera.data.demo import demo_shards
-from tessera.evaluation.finetune import command
 from tessera.extras.exports import command as export
+from tessera.extras.finetune.command import command
 from tessera.pretrain.run import main
-from tests.launched import records, same_encoder, timeless
+from tests.launched import ROOT, records, same_encoder, timeless
 
 TINY = "--encoder vit_micro --encoder.depth 2 --encoder.dim 48 --encoder.heads 3 --workers 1 --evaluation.pictures 0"
 START = f"--method mae --mae.decoder_dim 16 --mae.decoder_heads 2 {TINY} --steps 2"
@@ -31,7 +31,7 @@ def test_fine_tuning_beats_the_knn_of_its_start_and_resumes_exactly(fork, tmp_pa
     finetune = command(["--checkpoint", str(start), "--train", train, "--val", val, *RECIPE.split()])
     commands = [[*START.split(), "--output", str(start)], finetune, [*finetune, "--resume"]]
     (tmp_path / "runs.json").write_text(json.dumps(commands))
-    fork([str(tmp_path / "runs.json")], script=Path(__file__).with_name("runs_in_turn.py")).wait()
+    fork([str(tmp_path / "runs.json")], script=ROOT / "tests" / "pretrain" / "runs_in_turn.py").wait()
     folder = start / "finetune"
     lines = records(folder)
     scores = {line["step"]: line["val_top1"] for line in lines if "val_top1" in line}

@@ -7,7 +7,7 @@ from scipy.stats import ks_2samp, kstest
 from timm.data.mixup import Mixup, cutmix_bbox_and_lam
 from timm.data.random_erasing import RandomErasing
 
-from tessera.data.mixing import (
+from tessera.extras.finetune.mixing import (
     MixParameters,
     draw_erased,
     draw_mix,

@@ -1,4 +1,4 @@
-"""The command that fine-tunes: the flags that it passes to pretrain/run.py, and its run folder."""
+"""The command that fine-tunes: the flags that it passes to `tessera pretrain`, and its run folder."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.evaluation.finetune import command, default_output
+from tessera.extras.finetune.command import command, default_output
 from tests.launched import ROOT
 
 
@@ -32,6 +32,7 @@ def test_the_run_folder_is_that_of_the_encoder(tmp_path: Path) -> None:
         (step / "encoder.safetensors", run / "finetune-step-00000010"),
         (step.parent / "latest", run / "finetune-step-00000010"),
         (tmp_path / "vit.pth", tmp_path / "vit-finetune"),
+        (Path("timm:vit_tiny.in1k"), Path("vit_tiny.in1k-finetune")),
     ):
         assert default_output(path) == expected
     assert command(["--checkpoint", str(run), "--resume"])[-2:] == ["--output", str(run / "finetune")]
@@ -60,4 +61,4 @@ def test_the_command_starts_the_training_command() -> None:
     assert "--finetune.mixup float" in shown
     refused = subprocess.run([sys.executable, script, "--train", "a.tar"], capture_output=True, text=True)
     assert refused.returncode == 2
-    assert refused.stderr.startswith("finetune.py: --checkpoint is missing.")
+    assert refused.stderr.strip().startswith("tessera finetune: --checkpoint is missing.")

@@ -15,10 +15,10 @@ from tessera.data.batch import Batch
 from tessera.data.pixels import to_pixels
 from tessera.encoders.base import IMAGENET
 from tessera.encoders.randomness import random_keys
+from tessera.extras.finetune.finetune import Finetune, FinetuneConfig, mixed_cross_entropy, resolve
 from tessera.pretrain.build import build_method
 from tessera.pretrain.command_line import load
 from tessera.pretrain.methods.method import RunSize
-from tessera.pretrain.methods.supervised import Finetune, FinetuneConfig, mixed_cross_entropy, resolve
 from tessera.pretrain.optim.adamw import OptimConfig, adamw, apply_schedules, learning_rate_factors, parameter_groups
 from tessera.pretrain.resolve import resolve as resolve_run
 from tessera.runtime.settings import SettingsError

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from tessera import encoders
 from tessera.data.demo import demo_shards
 from tessera.encoders.randomness import random_keys
+from tessera.extras.distill.distill import Distill, DistillConfig, resolve
 from tessera.extras.exports import command as export
-from tessera.pretrain.methods.distill import Distill, DistillConfig, resolve
 from tessera.pretrain.optim.adamw import OptimConfig, clip_gradients
 from tessera.pretrain.preflight import dry_forward
 from tessera.pretrain.run import main
 from tessera.runtime.settings import SettingsError
+from tests.extras.distill.test_distill import SIZE, make, save_teacher
 from tests.launched import timeless
-from tests.pretrain.methods.test_distill import SIZE, make, save_teacher
 from tests.teachers import small_teacher
 from tests.views import batch_of
 

@@ -3,16 +3,27 @@
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 
 from tessera import encoders
 from tessera.data.batch import Batch
 from tessera.data.pixels import normalize
 from tessera.encoders.base import IMAGENET, Features, Preprocessing
-from tessera.pretrain.methods.distill import Distill, DistillConfig, load_teacher, match_loss, resized_tokens, resolve
+from tessera.extras.distill.distill import (
+    Distill,
+    DistillConfig,
+    load_teacher,
+    match_loss,
+    resized_tokens,
+    resolve,
+    teacher_hash,
+)
+from tessera.pretrain.command_line import load
 from tessera.pretrain.methods.method import RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.preflight import dry_forward
@@ -223,3 +234,27 @@ def test_signs_of_collapse_name_the_flag_of_their_term(tmp_path: Path) -> None:
     healthy = {name: value.item() for name, value in method(batch, 0)[1].items()} | {"feature_rank": 5.0}
     assert method.collapse_signs(healthy) == {}
     assert any("distill.teacher" in line for line in method.advice(healthy | {"token_teacher_spread": 0.01}))
+
+
+def test_a_model_of_timm_is_a_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, create = "vit_tiny_patch16_224.augreg_in21k", timm.create_model
+
+    def offline(name: str, *, pretrained: bool, **options: Any) -> torch.nn.Module:
+        assert pretrained
+        torch.manual_seed(0)
+        return create(name, pretrained=False, **options)
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    model: Any = offline(name, pretrained=True).eval()
+    teacher = load_teacher(f"timm:{name}", 224)
+    images = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model.forward_features(images)
+    half = Preprocessing((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    torch.testing.assert_close(teacher.features(images, half).pooled, expected[:, 0], rtol=1e-4, atol=1e-4)
+    assert len({teacher_hash(f"timm:{name}") for _ in range(2)}) == 1
+
+
+def test_a_similar_name_is_suggested() -> None:
+    with pytest.raises(SettingsError, match="did you mean 'distill'"):
+        load(["--method", "distillation"])

@@ -9,8 +9,8 @@ from PIL import Image
 from scipy.stats import kstest, norm
 from timm.data import auto_augment
 
-from tessera.data.mixing import generators
-from tessera.data.rand_augment import OPERATIONS, Operations, draw_operations, rand_augment
+from tessera.extras.finetune.mixing import generators
+from tessera.extras.finetune.rand_augment import OPERATIONS, Operations, draw_operations, rand_augment
 
 NAMES = list(OPERATIONS)
 FILL = (124, 116, 104)

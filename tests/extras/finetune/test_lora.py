@@ -8,8 +8,10 @@ from torch import nn
 
 from tessera import encoders
 from tessera.encoders.errors import EncoderError
-from tessera.encoders.lora import ATTENTION, add_lora
 from tessera.encoders.saving import as_saved
+from tessera.extras.exports.export import export as export_encoder
+from tessera.extras.finetune.finetune import Finetune, FinetuneConfig
+from tessera.extras.finetune.lora import ATTENTION, add_lora
 from tests.encoders.helpers import MICRO
 
 
@@ -69,3 +71,20 @@ def test_chosen_layers_and_models_of_timm() -> None:
         add_lora(encoders.build("vit_micro"), 1, 1.0, ["fc9"])
     with pytest.raises(EncoderError, match=r"No block has a linear layer of attention\. The names are: none"):
         add_lora(encoders.build("timm:resnet18", image_size=32), 1, 1.0)
+
+
+def test_low_rank_updates_are_exported_in_the_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    method = Finetune(encoders.build("vit_micro", depth=2), FinetuneConfig(classes=10, size=16, lora_rank=2), 10)
+    for name, parameter in method.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    encoder, images = method.trained_encoder().eval(), torch.randn(2, 3, 16, 16)
+    expected = encoder(images).pooled
+    encoder = as_saved(encoder)
+    torch.testing.assert_close(encoder(images).pooled, expected, rtol=1e-4, atol=1e-4)
+    for form in ("ours", "timm"):
+        export_encoder(encoder, tmp_path / f"{form}.safetensors", form)
+    torch.testing.assert_close(
+        encoders.load(tmp_path / "ours.safetensors")(images).pooled, expected, rtol=1e-4, atol=1e-4
+    )
