@@ -152,8 +152,8 @@ def _classes_are_counted_for_longer_than_collectives_wait(rank: int) -> None:
         return 7
 
     resolving.count_classes = slow
-    METHODS.register("labels", ToyLabels)
-    config = settings_model("vit_micro")(method="labels")
+    METHODS.register("classifier", ToyLabels)
+    config = settings_model("vit_micro")(method="classifier")
     accelerator = SimpleNamespace(is_main_process=rank == 0)
     assert resolving.measure_classes(config, [], accelerator) == 7  # pyright: ignore[reportArgumentType]
     dist.destroy_process_group()

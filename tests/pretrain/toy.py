@@ -86,6 +86,9 @@ class ToyLabels(Method):
     def logits(self, images: Images) -> Tensor:
         return self.head(self.encoder(images).pooled)
 
+    def trained_encoder(self) -> Encoder:
+        return self.encoder
+
 
 MICRO = {"family": ToyConv, "dim": 24}
 

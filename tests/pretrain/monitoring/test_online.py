@@ -238,7 +238,7 @@ def test_two_processes_equal_one(
 def test_the_result_lies_with_the_encoder_that_was_fine_tuned(
     classes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(METHODS, "labels", ToyLabels)
+    monkeypatch.setitem(METHODS, "classifier", ToyLabels)
     scores = Scores()
     for step, top1 in ((0, 0.1), (5, 0.75), (9, 0.5)):
         scores.add(step, {"val_top1": top1})
@@ -252,19 +252,19 @@ def test_the_result_lies_with_the_encoder_that_was_fine_tuned(
     encoders.save(encoders.build("vit_micro"), run / "encoder.safetensors")
     published = tmp_path / "published.pth"
     published.write_bytes(b"")
-    output = run / "labels"
+    output = run / "classifier"
     for init_from, expected in (
-        (run, run / "evaluation" / "labels.json"),
-        (run / "encoder.safetensors", run / "evaluation" / "labels.json"),
-        (published, output / "evaluation" / "labels.json"),
-        (None, output / "evaluation" / "labels.json"),
+        (run, run / "evaluation" / "classifier.json"),
+        (run / "encoder.safetensors", run / "evaluation" / "classifier.json"),
+        (published, output / "evaluation" / "classifier.json"),
+        (None, output / "evaluation" / "classifier.json"),
     ):
         given = [] if init_from is None else ["--init_from", str(init_from)]
-        flags = ["--data", "x.tar", "--evaluation.val", "val.tar", "--method", "labels", "--encoder", "vit_micro"]
+        flags = ["--data", "x.tar", "--evaluation.val", "val.tar", "--method", "classifier", "--encoder", "vit_micro"]
         config = load([*flags, *given])
         write_accuracy(resolve(config, 1000, classes=CLASSES), output, scores, "a1b2")
         result = json.loads(expected.read_text())
         assert (result["top1"], result["top5"], result["best_top1"], result["best_step"]) == (0.5, 0.875, 0.75, 5)
-        assert result["settings"]["labels"]["classes"] == CLASSES
+        assert result["settings"]["classifier"]["classes"] == CLASSES
         assert result["data_content"] == "a1b2"
         expected.unlink()
