@@ -99,7 +99,7 @@ def current() -> list[str]:
             described = list(lines_of_parser(parser, own))
         elif isinstance(parser, type):
             described = list(lines_of_settings(parser, own))
-        first = known.setdefault(str(described), command)
+        first = known.setdefault(str([text for _, text in described]), command)
         if described and first != command:
             described = [(own, f"has the settings of {first}")]
         lines += [f"{part} {command} {text}" for part, text in described if part != "other"]
