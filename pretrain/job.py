@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -19,20 +19,14 @@ from tessera.data.decode import ImageError
 from tessera.data.failures import DroppedError, UnreadableError
 from tessera.data.loader import Reading, training_batches
 from tessera.data.python_objects import is_name
-from tessera.data.sampler import BatchSampler, batch_ranges, phases
+from tessera.data.sampler import BatchSampler, batch_ranges
 from tessera.data.shards import ShardError, Source, Sources, WeightedShards, describe_remote, open_sources
 from tessera.data.workers import free_cores
 from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.splits import check_training_images
 from tessera.pretrain.build import build_method, check_memory
-from tessera.pretrain.checkpoints.continuing import (
-    changed_schedules,
-    check_fits,
-    continued,
-    notice_other_samples,
-    warn_of_size,
-)
-from tessera.pretrain.checkpoints.resume import Checkpoint, open_checkpoint, restore
+from tessera.pretrain.checkpoints.continuing import continue_run, warn_of_size
+from tessera.pretrain.checkpoints.resume import Checkpoint, restore
 from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.checkpoints.trainer_json import SavedSettings, TrainState
 from tessera.pretrain.config import RunConfig, to_yaml
@@ -133,7 +127,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     With `--dry_run`, do all of this up to the first step without writing, and print the plan of the run instead.
     """
     prepared = prepare(given, accelerator)
-    config, checkpoint, settings = continue_run(prepared, output)
+    newest = newest_checkpoint(prepared.config, output)
+    config, checkpoint, settings = continue_run(prepared.config, prepared.sources, prepared.fingerprint, newest)
     position = checkpoint.trainer.position if checkpoint else TrainState(step=0)
     check_memory(config, accelerator, sharded=engine_class.sharded)
     torch.manual_seed(config.seed)  # all processes use the same seed to build equal weights
@@ -170,21 +165,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     assert engine is not None
     recorder, other = None, False
     if accelerator.is_main_process:
-        if checkpoint is None or position.step < config.steps:  # settings of a run that is done have no effect any more
-            with atomic_write(output / "config.yaml") as part:  # written atomically, because --resume reads this file
-                part.write_text(to_yaml(config))
-        recorder = Recorder(output, position.step, config.metrics, settings)
-        contents = {}
-        if scored := online or accuracy:
-            own = config.evaluation
-            name = "evaluation.val" if own.val else "evaluation.train" if own.train else "data.shards"
-            contents[name] = scored.val.content()
-        if dense:
-            contents["evaluation.maps_val"] = dense.val.content()
-        done = checkpoint is not None and position.step >= config.steps
-        other = checkpoint is not None and scores_other_images(output, contents, done=done)
-        contents = {} if other and done else contents
-        record_start(output, position.step, engine, config.precision, contents)
+        contents = scored_contents(config, online or accuracy, dense)
+        recorder, other = start_records(output, config, checkpoint, engine, settings, contents)
         announce(config, prepared.images, engine)
     if broadcast_object(other):
         if position.step < config.steps:
@@ -201,27 +183,44 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     finish_run(run)
 
 
-def continue_run(prepared: Prepared, output: Path) -> tuple[RunConfig, Checkpoint | None, SavedSettings]:
-    """Return the settings of a run, the checkpoint that it continues, and the settings that it stores. Collective.
+def scored_contents(
+    config: RunConfig, scored: OnlineKNN | OnlineViews | Accuracy | None, dense: OnlineEvaluation | None
+) -> dict[str, str | None]:
+    """Return a hash of the images that the run scores, by the name of the setting that gives them."""
+    contents, own = dict[str, str | None](), config.evaluation
+    if scored:
+        name = "evaluation.val" if own.val else "evaluation.train" if own.train else "data.shards"
+        contents[name] = scored.val.content()
+    if dense:
+        contents["evaluation.maps_val"] = dense.val.content()
+    return contents
 
-    Raises:
-        SettingsError: the folder holds a run, or no run to continue.
-        CheckpointError: the checkpoint does not fit the run.
+
+def start_records(
+    output: Path,
+    config: RunConfig,
+    checkpoint: Checkpoint | None,
+    engine: Engine,
+    settings: SavedSettings,
+    contents: dict[str, str | None],
+) -> tuple[Recorder, bool]:
+    """Write config.yaml and the records of this start. Call it only on the main process.
+
+    Return the recorder, and True if the run scored other images before.
+
+    Args:
+        settings: settings that the checkpoints of the run store.
+        contents: result of `scored_contents`.
     """
-    config, sources, same = prepared.config, prepared.sources, dict[str, Any]()
-    newest = newest_checkpoint(config, output)
-    checkpoint = open_checkpoint(newest) if newest else None
-    if checkpoint:
-        config, same = continued(config, sources, prepared.fingerprint, checkpoint)
-    settings: dict[str, Any] = config.model_dump(mode="json")
-    settings |= {"shards": prepared.fingerprint, "shard_counts": [len(source.shards) for source in sources.lists]}
-    settings |= {"mixture": phases(sources.weights), "images": prepared.images}
-    settings["samples"] = notice_other_samples(sources, checkpoint, same.get("shards", prepared.fingerprint))
-    if checkpoint:
-        check_fits(checkpoint, settings | same)
-        for line in changed_schedules(checkpoint.settings, config, prepared.images, checkpoint.step):
-            log.info("%s", line)
-    return config, checkpoint, cast(SavedSettings, settings)
+    step = checkpoint.step if checkpoint else 0
+    done = checkpoint is not None and step >= config.steps
+    if not done:  # settings of a run that is done have no effect any more
+        with atomic_write(output / "config.yaml") as part:  # written atomically, because --resume reads this file
+            part.write_text(to_yaml(config))
+    recorder = Recorder(output, step, config.metrics, settings)
+    other = checkpoint is not None and scores_other_images(output, contents, done=done)
+    record_start(output, step, engine, config.precision, {} if other and done else contents)
+    return recorder, other
 
 
 def scores_other_images(output: Path, contents: Mapping[str, str | None], *, done: bool) -> bool:

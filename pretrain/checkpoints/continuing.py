@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tessera import encoders
 from tessera.data.loader import mixture_sampler
@@ -14,7 +14,7 @@ from tessera.data.sampler import BatchSampler, batch_ranges, phases
 from tessera.data.shards import Source, Sources
 from tessera.data.shards.folder import ImageFolder
 from tessera.data.shards.open import shown_paths
-from tessera.pretrain.checkpoints.resume import Checkpoint, CheckpointError
+from tessera.pretrain.checkpoints.resume import Checkpoint, CheckpointError, open_checkpoint
 from tessera.pretrain.checkpoints.trainer_json import SavedSettings
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.methods import METHODS
@@ -36,7 +36,35 @@ DATA = ("data.shards", "evaluation.train", "evaluation.val", "evaluation.maps_tr
 """Settings that hold SHARDS, of which relative and absolute paths are the same."""
 
 
-def continued(
+def continue_run(
+    config: RunConfig, sources: Sources, order: str, newest: Path | None
+) -> tuple[RunConfig, Checkpoint | None, SavedSettings]:
+    """Return the settings of a run, the checkpoint that it continues, and the settings that it stores. Collective.
+
+    Args:
+        config: settings with all derived values.
+        order: fingerprint of the sample order.
+        newest: folder of the checkpoint; None for a new run.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or does not fit the run.
+    """
+    checkpoint, same = open_checkpoint(newest) if newest else None, dict[str, Any]()
+    if checkpoint:
+        config, same = settings_for_resume(config, sources, order, checkpoint)
+    images = sum(source.images for source in sources.lists)
+    settings: dict[str, Any] = config.model_dump(mode="json")
+    settings |= {"shards": order, "shard_counts": [len(source.shards) for source in sources.lists]}
+    settings |= {"mixture": phases(sources.weights), "images": images}
+    settings["samples"] = notice_other_samples(sources, checkpoint, same.get("shards", order))
+    if checkpoint:
+        check_fits(checkpoint, settings | same)
+        for line in changed_schedules(checkpoint.settings, config, images, checkpoint.step):
+            log.info("%s", line)
+    return config, checkpoint, cast(SavedSettings, settings)
+
+
+def settings_for_resume(
     config: RunConfig, sources: Sources, order: str, checkpoint: Checkpoint
 ) -> tuple[RunConfig, dict[str, Any]]:
     """Return the settings of a run that continues from a checkpoint, with the shards that were added since.
