@@ -114,6 +114,15 @@ def backbone(name: object) -> Backbone | None:
     return BACKBONES[prefix] if colon and prefix in BACKBONES else None
 
 
+def unknown_prefix(name: object) -> str:
+    """Return a sentence for messages if a name has the form PREFIX:NAME but no backbone has this prefix, else ""."""
+    prefix, colon, rest = str(name).partition(":")
+    if not colon or not prefix.isidentifier() or rest.startswith("//") or prefix in BACKBONES:
+        return ""
+    known = ", ".join(BACKBONES.names()) or "none"
+    return f" No backbone has the prefix {prefix[:100]}: (known: {known}). {BACKBONES.elsewhere}"
+
+
 def other_name(name: str) -> tuple[str, str | None] | None:
     """Return the variant that another project calls `name`, and the name of its published weights or None.
 
@@ -140,7 +149,7 @@ def entry(variant: str) -> dict[str, Any]:
         more = ", and ".join(["", *filter(None, others)])
         raise EncoderError(
             f"{unknown}{_nearest(variant, known)} Known encoders: {', '.join(known)}{more}. {VARIANTS.elsewhere} A "
-            "program that uses encoders.from_module must call it first."
+            f"program that uses encoders.from_module must call it first.{unknown_prefix(variant)}"
         )
     return VARIANTS[variant]
 

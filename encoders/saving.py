@@ -15,7 +15,7 @@ from tessera.encoders.base import IMAGENET, Encoder, Preprocessing
 from tessera.encoders.checks import check_finite, check_settings
 from tessera.encoders.errors import EncoderError, WeightsError
 from tessera.encoders.loading import check_names, check_shapes, check_values
-from tessera.encoders.registry import backbone, build, family
+from tessera.encoders.registry import backbone, build, family, unknown_prefix
 from tessera.encoders.weight_files import load_weights, read
 from tessera.runtime.files import atomic_write, read_bounded
 from tessera.runtime.isolation import own_modes
@@ -182,5 +182,5 @@ def _files(path: str | Path) -> tuple[Path, Path]:
     path = Path(path)
     if path.suffix != ".safetensors":
         folder = " The folder holds no encoder, because it contains no encoder.safetensors." if path.is_dir() else ""
-        raise EncoderError(f"{path} must end in .safetensors.{folder}")
+        raise EncoderError(f"{path} must end in .safetensors.{folder}{unknown_prefix(path)}")
     return path, path.with_suffix(".json")

@@ -34,7 +34,7 @@ from tessera.encoders.loading import (
     check_values,
     listed,
 )
-from tessera.encoders.registry import BACKBONES, backbone, other_name
+from tessera.encoders.registry import BACKBONES, backbone, other_name, unknown_prefix
 from tessera.runtime.plugins import Registry
 from tessera.runtime.user_error import printable
 
@@ -244,8 +244,7 @@ def _check_file(path: Path) -> None:
         meant = other_name(str(path))
         names = "".join(f", or {name}:NAME" for name in BACKBONES.names())
         cure = f"Did you mean {meant[1]}?" if meant and meant[1] else f"Give the path of a weight file{names}."
-        absent = "" if names else f" {BACKBONES.elsewhere}"
-        raise WeightsError(f"There is no file {printable(str(path))}. {cure}{absent}")
+        raise WeightsError(f"There is no file {printable(str(path))}. {cure}{unknown_prefix(path)}")
     if not stat.S_ISREG(path.stat().st_mode):
         raise WeightsError(f"{path} is not a file. Give the path of a weight file.")
     if path.suffix == ".safetensors":

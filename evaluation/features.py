@@ -32,6 +32,7 @@ from tessera.data.workers import free_cores
 from tessera.encoders.base import IMAGENET, Encoder, Features, Preprocessing
 from tessera.encoders.images import Images
 from tessera.encoders.preprocessing import short_side
+from tessera.encoders.registry import unknown_prefix
 from tessera.evaluation.memory import images_at_once
 from tessera.runtime.collectives import all_gather, all_reduce_sum, gather_objects
 from tessera.runtime.progress import track
@@ -177,7 +178,10 @@ def resolve_checkpoint(path: str | Path) -> Path:
     if (meant := encoders.other_name(str(path))) and meant[1]:
         raise EvaluationError(f"There is no encoder {printable(str(path))}. Did you mean {meant[1]}?")
     tried = ", ".join(str(candidate) for candidate in (path, *candidates))
-    raise EvaluationError(f"No encoder found. Tried: {tried}. Give a run folder, a checkpoint or an exported encoder.")
+    raise EvaluationError(
+        f"No encoder found. Tried: {tried}. Give a run folder, a checkpoint or an exported encoder."
+        f"{unknown_prefix(path)}"
+    )
 
 
 def load_encoder(settings: EncoderSettings) -> tuple[Encoder, Path | None]:

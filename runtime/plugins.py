@@ -94,8 +94,8 @@ class Registry(dict[str, T], Generic[T]):
         """Load a value of an installed package."""
         point = self._entry_points().get(name)
         if point is None:
-            shown = printable(str(name)[:200])
-            raise PluginError(f"unknown {self.kind} '{shown}' (known: {', '.join(self.names())}). {self.elsewhere}")
+            shown, known = printable(str(name)[:200]), ", ".join(self.names()) or "none"
+            raise PluginError(f"unknown {self.kind} '{shown}' (known: {known}). {self.elsewhere}")
         return self._load(point)
 
     def _load(self, point: importlib.metadata.EntryPoint) -> T:

@@ -508,15 +508,6 @@ def test_what_does_not_fit_is_refused(variant):
             asked(*inputs, **options)
 
 
-@pytest.mark.parametrize("variant", MICRO)
-@pytest.mark.parametrize("other", MICRO)
-def test_weights_of_another_family_are_refused(variant, other):
-    if variant == other or (variant, other) == ("sam_vit_micro", "vit_micro"):  # which grows from it
-        return
-    with pytest.raises(ValueError, match=r"file has weights of .* which do not fit"):
-        encoders.load_weights(encoders.build(variant), encoders.build(other).state_dict())
-
-
 def packing(variant: str, **settings) -> encoders.Encoder:
     """An encoder for packed images of any size."""
     return make(variant, **({"positions": "fractional"} if variant in WHOLE_PATCHES else {}), **settings)

@@ -153,3 +153,19 @@ def test_initial_values_are_those_of_dino_and_of_mae():
 def test_class_scores_need_classes():
     with pytest.raises(ValueError, match="classes=N"):
         small().logits(images_of(2, 3, 32, 32))
+
+
+def test_initial_values_are_those_of_dinov2():
+    torch.manual_seed(0)
+    encoder = build("vit_small_14_dinov2_registers", depth=1)
+    assert isinstance(encoder, ViT)
+    assert encoder.cls_token is not None
+    assert encoder.reg_token is not None
+    assert encoder.mask_token is not None
+    assert encoder.cls_token.std().item() == pytest.approx(1e-6, rel=0.2)
+    assert encoder.reg_token.std().item() == pytest.approx(1e-6, rel=0.1)
+    assert not encoder.mask_token.any()
+    assert encoder.pos_embed.std().item() == pytest.approx(0.02, rel=0.01)
+    assert encoder.blocks[0].attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert encoder.blocks[0].ls2.gamma.unique().tolist() == pytest.approx([1e-5])
+    assert encoder.patch_embed.proj.weight.abs().max().item() == pytest.approx(1 / math.sqrt(3 * 196), rel=0.01)

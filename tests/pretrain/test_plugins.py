@@ -15,8 +15,6 @@ from tessera_ijepa import IJEPA
 from tessera import encoders
 from tessera.evaluation.knn import KNNSettings
 from tessera.evaluation.knn import run as knn
-from tessera.extras.exports import command as export
-from tessera.extras.exports import method_file
 from tessera.extras.report.report import ReportSettings
 from tessera.extras.report.report import run as report
 from tessera.pretrain import method_state
@@ -33,6 +31,8 @@ from tests.pretrain.engines.test_engines import LOOSE, Started, assert_same, run
 from tests.pretrain.small import arguments, scored_shards
 from tests.pretrain.test_pairs import Both
 from tests.pretrain.toy import POINTS, ToyConv
+
+EXPORTS = "tessera.extras.exports"
 
 PAIRS = [
     *(f"ijepa of {variant}" for variant in ("vit_micro", "rope_vit_micro", "navit_micro", "swin_micro")),
@@ -82,6 +82,7 @@ def begin(start: Callable, paths: list[str]) -> Iterator[Callable]:
 @pytest.mark.usefixtures("fresh_engine")
 def test_a_run_is_resumed_exported_and_evaluated(uninstall: Callable[[], None], tmp_path: Path, capsys: Any) -> None:
     assert METHODS["ijepa"] is IJEPA
+    export, method_file = map(pytest.importorskip, (f"{EXPORTS}.command", f"{EXPORTS}.method_file"))
     output, file = tmp_path / "run", tmp_path / "method.safetensors"
     words = arguments("ijepa", "vit_micro", output, "--metrics.sinks", "jsonl,losses")
     assert main([*words, "--steps", "3"]) == 0

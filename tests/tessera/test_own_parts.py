@@ -26,7 +26,6 @@ from torchvision.transforms import v2
 import tessera
 from tessera import encoders
 from tessera.encoders.registry import VARIANTS
-from tessera.extras.exports import command as export
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.monitoring.sinks import SINKS
 from tests.launched import ROOT, records
@@ -189,7 +188,7 @@ def test_two_processes_equal_one(engine: str, alone: Path, folder: Path, launch:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_the_encoder_is_exported_and_evaluated(name: str, alone: Path, folder: Path) -> None:
-    file = folder / f"{name}.safetensors"
+    export, file = pytest.importorskip("tessera.extras.exports.command"), folder / f"{name}.safetensors"
     export.main([str(alone / name), str(file)])
     trained, exported = encoders.load(alone / name).eval(), encoders.load(file).eval()
     images = torch.rand(2, 3, 64, 64)

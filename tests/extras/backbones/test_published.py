@@ -13,7 +13,8 @@ from tessera import encoders
 from tessera.encoders.errors import WeightsError
 from tessera.evaluation.features import FeatureSettings, load_encoder
 from tessera.extras.exports import command as export
-from tessera.pretrain.command_line import load
+from tessera.pretrain.command_line import PRESETS, load
+from tessera.pretrain.resolve import resolve
 from tessera.runtime.settings import SettingsError
 
 NAME = "vit_tiny_patch16_224.augreg_in21k"  # normalised with 0.5, unlike the default of this project
@@ -61,6 +62,14 @@ def test_a_run_takes_the_encoder_and_the_normalisation_of_the_weights(model) -> 
     assert (config.data.mean, config.data.std) == (HALF, HALF)
     built = encoders.build("vit_tiny")
     assert len(encoders.load_weights(built, f"timm:{NAME}").used) == len(built.state_dict())
+
+
+@pytest.mark.parametrize("method", ["dinov2", "dinov3"])
+def test_presets_that_continue_published_weights(method: str, model) -> None:
+    file = PRESETS / f"continued_{method}_vit_small.yaml"
+    config = resolve(load(["--data", "train.tar", "--config", str(file)]), 1_281_167)
+    assert (config.method, config.optim.encoder_lr_factor) == (method, 0.1)
+    assert config.encoder_settings["depth"] == 12
 
 
 def test_an_unknown_name_names_similar_ones() -> None:

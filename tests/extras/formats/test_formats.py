@@ -10,7 +10,7 @@ import torch
 from tessera import encoders
 from tessera.encoders import WeightsError, build, load_weights
 from tessera.encoders.weight_files import format_of
-from tests.encoders.helpers import CLOSE, SMALL, images_of, small
+from tests.encoders.helpers import CLOSE, MICRO, SMALL, images_of, small
 
 State = dict[str, Any]
 FIVE = {"depths": (2,) * 5, "dims": (32,) * 5, "heads": 1, "reductions": 1, "window_size": 2, "image_size": 128}
@@ -313,3 +313,12 @@ def test_weights_that_do_not_fit_change_nothing(variant, settings, change, messa
 def test_messages_say_which_swin_would_fit(settings, message):
     with pytest.raises(WeightsError, match=message):
         load_weights(small("swin_tiny", **settings), small("swin_tiny").state_dict())
+
+
+@pytest.mark.parametrize("variant", MICRO)
+@pytest.mark.parametrize("other", MICRO)
+def test_weights_of_another_family_are_refused(variant, other):
+    if variant == other or (variant, other) == ("sam_vit_micro", "vit_micro"):  # which grows from it
+        return
+    with pytest.raises(ValueError, match=r"file has weights of .* which do not fit"):
+        load_weights(build(variant), build(other).state_dict())

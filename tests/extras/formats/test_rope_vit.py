@@ -11,15 +11,42 @@ from torch import Tensor
 
 from tessera import encoders
 from tessera.encoders import build, load_weights
+from tessera.encoders.images import Mask
 from tessera.extras.exports import command as export
 from tessera.extras.formats import rope_vit, vit
 from tessera.extras.formats.transformers_export import to_transformers
-from tests.encoders.helpers import scramble
-from tests.encoders.test_rope_vit import of_transformers, small
+from tests.encoders.helpers import images_of, scramble
+from tests.encoders.test_rope_vit import small
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 LARGER = torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(1))
+
+
+def of_transformers(**options) -> Any:
+    models = pytest.importorskip("transformers.models.dinov3_vit", reason="transformers is not installed")
+    size = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 192}
+    size |= {"patch_size": 8, "image_size": 32, "num_register_tokens": 4}
+    return scramble(models.DINOv3ViTModel(models.DINOv3ViTConfig(**size | options)))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@torch.no_grad()
+def test_it_equals_transformers_with_and_without_masks(gated):
+    width = {"use_gated_mlp": True, "intermediate_size": 128, "hidden_act": "silu"} if gated else {}
+    oracle, encoder = of_transformers(**width), small(mlp="swiglu" if gated else "gelu", mask_token=True)
+    assert load_weights(encoder, oracle.state_dict()).fresh == ["rope_embed.periods"]
+    for size in ((32, 32), (40, 24)):
+        images = images_of(2, 3, *size)
+        hidden = torch.rand(2 * size[0] * size[1] // 64, generator=torch.Generator().manual_seed(0)) < 0.3
+        for mask in (None, Mask.from_hidden(hidden, encoder.grids(images))):
+            masked = None if mask is None else hidden.view(2, -1)
+            expected, features = oracle(images, bool_masked_pos=masked), encoder(images, mask)
+            torch.testing.assert_close(features.pooled, expected.pooler_output, **CLOSE)
+            torch.testing.assert_close(features.tokens, expected.last_hidden_state[:, 5:].flatten(0, 1), **CLOSE)
+            if mask is None:
+                (found,) = encoder.register_tokens(images)
+                torch.testing.assert_close(found, expected.last_hidden_state[:, 1:5], **CLOSE)
 
 
 def dinov3_of(encoder: encoders.Encoder) -> dict[str, Tensor]:
