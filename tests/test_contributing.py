@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import tessera
 from tests.installed import write_metadata
@@ -23,8 +25,10 @@ from tests.launched import ROOT
 
 TABLE = (ROOT / "CONTRIBUTING.md").read_text().split("## Where to add something")[1].split("\n\n")[1]
 PACKAGES = ("configs", "data", "encoders", "evaluation", "extras", "launch", "pretrain", "runtime")
-SHORT = {"steps": 2, "batch_size": 8, "workers": 0, "record_every": 1, "precision": "fp32"}
-SHORT |= {"evaluation": {"view_images": 0, "pictures": 0, "linear_iterations": 0}}
+SHORT = {"data": "images", "steps": 2, "batch_size": 8, "workers": 0, "record_every": 1, "precision": "fp32"}
+SHORT |= {"encoder": "vit_micro", "evaluation": {"view_images": 0, "pictures": 0}, "metrics": {"sinks": ["jsonl"]}}
+SMALL = {"global_size": 16, "local_crops": 2, "prototypes": 64, "hidden_dim": 32, "bottleneck_dim": 16}
+"""Settings of DINO."""
 
 
 class Recipe(NamedTuple):
@@ -126,7 +130,7 @@ RECIPES = {
                 ('"dino": DINO,', '"dino": DINO,\n        "ijepa": IJEPA,'),
             ]
         },
-        check='found = train(method="ijepa")',
+        check='found = train(method="ijepa", ijepa={"size": 16})',
     ),
     "loss term": Recipe(
         edits={
@@ -158,7 +162,7 @@ RECIPES = {
             ],
         },
         check="""
-            records = train(dino={"spread_weight": 0.5})
+            records = train(dino=small | {"spread_weight": 0.5})
             found = [[record["loss"], record["spread_loss"]] for record in records]
         """,
     ),
@@ -176,15 +180,8 @@ RECIPES = {
             ]
         },
         check="""
-            folder = Path("images")
-            for label, name in enumerate("ab"):
-                for number in range(4):
-                    (folder / name).mkdir(parents=True, exist_ok=True)
-                    pixels = np.full((16, 16, 3), 100 * label + number, np.uint8)
-                    Image.fromarray(pixels).save(folder / name / f"{number}.png")
-            flags = ["--checkpoint", "pixels", "--image_size", "16", "--k", "3", "--workers", "0"]
-            sets = ["--train", str(folder), "--val", str(folder)]
-            command(["vote", *flags, *sets, "--output", "vote.json"])
+            flags = ["--checkpoint", "pixels", "--image_size", "16", "--k", "3", "--source.allow_overlap", "true"]
+            command(["vote", *flags, "--train", "images", "--val", "images", "--output", "vote.json"])
             found = json.loads(Path("vote.json").read_text())["top1"]
         """,
     ),
@@ -251,7 +248,7 @@ RECIPES = {
                 ),
             ]
         },
-        check='found = [train(), train(dino={"invert": 1.0})]',
+        check='found = [train(), train(dino=small | {"invert": 1.0})]',
     ),
     "source of data": Recipe(
         files={
@@ -272,12 +269,10 @@ RECIPES = {
         },
         check="""
             rows = []
-            for number in range(16):
-                file = BytesIO()
-                Image.fromarray(np.full((16, 16, 3), 10 * number, np.uint8)).save(file, "PNG")
-                rows.append(json.dumps([file.getvalue().hex(), number % 2]))
+            for number, path in enumerate(sorted(Path("images").rglob("*.png"))):
+                rows.append(json.dumps([path.read_bytes().hex(), number % 2]))
             Path("images.lines").write_text("\\n".join(rows))
-            found = train(data="images.lines", method="lejepa")
+            found = train(data="images.lines")
         """,
     ),
     "setting": Recipe(
@@ -296,24 +291,22 @@ RECIPES = {
 
 PROGRAM = """
 import json, os, sys, traceback
-from io import BytesIO
 from pathlib import Path
-
-import numpy as np
-from PIL import Image
 
 import tessera
 from tessera.__main__ import run
 
 assert tessera.__file__.startswith(sys.argv[1]), tessera.__file__
-short, runs = json.loads(sys.argv[2]), 0
+(short, small), runs = json.loads(sys.argv[2]), 0
 
 
 def train(**given):
     global runs
     runs += 1
     output = Path(given.setdefault("output", f"runs/{runs}"))
-    tessera.pretrain(**short | {"encoder": "vit_micro"} | given)
+    if given.get("method", "dino") == "dino":
+        given = {"dino": small} | given
+    tessera.pretrain(**short | given)
     return [record for line in (output / "metrics.jsonl").read_text().splitlines()
             if "loss" in (record := json.loads(line))]
 
@@ -367,6 +360,15 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
+def write_images(folder: Path) -> None:
+    """Eight images of each of two classes."""
+    for label, name in enumerate("ab"):
+        (folder / name).mkdir(parents=True)
+        for number in range(8):
+            pixels = np.random.default_rng(number).integers(0, 100, (16, 16, 3), dtype=np.uint8) + 100 * label
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{number}.png")
+
+
 def environment(project: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -376,9 +378,9 @@ def found(project: Path) -> dict[str, Any]:
     """What the check of each recipe has found."""
     checks = {name: textwrap.dedent(recipe.check) for name, recipe in RECIPES.items()}
     folder = project.with_name("work")
-    folder.mkdir()
-    command = [sys.executable, "-c", PROGRAM, str(project), json.dumps(SHORT), json.dumps(checks)]
-    done = subprocess.run(command, cwd=folder, env=environment(project), capture_output=True, text=True, timeout=300)
+    write_images(folder / "images")
+    command = [sys.executable, "-c", PROGRAM, str(project), json.dumps([SHORT, SMALL]), json.dumps(checks)]
+    done = subprocess.run(command, cwd=folder, env=environment(project), capture_output=True, text=True, timeout=600)
     assert not done.returncode, done.stderr[-3000:]
     return json.loads((folder / "results.json").read_text())
 
@@ -418,7 +420,8 @@ def test_what_was_added_works(found, name, expected):
 def test_an_added_augmentation_changes_no_run(found, tmp_path):
     """With probability 0, the losses are those of the project itself."""
     output = tmp_path / "run"
-    tessera.pretrain(**SHORT, encoder="vit_micro", output=output)
+    write_images(tmp_path / "images")
+    tessera.pretrain(**SHORT | {"data": str(tmp_path / "images")}, dino=SMALL, output=output)
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     without, inverted = found["augmentation"]
     assert losses(without) == losses([record for record in records if "loss" in record])
