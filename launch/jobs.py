@@ -2,14 +2,18 @@
 
 import argparse
 import difflib
+import importlib.metadata
+import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
 
@@ -18,21 +22,8 @@ import yaml
 LAUNCH = Path(__file__).resolve().parent
 ENGINES = LAUNCH.parent / "configs" / "accelerate"
 """Folder of the engine files of this project, which `--config_file` takes by name."""
-EVALUATIONS = {
-    "knn": ("knn", "02:00:00"),
-    "probe": ("linear_probe", "12:00:00"),
-    "attentive-probe": ("attentive_probe", "24:00:00"),
-    "few-shot": ("few_shot", "04:00:00"),
-    "retrieval": ("retrieval", "02:00:00"),
-    "patch-knn": ("patch_knn", "12:00:00"),
-    "segmentation": ("segmentation", "24:00:00"),
-    "depth": ("depth", "24:00:00"),
-    "corruptions": ("corruptions", "24:00:00"),
-    "ood": ("ood", "02:00:00"),
-    "finetune": ("finetune", "24:00:00"),
-}
-"""Map from the name of an evaluation on the command line to its `tessera` command and its time limit. The names of
-result files begin with the name of the command (`evaluation.results.result_path`)."""
+OF_CORE = {"knn": ("knn", "02:00:00"), "probe": ("linear_probe", "12:00:00"), "finetune": ("finetune", "24:00:00")}
+"""Evaluations of the core, in the form of `evaluations`."""
 FINAL_ONLY = ("finetune",)
 """Names of the evaluations that run only after pretraining. Each of these evaluations is a separate run."""
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
@@ -41,6 +32,42 @@ MAX_SETTINGS_BYTES = 2**18
 """Largest size of a settings file in bytes."""
 FORGOTTEN = "over (SLURM no longer knows how it ended; see its log)"
 """State of a job that SLURM no longer knows."""
+
+
+@cache
+def evaluations() -> dict[str, tuple[str, str]]:
+    """Return the `tessera` command and the time limit of each evaluation, by its name on the command line.
+
+    Besides `OF_CORE`, these are the commands of extras and of other packages (entry points `tessera.evaluations`) whose
+    module has a line `TIME_LIMIT = "02:00:00"`, the time limit of a SLURM job. The module is not imported. The names of
+    result files begin with the name of the command (`evaluation.results.result_path`).
+    """
+    points = sorted(importlib.metadata.entry_points(group="tessera.evaluations"), key=lambda point: point.name)
+    limits = {point.name: _time_limit(point.module) for point in points}
+    return OF_CORE | {name.replace("_", "-"): (name, limit) for name, limit in limits.items() if limit}
+
+
+def evaluation(kind: str) -> tuple[str, str]:
+    """Return the command and the time limit of an evaluation.
+
+    Raises:
+        LaunchError: the name is unknown.
+    """
+    known = evaluations()
+    if kind not in known:
+        raise LaunchError(f"there is no evaluation '{kind}'. Choose from {', '.join(known)}.")
+    return known[kind]
+
+
+def _time_limit(module: str) -> str | None:
+    """Return the time limit in the text of a module, or None without one, or if the module was deleted."""
+    try:
+        spec = importlib.util.find_spec(module)
+        text = Path(spec.origin).read_text() if spec and spec.origin else ""
+    except (ImportError, OSError, UnicodeError):
+        return None
+    found = re.search(r'^TIME_LIMIT = "([0-9:-]+)"$', text, re.MULTILINE)
+    return found and found[1]
 
 
 def engine_file(name: str) -> Path:
@@ -168,7 +195,7 @@ def evaluation_job(kind: str, record: Record, output: Path, step: str | None = N
     """Return the job that evaluates the finished run in `output`, or the encoder of one checkpoint.
 
     Args:
-        kind: key of `EVALUATIONS`.
+        kind: key of `evaluations`.
         record: options and flags of the evaluation.
         output: run folder.
         step: name of the checkpoint folder, such as `step-00001000`. The checkpoint's encoder must be in
@@ -177,7 +204,7 @@ def evaluation_job(kind: str, record: Record, output: Path, step: str | None = N
     encoder, name = output, kind
     if step is not None:
         encoder, name = output / "evaluation" / step / "encoder.safetensors", f"{kind}-{step}"
-    command, time = EVALUATIONS[kind]
+    command, time = evaluation(kind)
     own = [f"--job-name={output.name}-{name}", log_option(output / "submitted", name), f"--time={time}"]
     script = "pretrain.sbatch" if kind in FINAL_ONLY else "evaluation.sbatch"
     flags = [command, "--checkpoint", str(encoder), *record["flags"][kind]]

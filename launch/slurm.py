@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from tessera.launch.jobs import (
-    EVALUATIONS,
     FINAL_ONLY,
     Job,
     LaunchError,
     OneLineParser,
     Record,
     engine_file,
+    evaluation,
     evaluation_job,
+    evaluations,
     frozen_files,
     is_over,
     log_option,
@@ -139,12 +140,12 @@ def add_submit_options(new: argparse.ArgumentParser) -> None:
         metavar="COMMAND",
         help="command that starts Python in each job, such as --python='apptainer exec --nv tessera.sif python'",
     )
-    names = ",".join(EVALUATIONS)
+    names = ",".join(evaluations())
     new.add_argument("--after-pretraining", default="", metavar=names, help="evaluations to run after pretraining")
-    often = ",".join(name for name in EVALUATIONS if name not in FINAL_ONLY)
+    often = ",".join(name for name in evaluations() if name not in FINAL_ONLY)
     new.add_argument("--every-checkpoint", default="", metavar=often, help="evaluations to run for each checkpoint")
     new.add_argument("--evaluation-gpus", type=int, help="GPUs per evaluation (default: 1, or 0 with --gpus 0)")
-    for kind in EVALUATIONS:
+    for kind in evaluations():
         new.add_argument(
             f"--{kind}-flags",
             default="",
@@ -249,8 +250,7 @@ def evaluation_names(text: str) -> list[str]:
     """
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
-        if name not in EVALUATIONS:
-            raise LaunchError(f"there is no evaluation '{name}'. Choose from {', '.join(EVALUATIONS)}.")
+        evaluation(name)
     return names
 
 

@@ -52,6 +52,9 @@ from tessera.extras.dense.frozen import (
 from tessera.runtime.collectives import all_reduce_sum, rank
 from tessera.runtime.progress import track
 
+TIME_LIMIT = "24:00:00"
+"""Time limit of a SLURM job (`tessera slurm`)."""
+
 COPIES = 8
 """Number of tensors of the size of the tokens that a head needs for its gradients."""
 HEAD_WIDTH = 64

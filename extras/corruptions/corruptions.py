@@ -26,6 +26,9 @@ from tessera.evaluation.features import LabelledFeatures, extract, input_size, r
 from tessera.evaluation.knn import knn_accuracy
 from tessera.extras.corruptions.images import CORRUPTIONS, SEVERITIES, CorruptedCrop
 
+TIME_LIMIT = "24:00:00"
+"""Time limit of a SLURM job (`tessera slurm`)."""
+
 
 class CorruptionSettings(LabelledSettings):
     """k-NN accuracy of an encoder's frozen features on corrupted images."""

@@ -32,6 +32,9 @@ from tessera.extras.dense.segmentation import resized, train_head
 from tessera.runtime.collectives import all_reduce_sum, rank
 from tessera.runtime.progress import track
 
+TIME_LIMIT = "24:00:00"
+"""Time limit of a SLURM job (`tessera slurm`)."""
+
 DEPTHS, ENLARGED, FLOOR, BALANCE = 256, 4, 0.1, 0.85
 """The constants of the formulas above, in this order."""
 SMALLEST_LOSS = 1e-6

@@ -44,6 +44,9 @@ from tessera.extras.dense.segmentation import MapSettings, class_numbers, confus
 from tessera.runtime.collectives import all_gather, rank
 from tessera.runtime.progress import track
 
+TIME_LIMIT = "12:00:00"
+"""Time limit of a SLURM job (`tessera slurm`)."""
+
 COMPARED = 2**26
 """Largest number of similarities that are in memory at a time."""
 

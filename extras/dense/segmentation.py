@@ -56,6 +56,9 @@ from tessera.extras.dense.frozen import (
 from tessera.runtime.collectives import all_reduce_max, all_reduce_sum, rank
 from tessera.runtime.progress import track
 
+TIME_LIMIT = "24:00:00"
+"""Time limit of a SLURM job (`tessera slurm`)."""
+
 RISE, EPSILON = 0.1, 1e-5
 """Momentum and epsilon of the batch norm: torch's defaults."""
 

@@ -30,6 +30,9 @@ from tessera.evaluation.knn import knn_accuracy
 from tessera.runtime.collectives import all_gather, rank
 from tessera.runtime.progress import track
 
+TIME_LIMIT = "04:00:00"
+"""Time limit of a SLURM job (`tessera slurm`)."""
+
 KNN, LOGISTIC = "knn", "logistic_regression"
 """Keys of the two classifiers in the result file."""
 

@@ -30,6 +30,9 @@ from tessera.evaluation.knn import neighbours
 from tessera.evaluation.results import data_name
 from tessera.runtime.collectives import all_reduce_sum
 
+TIME_LIMIT = "02:00:00"
+"""Time limit of a SLURM job (`tessera slurm`)."""
+
 TPR = 0.95
 """Share of the known images that reach the threshold of the false positive rate."""
 

@@ -28,6 +28,9 @@ from tessera.evaluation.features import EvaluationError, LabelledFeatures, full_
 from tessera.evaluation.knn import queries
 from tessera.runtime.collectives import all_gather, all_reduce_sum, rank
 
+TIME_LIMIT = "02:00:00"
+"""Time limit of a SLURM job (`tessera slurm`)."""
+
 CELLS = 2**25
 """Largest number of similarities between queries and gallery images that are computed at a time, over all processes."""
 STEPS = 2.0**20

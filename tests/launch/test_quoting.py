@@ -46,10 +46,10 @@ def test_bash_of_a_terminal_reads_exactly_the_words() -> None:
 @pytest.mark.parametrize("text", ["END OF FILE\n  touch ran\n", "$(touch ran)", "`touch ran`", "'; touch ran; '"])
 def test_the_printed_plan_is_only_what_it_seems(slurm: Slurm, tmp_path: Path, text: str) -> None:
     lines = "\n".join(f"    {line}" for line in text.splitlines())
-    config = f"data: shards.tar_index\nevaluation: {{train: a.tar, val: b.tar}}\nmetrics:\n  run: |\n{lines}\n\n\n"
+    config = f"data: shards.tar\nevaluation: {{train: a.tar, val: b.tar}}\nmetrics:\n  run: |\n{lines}\n\n\n"
     (tmp_path / "x.yaml").write_text(config)
     output = f"run\n{text}".replace("/", "_")
-    plan = slurm.accepted("--dry_run", "--after-pretraining", "few-shot,knn", "--every-checkpoint", "few-shot", "--",
+    plan = slurm.accepted("--dry_run", "--after-pretraining", "probe,knn", "--every-checkpoint", "probe", "--",
                           "--seed", text, output=output)  # fmt: skip
     shell = subprocess.run(["bash"], input=plan, capture_output=True, text=True, cwd=tmp_path, env=slurm.environment)
     assert shell.returncode == 0, shell.stderr

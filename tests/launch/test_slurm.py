@@ -3,12 +3,14 @@
 import json
 import subprocess
 from datetime import UTC, datetime
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tessera.evaluation.results import Evaluation, result_path
+from tessera.launch.jobs import OF_CORE, evaluations
 from tests.launch.conftest import HARD, ROOT, SETTINGS, Slurm
 
 
@@ -61,17 +63,30 @@ def test_engines_of_this_project_have_names(slurm: Slurm, engine: list[str], fil
 
 
 def test_a_chain_waits_for_success(slurm: Slurm) -> None:
+    run, shards = str(slurm.folder / "run"), ["--train", "a.tar", "--train", "b.tar", "--val", "v.tar"]
+    own = {
+        "probe": [],
+        "knn": ["--k", "20", "--precision", "bf16"],
+        "few-shot": ["--shares", "1,10"],
+        "retrieval": [],
+        "segmentation": ["--train", "scenes.tar", "--val=scenes-val.tar", "--classes", "7"],
+        "ood": ["--ood", "others.tar"],
+        "finetune": ["--steps", "5"],
+    }
+    own = {name: words for name, words in own.items() if name in evaluations()}  # an extra may be deleted
+    given = [f"--{name}-flags={' '.join(words)}" for name, words in own.items() if words]
     slurm.accepted(
-        "--gpus", "4", "--cpus", "40", "--partition=p", "--mem=1G", "--knn-flags=--k 20 --precision bf16",
-        "--after-pretraining", "probe,knn,few-shot,retrieval,segmentation,ood,finetune",
-        "--few-shot-flags=--shares 1,10", "--ood-flags=--ood others.tar",
-        "--segmentation-flags=--train scenes.tar --val=scenes-val.tar --classes 7", "--finetune-flags=--steps 5",
+        "--gpus", "4", "--cpus", "40", "--partition=p", "--mem=1G", "--after-pretraining", ",".join(own), *given,
         "--", "--seed", "3",
     )  # fmt: skip
-    pretrain, probe, knn, few_shot, retrieval, segmentation, ood, finetune = slurm.submitted()
+    pretrain, *others = slurm.submitted()
+    jobs = dict(zip(own, others, strict=True))
     assert "--hold" in pretrain
     assert flags_of(pretrain)[-2:] == ["--seed", "3"]
-    for argv, limit in zip((probe, knn, few_shot, retrieval), ("12", "02", "04", "02"), strict=True):
+    limits = {"probe": "12", "knn": "02", "few-shot": "04", "retrieval": "02"}
+    for name, limit in limits.items():
+        if (argv := jobs.get(name)) is None:
+            continue
         assert "--hold" not in argv
         assert f"--time={limit}:00:00" in argv
         assert "--dependency=afterok:101" in argv
@@ -79,18 +94,22 @@ def test_a_chain_waits_for_success(slurm: Slurm) -> None:
         assert str(ROOT / "launch" / "evaluation.sbatch") in argv
         assert {"--gpus-per-node=1", "--cpus-per-task=10", "--partition=p"} <= set(argv)
         assert not {"--mem=1G", "--gpus-per-node=4"} & set(argv)
-    shards = ["--train", "a.tar", "--train", "b.tar", "--val", "v.tar"]
-    run = str(slurm.folder / "run")
-    assert flags_of(probe) == ["linear_probe", "--checkpoint", run, *shards]
-    assert flags_of(knn) == ["knn", "--checkpoint", run, *shards, "--k", "20", "--precision", "bf16"]
-    assert flags_of(few_shot) == ["few_shot", "--checkpoint", run, *shards, "--shares", "1,10"]
-    assert flags_of(retrieval) == ["retrieval", "--checkpoint", run, *shards]
-    assert flags_of(ood) == ["ood", "--checkpoint", run, *shards, "--ood", "others.tar"]
-    own = ["--train", "scenes.tar", "--val=scenes-val.tar", "--classes", "7"]
-    assert flags_of(segmentation) == ["segmentation", "--checkpoint", run, *own]
-    assert flags_of(finetune) == ["finetune", "--checkpoint", run, *shards, "--steps", "5"]
-    assert {"--dependency=afterok:101", str(ROOT / "launch" / "pretrain.sbatch")} <= set(finetune)
+    for name, argv in jobs.items():
+        command = {"probe": "linear_probe"}.get(name, name.replace("-", "_"))
+        images = [] if name == "segmentation" else shards
+        assert flags_of(argv) == [command, "--checkpoint", run, *images, *own[name]]
+        script = "pretrain" if name == "finetune" else "evaluation"
+        assert {"--dependency=afterok:101", str(ROOT / "launch" / f"{script}.sbatch")} <= set(argv)
     assert [call["argv"] for call in slurm.commands.calls("scontrol")] == [["release", "101"]]  # once all are there
+
+
+def test_evaluations_of_other_packages_have_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_scores.py").write_text('import missing\n\nTIME_LIMIT = "01:00:00"\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = {"own_score": "own_scores", "gone": "tessera.extras.gone.gone", "no_limit": "tests.launched"}
+    points = [EntryPoint(name, module, "tessera.evaluations") for name, module in modules.items()]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
+    assert evaluations.__wrapped__() == OF_CORE | {"own-score": ("own_score", "01:00:00")}
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
