@@ -323,9 +323,9 @@ KINDS = [
     (settings_files, 200),
     (descriptions, 300),
     (weight_files, 800),
-    (checkpoints, 100),
+    (checkpoints, 60),
     (train_states, 400),
-    (reports, 200),
+    (reports, 100),
     (logs, 200),
     (pickles, 100),
 ]

@@ -87,13 +87,13 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(tmp_path, launch):
+def test_two_processes_equal_one(tmp_path, fork):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     losses = []
     for processes in (1, 2):
         output = tmp_path / str(processes)
-        launch([str(output)], processes=processes, script=program, PYTHONPATH=str(ROOT)).wait()
+        fork([str(output)], processes=processes, script=program, PYTHONPATH=str(ROOT)).wait()
         losses.append([line["loss"] for line in records(output) if "loss" in line])
     assert len(losses[0]) == 3
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -178,9 +178,9 @@ def test_a_resumed_run_is_the_same(name: str, alone: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "fsdp2"])
-def test_two_processes_equal_one(engine: str, alone: Path, folder: Path, launch: Callable) -> None:
+def test_two_processes_equal_one(engine: str, alone: Path, folder: Path, fork: Callable) -> None:
     how = {"processes": 2, "engine": None if engine == "ddp" else engine}
-    launch([str(folder), str(folder / engine)], script=Path(__file__), **how, **ENVIRONMENT).wait()
+    fork([str(folder), str(folder / engine)], script=Path(__file__), **how, **ENVIRONMENT).wait()
     for name in RUNS:
         assert losses(folder / engine / name) == pytest.approx(losses(alone / name), rel=1e-4)
 
