@@ -159,7 +159,7 @@ def test_several_processes_cannot_count() -> None:
         forecast.check_gpus(config, 2)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_dry_run_continues_where_the_run_does_and_refuses_what_it_refuses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

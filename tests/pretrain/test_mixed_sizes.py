@@ -28,7 +28,7 @@ def command(sizes: str = SIZES) -> list[str]:
     return ["--data", demo_shards()[0], *WORDS.split(), "--dinov3.sizes", sizes]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_with_the_sizes_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, list[int]]] = []
     forward = DINOv3.forward

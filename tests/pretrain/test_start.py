@@ -141,7 +141,7 @@ def _with(**settings) -> Method:
     return chosen(encoders.build(**ENCODER), config, STEPS)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit_small_14_dinov2", "vit_small_14_dinov2_registers"])
 def test_the_variant_of_a_weight_file_is_named(name: str, tmp_path: Path) -> None:
     torch.save(encoders.build(name).state_dict(), tmp_path / "weights.pth")

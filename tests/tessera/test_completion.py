@@ -16,7 +16,7 @@ reply tessera knn shards/tr
 """
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_bash_completes_commands_and_flags() -> None:
     script = WORDS.format(python=sys.executable)
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -36,7 +36,7 @@ DATA = {"shards": Blobs(), "image": "picture", "label": "target"}
 RUN = SMALL | {"evaluation": {"pictures": 0, "val": Blobs(64), "linear_iterations": 0}, "checkpoint_every": 2}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_run_continues_with_the_data_set_that_is_passed_again(tmp_path):
     whole = tessera.pretrain(data=DATA, output=str(tmp_path / "whole"), **RUN)
     assert whole.config["data"]["shards"] == "python:Blobs"

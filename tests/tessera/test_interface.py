@@ -38,7 +38,7 @@ SMALL = {
     "workers": 1,
     "encoder": {"depth": 1, "dim": 24, "heads": 2},
     "dino": {"hidden_dim": 32, "bottleneck_dim": 16, "prototypes": 64},
-    "evaluation": {"pictures": 0},
+    "evaluation": {"pictures": 0, "linear_iterations": 0},
 }
 
 
@@ -79,7 +79,7 @@ def test_help_of_pretrain_is_that_of_the_function() -> None:
     assert list(inspect.signature(tessera.pretrain).parameters) == ["method", "data", "settings"]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_evaluations_from_python(tmp_path: Path) -> None:
     run = tessera.pretrain("dino", output=str(tmp_path / "run"), **SMALL)
     train, val = demo_shards()
@@ -111,7 +111,7 @@ def resources() -> tuple[int, int, int]:
 def test_a_run_of_another_method_continues_without_its_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = SMALL | {"dino": None, "encoder": "vit_micro", "seed": 3, "evaluation": {"linear_iterations": 0}}
+    settings = SMALL | {"dino": None, "encoder": "vit_micro", "seed": 3}
     run = tessera.pretrain("lejepa", output=str(tmp_path / "a run"), **settings)
     assert f"next:    tessera linear_probe --checkpoint '{run.path}' --train " in capsys.readouterr().out
     losses = [line["loss"] for line in run.metrics if "loss" in line]

@@ -91,8 +91,16 @@ def one_step(method: Method) -> None:
         assert any("running_mean" in name for name in moved)
 
 
-@pytest.mark.parametrize("method", SIZES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        pytest.param(
+            name, method, marks=[] if name in ("test_resnet", "test_vit") or method == "mae" else pytest.mark.slow
+        )
+        for name in FAMILIES
+        for method in SIZES
+    ],
+)
 def test_a_method_trains_a_model_of_timm(name: str, method: str) -> None:
     one_step(make(method, name))
 

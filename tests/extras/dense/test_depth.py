@@ -103,7 +103,7 @@ def result(tmp_path, **settings):
     return json.loads(file.read_text())
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_pixels_predict_a_depth_that_is_linear_in_their_brightness(scenes, tmp_path):
     options = scenes | {"checkpoint": "pixels", "image_size": 12, "epochs": 120}
     found = result(tmp_path, **options)

@@ -91,7 +91,7 @@ def step(rank: int, precision: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "width"), [("no", 4), ("bf16", 2)])
 def test_blocks_are_gathered_in_the_precision_of_the_run(
     precision: str, width: int, tmp_path: Path, free_port: int

@@ -69,6 +69,7 @@ def test_csv_takes_new_columns_and_drops_a_partial_line(tmp_path: Path) -> None:
 
 
 @needs("wandb")
+@pytest.mark.slow
 def test_wandb_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
