@@ -13,7 +13,7 @@ import torch
 from tessera import encoders
 from tessera.pretrain.methods import METHODS
 from tests.launched import records, same_encoder, timeless
-from tests.pretrain.small import MICRO, arguments, without_scores
+from tests.pretrain.small import MICRO, arguments
 
 SCRIPT = Path(__file__).with_name("runs_in_turn.py")
 SETTINGS: dict[str, dict[str, str]] = {
@@ -46,7 +46,7 @@ class Both:
         self.folder = folder
         whole = [command(name, folder / "one" / name) for name in names]
         resumed = [command(name, folder / "one" / name, "--resume") for name in names]
-        shared = [without_scores(command(name, folder / "two" / name)) for name in names]
+        shared = [command(name, folder / "two" / name, "--evaluation.pictures", "0") for name in names]
         self.launches = start(script, [*whole, *resumed]), start(script, shared, processes=2)
 
     def check(self, name: str) -> Path:
