@@ -221,8 +221,7 @@ def test_a_missing_process_is_named_and_awaited(start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(("lost", "how"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_a_process_lost_during_the_start_ends_the_other(start, lost: int, how: signal.Signals) -> None:
     # both send heartbeats, and neither goes on
     processes = [start(rank, inside="time.sleep(100)") for rank in range(2)]
