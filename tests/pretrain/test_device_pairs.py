@@ -1,4 +1,4 @@
-"""A step of every method, and of every family of encoders, on the fake GPU: nothing waits, and streams keep their order."""
+"""A step of every method and of every family of encoders on the fake GPU: nothing waits, streams keep their order."""
 
 from typing import Any
 
