@@ -378,7 +378,7 @@ def test_killed_at_any_moment_of_saving(tmp_path: Path) -> None:
     rng = random.Random(0)
     context = multiprocessing.get_context("fork")
     left = set()
-    for attempt in range(24):
+    for attempt in range(16):
         output = tmp_path / str(attempt)
         folder = output / "checkpoints"
         process = context.Process(target=_save_for_ever, args=(str(output), attempt))
