@@ -20,6 +20,7 @@ from tessera import __main__ as command_line
 from tessera.pretrain.methods import METHODS
 from tessera.runtime import settings
 
+COMMANDS = command_line.COMMANDS | command_line.installed_commands()
 FILE = Path(__file__).with_name("frozen_settings.txt")
 EXTRAS = Path(__file__).parents[1] / "extras"
 REWRITE = "python tests/test_frozen_settings.py"
@@ -82,13 +83,16 @@ def lines_of_parser(parser: argparse.ArgumentParser, own: str, before: str = "")
             kind = getattr(action.type, "__name__", None) or type(action).__name__.strip("_").removesuffix("Action")
             if action.choices:
                 kind = "|".join(map(str, action.choices))
-            yield own, f"{before}{' '.join(action.option_strings) or action.dest}: {kind} = {action.default!r}"
+            flag = " ".join(action.option_strings) or action.dest
+            command = flag.removeprefix("--").removesuffix("-flags").replace("-", "_")  # that a job of SLURM runs
+            part = owner(COMMANDS[command][0]) if command in COMMANDS else own
+            yield part, f"{before}{flag}: {kind} = {action.default!r}"
 
 
 def current() -> list[str]:
     """Return the lines of all settings of this project, without those of other installed packages."""
     lines, known = [], dict[str, str]()
-    for command, (module, _) in (command_line.COMMANDS | command_line.installed_commands()).items():
+    for command, (module, _) in COMMANDS.items():
         own = owner(module)
         if own == "other":
             continue
@@ -103,7 +107,7 @@ def current() -> list[str]:
         if described and first != command:
             described = [(own, f"has the settings of {first}")]
         lines += [f"{part} {command} {text}" for part, text in described if part != "other"]
-    return lines
+    return sorted(lines)
 
 
 def deleted(line: str) -> bool:
