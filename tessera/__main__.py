@@ -28,7 +28,6 @@ from tessera.runtime.user_error import printable
 
 COMMANDS = {
     "pretrain": ("tessera.pretrain.run", "pretrain an encoder"),
-    "adapt": ("tessera.pretrain.adapt", "continue the pretraining of an encoder, and measure the gain"),
     "knn": ("tessera.evaluation.knn", "k-NN accuracy"),
     "linear_probe": ("tessera.evaluation.linear_probe", "linear probe"),
     "view_retrieval": ("tessera.evaluation.view_retrieval", "score of an encoder without labels"),

@@ -12,7 +12,7 @@ from scipy.stats import ttest_rel
 
 from tessera.data.demo import demo_shards
 from tessera.evaluation import knn
-from tessera.pretrain.adapt import Change, adapt, advice, change
+from tessera.extras.adapt.adapt import Change, adapt, advice, change
 from tessera.pretrain.run import main
 from tests.evaluation.conftest import save_encoder
 from tests.launched import TINY, records
