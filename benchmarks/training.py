@@ -16,11 +16,11 @@ from accelerate import Accelerator
 from tessera import encoders
 from tessera.data.batch import Batch
 from tessera.data.collate import Collator, Sample, Transform
+from tessera.extras.forecast.forecast import bare_run
 from tessera.pretrain import loop
 from tessera.pretrain.build import build_method
 from tessera.pretrain.config import RunConfig, settings_model
 from tessera.pretrain.engines import Engine
-from tessera.pretrain.forecast import bare_run
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.resolve import make_accelerator, resolve

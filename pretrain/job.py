@@ -31,7 +31,7 @@ from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.checkpoints.trainer_json import SavedSettings, TrainState
 from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.engines import Engine
-from tessera.pretrain.forecast import GPUS, LONG, check_gpus, forecast, shorter
+from tessera.pretrain.forecasts import FORECASTS, gpu_memory
 from tessera.pretrain.loop import train
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring.online import (
@@ -244,11 +244,9 @@ def make_plan(
     prepared: Prepared, accelerator: Accelerator, config: RunConfig, method: Method, buffered_bytes: int, step: int
 ) -> Plan:
     """Return the plan of a run that has done `step` steps, before the engine moves or shards the weights."""
-    check_gpus(config, accelerator.num_processes)
     processes, sharing = accelerator.num_processes if config.gpu is None else config.gpus, 1
     if config.gpu is not None:
-        gpu = GPUS[config.gpu]
-        place, capacity = f"an {gpu.name} of {gpu.size / 1e9:.0f} GB", gpu.size
+        place, capacity = gpu_memory(config, accelerator.num_processes)
     elif accelerator.device.type == "cuda":
         found = torch.cuda.get_device_properties(accelerator.device)
         place, capacity = f"the {found.name} of {found.total_memory / 1e9:.0f} GB", found.total_memory
@@ -287,7 +285,7 @@ def dry_run(
     method: Method,
     plan: Plan,
 ) -> None:
-    """Print the plan of a run, and the forecast of the steps that remain. Collective.
+    """Print the plan of a run, and the forecasts of the steps that remain. Collective.
 
     `method` cannot be used afterwards.
     """
@@ -302,12 +300,11 @@ def dry_run(
         small = config.model_copy(update={"batch_size": batch_size, "workers": 0})
         return loader(small, method, prepared.sources, 0, accelerator)
 
-    own = (config, accelerator, engine, method, small_loader)
-    rows, seconds = forecast(*own, workers=plan.workers, fits=fits, steps=config.steps - plan.step)
-    if accelerator.is_main_process:
-        print_table("forecast", rows)
-        if accelerator.device.type == "cpu" and config.gpu is None and seconds > LONG and not plan.step:
-            print(shorter(config.given, config, prepared.images, seconds))
+    for name in FORECASTS.names():
+        rows, advice = FORECASTS[name].forecast(config, accelerator, engine, method, small_loader, plan, fits=fits)
+        if accelerator.is_main_process:
+            print_table(name, rows)
+            print(*advice, sep="\n", end="\n" if advice else "")
 
 
 def first_batches(given: RunConfig) -> tuple[Prepared, Batches, torch.device]:

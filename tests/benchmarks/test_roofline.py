@@ -11,9 +11,9 @@ import roofline
 import torch
 from torch import nn
 
-from tessera.pretrain import fake_device
+from tessera.extras.forecast import fake_device
 from tessera.pretrain.methods.cross_entropy import crop_loss
-from tests.streams import StreamChecks
+from tests.extras.forecast.streams import StreamChecks
 
 GPU = roofline.GPUS["h200"]
 

@@ -19,12 +19,13 @@ from rich.filesize import decimal
 
 from tessera.data.batch import Batch
 from tessera.data.batches import Batches
+from tessera.extras.forecast.fake_device import DEVICE, GPU, Counter, backward, counting, fake_copy
 from tessera.pretrain.build import forward_flop
 from tessera.pretrain.config import RunConfig, settings_model
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.ddp import DDP
-from tessera.pretrain.fake_device import DEVICE, GPU, Counter, backward, counting, fake_copy
 from tessera.pretrain.methods.method import Method
+from tessera.pretrain.preflight import Plan
 from tessera.pretrain.resolve import resolve
 from tessera.pretrain.step import finish_step, start_step, to_device
 from tessera.pretrain.training_run import TrainingRun
@@ -89,14 +90,9 @@ def step_seconds(run: TrainingRun, batch: Batch) -> float:
     return min(seconds[1:] or seconds)
 
 
-def check_gpus(config: RunConfig, processes: int) -> None:
-    """Check the settings `gpu` and `gpus`.
-
-    Raises:
-        SettingsError: the forecast does not support the launch or the settings.
-    """
-    if config.gpu is None:
-        return
+def gpu_memory(config: RunConfig, processes: int) -> tuple[str, int]:
+    """Implement `Forecast.gpu_memory`."""
+    gpu = GPUS[config.gpu or ""]
     if processes > 1:
         raise SettingsError("--gpu counts a step in one process. Start the forecast without a launcher, with --gpus N.")
     if config.compile:
@@ -106,6 +102,7 @@ def check_gpus(config: RunConfig, processes: int) -> None:
             f"--batch_size {config.batch_size} is not divisible by --gpus {config.gpus} times --accumulate "
             f"{config.accumulate}."
         )
+    return f"an {gpu.name} of {gpu.size / 1e9:.0f} GB", gpu.size
 
 
 @contextmanager
@@ -138,28 +135,17 @@ def forecast(
     engine: Engine | None,
     method: Method,
     loader: Callable[[int], Batches],
+    plan: Plan,
     *,
-    workers: int,
     fits: bool,
-    steps: int,
-) -> tuple[dict[str, str], float]:
-    """Return the rows of the forecast's table, and the time of the run in seconds. Collective.
-
-    `method` cannot be used afterwards.
-
-    Args:
-        engine: Engine of the run. Not used for the GPUs that `config.gpu` names.
-        loader: Returns a loader without workers whose steps have the given number of images over all processes.
-        workers: Number of loader workers of each process.
-        fits: True if the memory of the machine holds a step.
-        steps: Number of steps that the run still has to do.
-    """
-    processes = accelerator.num_processes
+) -> tuple[dict[str, str], list[str]]:
+    """Implement `Forecast.forecast`."""
+    processes, workers, steps = accelerator.num_processes, plan.workers, config.steps - plan.step
     each, passes = config.batch_size // processes // config.accumulate, processes * config.accumulate
     reading = loader_speed(loader(min(each, LOADER_IMAGES) * passes))
     if config.gpu is not None:
         batch = next(iter(loader(config.batch_size // config.gpus)))
-        return counted(config, accelerator, method, batch, reading, steps), 0.0
+        return counted(config, accelerator, method, batch, reading, steps), []
     assert engine is not None
     run = bare_run(config, accelerator, method, engine)
     few = min(FEW, each)
@@ -176,11 +162,14 @@ def forecast(
     made = reading * max(workers, 1) * processes
     # without workers, a process reads and trains in turns
     whole = min(training, made) if workers else 1 / (1 / training + 1 / made)
+    duration, advice = steps * config.batch_size / whole, list[str]()
+    if accelerator.is_main_process and accelerator.device.type == "cpu" and duration > LONG and not plan.step:
+        advice = [shorter(config, plan.images, duration)]
     return {
         "training, images/s": f"{_speed(training)} ({1e3 * seconds:,.0f} ms per step, measured)",
         "loader, images/s": f"{_speed(made)} ({_speed(reading)} per worker, measured)",
-        "time": f"{_time(steps * config.batch_size / whole)} at {_speed(whole)} images/s, without evaluations",
-    }, steps * config.batch_size / whole
+        "time": f"{_time(duration)} at {_speed(whole)} images/s, without evaluations",
+    }, advice
 
 
 def counted(
@@ -217,19 +206,18 @@ def counted(
     return rows
 
 
-def shorter(given: RunConfig, config: RunConfig, images: int, seconds: float) -> str:
+def shorter(config: RunConfig, images: int, seconds: float) -> str:
     """Return a sentence that says how a run on a CPU would take minutes: smaller crops, a smaller encoder, fewer steps.
 
     The time of a step is scaled by the floating-point operations of a forward pass.
 
     Args:
-        given: the settings before values were derived.
         config: the settings of the run.
         images: number of training images.
         seconds: time of the run.
     """
     parts, before = [f"{_time(seconds)} are long for a CPU."], forward_flop(config)
-    values = given.model_dump(exclude_unset=True, exclude={"dry_run", "gpu", "gpus"})
+    values = config.given.model_dump(exclude_unset=True, exclude={"dry_run", "gpu", "gpus"})
     name = next((one for one in ("global_size", "size") if hasattr(config.method_config, one)), None)
     section = dict(values.get(config.method) or {})
     changes: list[tuple[str, dict[str, Any]]] = []

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tessera.data.batch import Batch
-from tessera.pretrain import forecast, job
+from tessera.extras.forecast import forecast
+from tessera.pretrain import job
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.job import large_crops, run_job
@@ -156,7 +157,7 @@ def test_a_forecast_that_would_mislead_is_refused(
 def test_several_processes_cannot_count() -> None:
     config = load([*SMALL.split(), "--dry_run", "--gpu", "h100"])
     with pytest.raises(SettingsError, match="without a launcher"):
-        forecast.check_gpus(config, 2)
+        forecast.gpu_memory(config, 2)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Check that work on the streams of a fake GPU (`pretrain.fake_device`) has no race, and waits for no copy."""
+"""Check that work on the streams of a fake GPU (`extras.forecast.fake_device`) has no race, and waits for no copy."""
 
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from tessera.pretrain.fake_device import DEVICE, FREE, Counter, Stream
+from tessera.extras.forecast.fake_device import DEVICE, FREE, Counter, Stream
 
 
 @dataclass
