@@ -1,4 +1,6 @@
-"""Attentive probe of frozen tokens, as in AIM (2401.08541): a classifier that learns which tokens to look at.
+"""Attentive probe.
+
+A classifier learns which frozen tokens to look at, as in AIM (2401.08541).
 
     tessera attentive_probe --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 

@@ -1,4 +1,6 @@
-"""Robustness of frozen features: k-NN accuracy on corrupted images, as in ImageNet-C (1903.12261).
+"""k-NN accuracy on corrupted images.
+
+Robustness of frozen features: k-NN accuracy on corrupted images, as in ImageNet-C (1903.12261).
 
     tessera corruptions --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 

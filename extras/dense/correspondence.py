@@ -1,4 +1,6 @@
-"""Score of patch tokens without labels: how often the nearest token in another crop shows the same place.
+"""Score of patch tokens without labels.
+
+How often the nearest token in another crop shows the same place.
 
     tessera correspondence --checkpoint OUTPUT --data SHARDS
 

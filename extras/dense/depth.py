@@ -1,4 +1,6 @@
-"""Errors of a linear prediction of depth from frozen patch tokens, as in DINOv2 (2304.07193).
+"""Errors of a linear prediction of depth.
+
+Errors of a linear prediction of depth from frozen patch tokens, as in DINOv2 (2304.07193).
 
     tessera depth --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS --depth_scale 1000
 

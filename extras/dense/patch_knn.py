@@ -1,4 +1,6 @@
-"""Mean intersection over union (IoU) of a k-NN segmentation of frozen patch tokens, as in CAPI (2502.08769).
+"""Mean IoU of a k-NN segmentation.
+
+Mean intersection over union (IoU) of a k-NN segmentation of frozen patch tokens, as in CAPI (2502.08769).
 
     tessera patch_knn --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 

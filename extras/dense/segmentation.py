@@ -1,4 +1,6 @@
-"""Mean intersection over union (IoU) of a linear segmentation of frozen patch tokens, as in DINOv2 (2304.07193).
+"""Mean IoU of a linear segmentation.
+
+Mean intersection over union (IoU) of a linear segmentation of frozen patch tokens, as in DINOv2 (2304.07193).
 
     tessera segmentation --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 

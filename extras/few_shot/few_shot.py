@@ -1,4 +1,6 @@
-"""Accuracy with few labels: k-NN and logistic regression on frozen features, with a share of the training labels.
+"""Accuracy with few labels.
+
+k-NN and logistic regression on frozen features, with a share of the training labels.
 
     tessera few_shot --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS
 

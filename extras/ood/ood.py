@@ -1,4 +1,6 @@
-"""Separation of known images from images of another data set, by the distance of frozen features (2204.06507).
+"""Separation of known images from those of another data set.
+
+Known images are told from others by the distance of frozen features (2204.06507).
 
     tessera ood --checkpoint OUTPUT --train TRAIN_SHARDS --val VAL_SHARDS --ood OTHER_SHARDS
 

@@ -1,4 +1,6 @@
-"""Mean average precision of image retrieval by cosine similarity of frozen features.
+"""Image retrieval.
+
+Mean average precision of image retrieval by cosine similarity of frozen features.
 
     tessera retrieval --checkpoint OUTPUT --train GALLERY_SHARDS [--val QUERY_SHARDS]
 

@@ -22,11 +22,13 @@ from tessera.evaluation.view_retrieval import crop_features, view_retrieval
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import EvaluationConfig
 from tessera.pretrain.methods import METHODS
-from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, OnlineViews, write_accuracy
+from tessera.pretrain.monitoring.online import OF_MAPS, Accuracy, OnlineKNN, OnlineViews, write_accuracy
 from tessera.pretrain.monitoring.verdict import Scores, accuracy_line
 from tessera.pretrain.resolve import resolve
+from tessera.pretrain.run import main
 from tessera.runtime.processes import make_accelerator
 from tests.evaluation.conftest import knn_oracle, write_shard
+from tests.launched import TINY
 from tests.pretrain.small import on_processes
 from tests.pretrain.toy import ToyLabels
 
@@ -268,3 +270,13 @@ def test_the_result_lies_with_the_encoder_that_was_fine_tuned(
         assert result["settings"]["classifier"]["classes"] == CLASSES
         assert result["data_content"] == "a1b2"
         expected.unlink()
+
+
+@pytest.mark.usefixtures("fresh_engine")
+def test_maps_need_an_installed_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(OF_MAPS, "_entry_points", dict)  # as if the extra were deleted
+    monkeypatch.delitem(OF_MAPS, "segmentation", raising=False)
+    words = [*TINY, "--evaluation.maps_train", "a.tar", "--evaluation.maps_val", "b.tar"]
+    assert main([*words, "--output", str(tmp_path / "run")]) == 2
+    assert "unknown evaluation of images with maps 'segmentation'" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "config.yaml").exists()
