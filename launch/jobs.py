@@ -15,17 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, TypedDict
+from typing import Any, NamedTuple, NoReturn, TypedDict
 
 import yaml
 
 LAUNCH = Path(__file__).resolve().parent
 ENGINES = LAUNCH.parent / "configs" / "accelerate"
 """Folder of the engine files of this project, which `--config_file` takes by name."""
-OF_CORE = {"knn": ("knn", "02:00:00"), "probe": ("linear_probe", "12:00:00"), "finetune": ("finetune", "24:00:00")}
-"""Evaluations of the core, in the form of `evaluations`."""
-FINAL_ONLY = ("finetune",)
-"""Names of the evaluations that run only after pretraining. Each of these evaluations is a separate run."""
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 """Final states of a SLURM job."""
 MAX_SETTINGS_BYTES = 2**18
@@ -34,21 +30,41 @@ FORGOTTEN = "over (SLURM no longer knows how it ended; see its log)"
 """State of a job that SLURM no longer knows."""
 
 
+class Evaluation(NamedTuple):
+    """An evaluation that can run as a SLURM job."""
+
+    command: str
+    """Name of the `tessera` command. The names of result files begin with it (`evaluation.results.result_path`)."""
+    time: str
+    """Time limit of the job."""
+    script: str = "evaluation.sbatch"
+    """File name of the script. An evaluation with pretrain.sbatch is a run of its own, after pretraining."""
+
+
+OF_CORE = {"knn": Evaluation("knn", "02:00:00"), "probe": Evaluation("linear_probe", "12:00:00")}
+"""Evaluations of the core, by their names on the command line."""
+
+
 @cache
-def evaluations() -> dict[str, tuple[str, str]]:
-    """Return the `tessera` command and the time limit of each evaluation, by its name on the command line.
+def evaluations() -> dict[str, Evaluation]:
+    """Return all evaluations by their names on the command line: those of the core, of extras and of other packages.
 
-    Besides `OF_CORE`, these are the commands of extras and of other packages (entry points `tessera.evaluations`) whose
-    module has a line `TIME_LIMIT = "02:00:00"`, the time limit of a SLURM job. The module is not imported. The names of
-    result files begin with the name of the command (`evaluation.results.result_path`).
+    A command of an installed package (entry point `tessera.evaluations`) is one if its module has a line
+    `TIME_LIMIT = "02:00:00"`. A line `SCRIPT = "pretrain.sbatch"` says that it is a run of its own. The module is not
+    imported.
     """
-    points = sorted(importlib.metadata.entry_points(group="tessera.evaluations"), key=lambda point: point.name)
-    limits = {point.name: _time_limit(point.module) for point in points}
-    return OF_CORE | {name.replace("_", "-"): (name, limit) for name, limit in limits.items() if limit}
+    found = dict(OF_CORE)
+    points = importlib.metadata.entry_points(group="tessera.evaluations")
+    for point in sorted(points, key=lambda point: point.name):
+        facts = _facts(point.module)
+        if "TIME_LIMIT" in facts:
+            script = facts.get("SCRIPT", "evaluation.sbatch")
+            found[point.name.replace("_", "-")] = Evaluation(point.name, facts["TIME_LIMIT"], script)
+    return found
 
 
-def evaluation(kind: str) -> tuple[str, str]:
-    """Return the command and the time limit of an evaluation.
+def evaluation(kind: str) -> Evaluation:
+    """Return the evaluation with a name.
 
     Raises:
         LaunchError: the name is unknown.
@@ -59,15 +75,19 @@ def evaluation(kind: str) -> tuple[str, str]:
     return known[kind]
 
 
-def _time_limit(module: str) -> str | None:
-    """Return the time limit in the text of a module, or None without one, or if the module was deleted."""
+def is_run(kind: str) -> bool:
+    """Return True if an evaluation is a run of its own."""
+    return evaluation(kind).script == "pretrain.sbatch"
+
+
+def _facts(module: str) -> dict[str, str]:
+    """Return the constants of a module that describe its job; none if the module was deleted."""
     try:
         spec = importlib.util.find_spec(module)
         text = Path(spec.origin).read_text() if spec and spec.origin else ""
     except (ImportError, OSError, UnicodeError):
-        return None
-    found = re.search(r'^TIME_LIMIT = "([0-9:-]+)"$', text, re.MULTILINE)
-    return found and found[1]
+        return {}
+    return dict(re.findall(r'^(TIME_LIMIT|SCRIPT) = "([0-9a-z:.-]+)"$', text, re.MULTILINE))
 
 
 def engine_file(name: str) -> Path:
@@ -204,9 +224,8 @@ def evaluation_job(kind: str, record: Record, output: Path, step: str | None = N
     encoder, name = output, kind
     if step is not None:
         encoder, name = output / "evaluation" / step / "encoder.safetensors", f"{kind}-{step}"
-    command, time = evaluation(kind)
+    command, time, script = evaluation(kind)
     own = [f"--job-name={output.name}-{name}", log_option(output / "submitted", name), f"--time={time}"]
-    script = "pretrain.sbatch" if kind in FINAL_ONLY else "evaluation.sbatch"
     flags = [command, "--checkpoint", str(encoder), *record["flags"][kind]]
     return Job(name, own + record["options"], script, flags)
 

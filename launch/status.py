@@ -76,7 +76,7 @@ def follow(output: Path) -> None:
 def _evaluated(output: Path, step: str, kinds: list[str]) -> bool:
     """Return True if the checkpoint of a step, such as `step-00001000`, has a result of each evaluation."""
     results = output / "evaluation"
-    return all(any(results.glob(f"{evaluation(kind)[0]}-*-{step}-*.json")) for kind in kinds)
+    return all(any(results.glob(f"{evaluation(kind).command}-*-{step}-*.json")) for kind in kinds)
 
 
 def _keep_encoder(checkpoint: Path, output: Path, kinds: list[str]) -> bool:

@@ -23,6 +23,9 @@ from pathlib import Path
 
 from tessera.runtime.settings import SettingsError
 
+TIME_LIMIT = "24:00:00"
+SCRIPT = "pretrain.sbatch"
+"""Time limit and script of a SLURM job (`tessera slurm`): a run of its own."""
 FLAGS = {"--checkpoint": "--init_from", "--train": "--data", "--val": "--evaluation.val"}
 """Flags of this command, and the flags of `tessera pretrain` with the same meaning."""
 

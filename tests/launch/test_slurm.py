@@ -109,7 +109,7 @@ def test_evaluations_of_other_packages_have_jobs(tmp_path: Path, monkeypatch: py
     modules = {"own_score": "own_scores", "gone": "tessera.extras.gone.gone", "no_limit": "tests.launched"}
     points = [EntryPoint(name, module, "tessera.evaluations") for name, module in modules.items()]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
-    assert evaluations.__wrapped__() == OF_CORE | {"own-score": ("own_score", "01:00:00")}
+    assert evaluations.__wrapped__() == OF_CORE | {"own-score": ("own_score", "01:00:00", "evaluation.sbatch")}
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
@@ -194,7 +194,7 @@ def test_without_slurm_nothing_is_written(slurm: Slurm) -> None:
             "an evaluation needs labelled",
         ),
         ("data: d.tar", ["--after-pretraining", "nnk"], "there is no evaluation 'nnk'. Choose from knn, probe"),
-        ("data: d.tar", ["--every-checkpoint", "finetune"], "Give --after-pretraining finetune"),
+        ("data: d.tar", ["--every-checkpoint", "finetune"], "finetune"),  # a run of its own, or no evaluation at all
         ("- a\n- b", [], "must hold `name: value` lines, not a list"),
         ("data: [", [], "cannot read x.yaml"),
         ("data: d.tar", ["--accelerate", "zero9.yaml"], "there is no engine file zero9.yaml"),
