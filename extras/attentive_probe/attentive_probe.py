@@ -25,7 +25,6 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor, nn
 
-from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.batches import Batches
 from tessera.data.crops import Areas, CenterCrop
@@ -48,11 +47,11 @@ from tessera.extras.dense.frozen import (
     HeadSettings,
     evaluation_set,
     freeze,
+    model_inputs,
     train_heads,
     training_set,
 )
-from tessera.runtime.collectives import all_reduce_sum, rank
-from tessera.runtime.progress import track
+from tessera.runtime.collectives import all_reduce_sum
 
 TIME_LIMIT = "24:00:00"
 """Time limit of a SLURM job (`tessera slurm`)."""
@@ -162,11 +161,10 @@ class Probe:
         Collective. Only the images that `held_out` selects for `share` count; a share of 1 selects all.
         """
         correct, images = torch.zeros(len(heads), 2, dtype=torch.float64), 0
-        for batch in track(batches, f"{batches.total:,} images", total=len(batches), shown=rank() == 0):
+        for batch in model_inputs(batches, f"{batches.total:,} images", self.device):
             seen = held_out(batch.keys, share).nonzero().squeeze(1)
             if not len(seen):
                 continue
-            batch = to_model_input(batch.to(self.device, non_blocking=True))
             assert batch.labels is not None
             crops, labels = (x[seen.to(self.device)] for x in (single_view(batch), batch.labels))
             if int(labels.max()) >= self.classes:

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from tessera.data.augment import to_model_input
 from tessera.data.batch import ViewParameters
 from tessera.data.colors import colors_for
 from tessera.data.crops import MultiCrop, MultiCropConfig, RandomCropConfig, random_boxes
@@ -36,9 +35,9 @@ from tessera.evaluation.features import EvaluationError, encoding, full_float32,
 from tessera.evaluation.memory import images_at_once
 from tessera.evaluation.tokens import patch_tokens
 from tessera.evaluation.view_retrieval import ViewRetrievalSettings, first_shards
+from tessera.extras.dense.frozen import model_inputs
 from tessera.extras.dense.patch_knn import COMPARED, seed_of
 from tessera.runtime.collectives import all_reduce_sum
-from tessera.runtime.progress import track
 
 SMALLEST = 0.4
 """Smallest area of a crop, as a share of the area of the image: that of DINO's global crops."""
@@ -144,8 +143,8 @@ def correspondence(
         reading=Reading(workers, source=source, preprocessing=encoder.preprocessing),
     )
     total = torch.zeros(3, dtype=torch.float64)
-    for batch in track(batches, "batches of crops", total=len(batches), shown=accelerator.is_main_process):
-        whole = single_view(to_model_input(batch.to(device, non_blocking=True))).unflatten(0, (2, -1)).transpose(0, 1)
+    for batch in model_inputs(batches, "batches of crops", device):
+        whole = single_view(batch).unflatten(0, (2, -1)).transpose(0, 1)
         views = [random_boxes((side, side), sample_rng(0, seed_of(key)), 2, crop) for key in batch.keys]
         pairs = [cut(pair, view) for pair, view in zip(whole, views, strict=True)]
         tokens = patch_tokens(encoder, torch.cat(pairs), precision).unflatten(0, (-1, 2))  # (b, 2, D, h, w)

@@ -24,15 +24,13 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from tessera.data.augment import to_model_input
 from tessera.data.batches import Batches
 from tessera.data.crops import Areas, WholeImage
 from tessera.evaluation.command import Result, Subject, make_command, open_subject
 from tessera.evaluation.features import EvaluationError, full_float32, single_view
-from tessera.extras.dense.frozen import DenseSettings, evaluation_set, freeze
+from tessera.extras.dense.frozen import DenseSettings, evaluation_set, freeze, model_inputs
 from tessera.extras.dense.segmentation import resized, train_head
-from tessera.runtime.collectives import all_reduce_sum, rank
-from tessera.runtime.progress import track
+from tessera.runtime.collectives import all_reduce_sum
 
 TIME_LIMIT = "24:00:00"
 """Time limit of a SLURM job (`tessera slurm`)."""
@@ -129,9 +127,7 @@ def mean_errors(
         EvaluationError: no image has a depth.
     """
     total = torch.zeros(4, dtype=torch.float64, device=device)
-    shown = track(batches, f"{batches.total:,} images", total=len(batches), shown=rank() == 0)
-    for batch in shown:
-        batch = to_model_input(batch.to(device, non_blocking=True))
+    for batch in model_inputs(batches, f"{batches.total:,} images", device):
         assert batch.maps is not None
         (scores,) = predict(single_view(batch))
         for image, target in zip(scores.split(1), metres(batch.maps, settings), strict=True):

@@ -7,7 +7,7 @@ number of processes, up to rounding.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -109,6 +109,12 @@ def evaluation_set(
     return batches
 
 
+def model_inputs(batches: Batches, title: str, device: torch.device) -> Iterator[Batch]:
+    """Yield the batches of this process as model input on `device`, with a progress bar on the main process."""
+    for batch in track(batches, title, total=len(batches), shown=rank() == 0):
+        yield to_model_input(batch.to(device, non_blocking=True))
+
+
 def training_set(
     opened: Source, settings: HeadSettings, size: int, reading: Reading, accelerator: Accelerator, share: float = 1.0
 ) -> Batches:
@@ -158,11 +164,10 @@ def train_heads(
     steps, parameters = len(batches), [parameter for head, _ in heads for parameter in head.parameters()]
     groups = [{"params": [*head.parameters()], "lr": peak} for head, peak in heads]
     optimizer = torch.optim.AdamW(groups, weight_decay=weight_decay)
-    shown = track(batches, f"{steps:,} training steps", total=steps, shown=rank() == 0)
-    for step, batch in enumerate(shown):
+    for step, batch in enumerate(model_inputs(batches, f"{steps:,} training steps", device)):
         for group, (_, peak) in zip(optimizer.param_groups, heads, strict=True):
             group["lr"] = peak * rate(step, steps)
-        backward(to_model_input(batch.to(device, non_blocking=True)))
+        backward(batch)
         for parameter in parameters:
             assert parameter.grad is not None
             parameter.grad = all_reduce_sum(parameter.grad)

@@ -26,7 +26,6 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor
 
-from tessera.data.augment import to_model_input
 from tessera.data.batches import Batches
 from tessera.data.crops import WholeImage
 from tessera.data.loader import Reading
@@ -41,10 +40,9 @@ from tessera.evaluation.features import (
     single_view,
 )
 from tessera.evaluation.tokens import patch_tokens
-from tessera.extras.dense.frozen import evaluation_set, freeze
+from tessera.extras.dense.frozen import evaluation_set, freeze, model_inputs
 from tessera.extras.dense.segmentation import MapSettings, class_numbers, confusion, count_values, scores
-from tessera.runtime.collectives import all_gather, rank
-from tessera.runtime.progress import track
+from tessera.runtime.collectives import all_gather
 
 TIME_LIMIT = "12:00:00"
 """Time limit of a SLURM job (`tessera slurm`)."""
@@ -110,9 +108,7 @@ def make_bank(
         EvaluationError: the bank has fewer tokens than the largest k.
     """
     found, labels = [], []
-    shown = track(batches, f"tokens of {batches.total:,} images", total=len(batches), shown=rank() == 0)
-    for batch in shown:
-        batch = to_model_input(batch.to(numbers.device, non_blocking=True))
+    for batch in model_inputs(batches, f"tokens of {batches.total:,} images", numbers.device):
         assert batch.maps is not None
         tokens = patch_tokens(encoder, single_view(batch), settings.precision)  # (b, D, h, w)
         own = token_classes(numbers[batch.maps.long()], tokens.shape[2], tokens.shape[3], classes).flatten(1)

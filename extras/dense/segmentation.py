@@ -31,7 +31,6 @@ from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor, nn
 
-from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.batches import Batches
 from tessera.data.crops import WholeImage
@@ -51,11 +50,12 @@ from tessera.extras.dense.frozen import (
     TokenSettings,
     evaluation_set,
     freeze,
+    model_inputs,
     train_heads,
     training_set,
     window_tokens,
 )
-from tessera.runtime.collectives import all_reduce_max, all_reduce_sum, rank
+from tessera.runtime.collectives import all_reduce_max, all_reduce_sum
 from tessera.runtime.progress import track
 
 TIME_LIMIT = "24:00:00"
@@ -180,9 +180,7 @@ def confusion(
         classes: number of classes K.
     """
     counts, images = torch.zeros(predictions, classes**2, dtype=torch.int64), 0
-    shown = track(batches, f"{batches.total:,} images", total=len(batches), shown=rank() == 0)
-    for batch in shown:
-        batch = to_model_input(batch.to(numbers.device, non_blocking=True))
+    for batch in model_inputs(batches, f"{batches.total:,} images", numbers.device):
         assert batch.maps is not None
         for matrix, scores_of_tokens in zip(counts, predict(single_view(batch)), strict=True):
             for image, target in zip(scores_of_tokens.split(1), numbers[batch.maps.long()], strict=True):
