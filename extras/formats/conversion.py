@@ -5,8 +5,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from tessera.encoders.base import Encoder
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.loading import Report, State, listed
+from tessera.encoders.loading import Report, State, check_names, listed
 
 
 def check_present(state: State, needed: Iterable[str]) -> None:
@@ -74,6 +75,31 @@ def split_off(state: State, parts: Iterable[str], report: Report) -> State:
     parts = set(parts)
     report.left_out += [name for name in state if name.split(".")[0] in parts]
     return {name: tensor for name, tensor in state.items() if name.split(".")[0] not in parts}
+
+
+def checked_names(
+    encoder: Encoder,
+    state: State,
+    report: Report,
+    decides: Mapping[str, str],
+    left_out: Iterable[str],
+    fresh: Iterable[str] = ("mask_token",),
+) -> State:
+    """Return the weights of an encoder's tensors, after a check of all names.
+
+    Args:
+        encoder: encoder that receives the weights.
+        state: weights with the tensor names of this project.
+        report: report of the tensors that are left out or keep their initial values.
+        decides: see `encoders.weight_files.Format.DECIDES`.
+        left_out: names up to the first dot of tensors that are left out unless the encoder has them.
+        fresh: parts of the names of tensors that keep their initial values if the weights lack them.
+    """
+    own = encoder.state_dict()
+    state = split_off(state, set(left_out) - {name.split(".")[0] for name in own}, report)
+    report.fresh += [name for name in own if name not in state and any(part in name for part in fresh)]
+    check_names(state, own, decides, report.fresh)
+    return state
 
 
 def depth_of(state: State) -> int:

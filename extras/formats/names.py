@@ -14,23 +14,40 @@ from tessera.encoders.loading import State
 CHUNKED = re.compile(r"blocks\.\d+\.(\d+)\.")
 """Pattern of block names in DINOv2's training code, `blocks.CHUNK.BLOCK.`. BLOCK is the index of the block in the whole
 model."""
-TRANSFORMERS = {
-    r"embeddings\.(cls_token|mask_token)$": r"\1",
-    r"embeddings\.register_tokens$": "reg_token",
-    r"embeddings\.position_embeddings$": "pos_embed",
-    r"embeddings\.patch_embeddings\.(projection\.)?": "patch_embed.proj.",
-    r"layernorm\.": "norm.",
-    r"(encoder\.|model\.)?layer\.(\d+)\.": r"blocks.\2.",
-    r"(blocks\.\d+\.)attention\.(attention\.query|q_proj)\.": r"\1attn.q.",
-    r"(blocks\.\d+\.)attention\.(attention\.key|k_proj)\.": r"\1attn.k.",
-    r"(blocks\.\d+\.)attention\.(attention\.value|v_proj)\.": r"\1attn.v.",
-    r"(blocks\.\d+\.)attention\.(output\.dense|o_proj)\.": r"\1attn.proj.",
-    r"(blocks\.\d+\.)layer_scale([12])\.lambda1$": r"\1ls\2.gamma",
-    r"(blocks\.\d+\.)mlp\.weights_in\.": r"\1mlp.w12.",
-    r"(blocks\.\d+\.)mlp\.weights_out\.": r"\1mlp.w3.",
+BLOCKS = {
+    "cls_token": "embeddings.cls_token",
+    "mask_token": "embeddings.mask_token",
+    "reg_token": "embeddings.register_tokens",
+    ".ls1.gamma": ".layer_scale1.lambda1",
+    ".ls2.gamma": ".layer_scale2.lambda1",
 }
-"""Map from regular expressions for name prefixes of DINOv2 and DINOv3 models in transformers to name prefixes in this
-project. The entries are applied in order."""
+DINOV2 = BLOCKS | {
+    "pos_embed": "embeddings.position_embeddings",
+    "patch_embed.proj.": "embeddings.patch_embeddings.projection.",
+    "blocks.": "encoder.layer.",
+    ".attn.q.": ".attention.attention.query.",
+    ".attn.k.": ".attention.attention.key.",
+    ".attn.v.": ".attention.attention.value.",
+    ".attn.proj.": ".attention.output.dense.",
+    ".mlp.w12.": ".mlp.weights_in.",
+    ".mlp.w3.": ".mlp.weights_out.",
+    "norm.": "layernorm.",
+}
+DINOV3 = BLOCKS | {
+    "patch_embed.proj.": "embeddings.patch_embeddings.",
+    "blocks.": "layer.",
+    ".attn.q.": ".attention.q_proj.",
+    ".attn.k.": ".attention.k_proj.",
+    ".attn.v.": ".attention.v_proj.",
+    ".attn.proj.": ".attention.o_proj.",
+    ".mlp.fc1.": ".mlp.up_proj.",
+    ".mlp.fc2.": ".mlp.down_proj.",
+    ".mlp.w1.": ".mlp.gate_proj.",
+    ".mlp.w2.": ".mlp.up_proj.",
+    ".mlp.w3.": ".mlp.down_proj.",
+}
+"""Maps from parts of names in this project to those of DINOv2 and DINOv3 models in transformers. A part without a dot
+in front is the start of a name."""
 EVA = {
     r"(blocks\.\d+\.)gamma_([12])$": r"\1ls\2.gamma",
     r"(blocks\.\d+\.)attn\.([qv])_bias$": r"\1attn.\2.bias",
@@ -83,17 +100,31 @@ def renamed(state: State, prefixes: dict[str, str]) -> State:
     return found
 
 
+def named_as(state: State, parts: dict[str, str]) -> State:
+    """Return `state` with new names. `parts` maps old to new parts; a part without a dot in front starts the name."""
+    found = {}
+    for name, tensor in state.items():
+        for old, new in parts.items():
+            if old.startswith("."):
+                name = name.replace(old, new)
+            elif name.startswith(old):
+                name = new + name.removeprefix(old)
+        found[name] = tensor
+    return found
+
+
 def from_transformers(theirs: State) -> State:
     """Convert the weights of a DINOv2 or DINOv3 model of Hugging Face to the tensor names of this project.
 
     Raises:
         WeightsError: some of the query, key and value weights are missing.
     """
-    state = renamed(theirs, TRANSFORMERS)
-    gated = any(".mlp.gate_proj." in name for name in state)
-    parts = {"gate_proj": "w1", "up_proj": "w2", "down_proj": "w3"} if gated else {"up_proj": "fc1", "down_proj": "fc2"}
-    for theirs_, ours in parts.items():
-        state = {name.replace(f".mlp.{theirs_}.", f".mlp.{ours}."): tensor for name, tensor in state.items()}
+    other = ".mlp.fc" if any(".mlp.gate_proj." in name for name in theirs) else ".mlp.w"
+    parts = {new: ours for ours, new in DINOV2.items()}
+    parts |= {new: ours for ours, new in DINOV3.items() if not ours.startswith(other)}
+    # Depending on the version of transformers, layers have a prefix, and a DINOv2 has the names of DINOv3.
+    state = {re.sub(r"^(encoder|model)\.layer\.", "layer.", name): tensor for name, tensor in theirs.items()}
+    state = named_as(state, parts | {"layer.": "blocks."})
     if "mask_token" in state:
         state["mask_token"] = state["mask_token"].reshape(1, -1)
     return joined(without_empty_registers(state))

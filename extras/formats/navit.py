@@ -14,9 +14,9 @@ from torch import Tensor
 from tessera.encoders import navit
 from tessera.encoders.base import Encoder
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.loading import Report, Source, State, check_names
+from tessera.encoders.loading import Report, Source, State
 from tessera.encoders.navit import NaViT
-from tessera.extras.formats.conversion import adapt_channels, check_present, check_size, depth_of, split_off
+from tessera.extras.formats.conversion import adapt_channels, check_present, check_size, checked_names, depth_of
 
 NAME: str = "a NaViT"
 ACCEPTS: tuple[str, ...] = (NAME,)
@@ -45,10 +45,7 @@ def fit(encoder: NaViT, state: State, source: Source, report: Report) -> State:
     del source
     _check_size(encoder, state)
     own = encoder.state_dict()
-    absent = {name for name in ("attn_pool", "mask_token") if getattr(encoder, name) is None}
-    state = split_off(state, absent, report)
-    report.fresh += [name for name in own if name == "mask_token" and name not in state]
-    check_names(state, own, DECIDES, report.fresh)
+    state = checked_names(encoder, state, report, DECIDES, left_out=("attn_pool", "mask_token"))
     state = _fit_channels(encoder, state, report)
     for name in ("pos_embed_rows", "pos_embed_columns"):
         state[name] = _fit_table(state[name], len(own[name]), name, report)

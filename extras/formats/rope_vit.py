@@ -13,7 +13,7 @@ from tessera.encoders.base import Encoder
 from tessera.encoders.blocks import Block, MaskedKeyBiasLinear, NormedPatchEmbed, SwiGLU
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.layers import modules_of
-from tessera.encoders.loading import Report, Source, State, check_names
+from tessera.encoders.loading import Report, Source, State
 from tessera.encoders.rope import RotaryPositions
 from tessera.encoders.vit import ViT
 from tessera.extras.formats.conversion import (
@@ -22,8 +22,8 @@ from tessera.extras.formats.conversion import (
     check_equivalent,
     check_present,
     check_size,
+    checked_names,
     depth_of,
-    split_off,
 )
 from tessera.extras.formats.names import from_dinov3, from_transformers, of_eva, of_transformers
 
@@ -51,6 +51,8 @@ TIMM = {
     (4096, 40, 32, True): "vit_7b_patch16_dinov3",
 }
 """Map from (width, depth, heads, SwiGLU) to the names of timm's models."""
+OPTIONAL = ("head", "projectors", "mask_token", "local_cls_norm")
+"""Tensors that are left out unless the encoder has them. Each entry is a tensor name up to its first dot."""
 VARIANTS = {name: settings for name, settings in vit.VARIANTS.items() if settings.get("positions") == "rope"}
 """Variants with rotary positions."""
 
@@ -84,12 +86,8 @@ def fit(encoder: ViT, state: State, source: Source, report: Report) -> State:
             f"Build the encoder with mask_key_bias={masked} and norm_eps={eps:g}."
         )
     state[FIRST] = adapt_channels(state[FIRST], encoder.channels, FIRST, report)
-    optional = {"head", "projectors", "mask_token", "local_cls_norm"} - {name.split(".")[0] for name in own}
-    state = split_off(state, optional, report)
-    new = (PERIODS, "mask_token", "head.", "head_dist.", "pre_logits.")
-    report.fresh += [name for name in own if name.startswith(new) and name not in state]
-    check_names(state, own, DECIDES, report.fresh)
-    return state
+    fresh = (PERIODS, "mask_token", "head.", "head_dist.", "pre_logits.")
+    return checked_names(encoder, state, report, DECIDES, OPTIONAL, fresh)
 
 
 def named(state: State) -> State:

@@ -9,7 +9,7 @@ from tessera.encoders import sam_vit
 from tessera.encoders.base import Encoder
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.layers import PreNormBlock, modules_of, resize_table
-from tessera.encoders.loading import Report, Source, State, check_names
+from tessera.encoders.loading import Report, Source, State
 from tessera.encoders.sam_vit import SAMViT, resize_relative
 from tessera.extras.formats import vit
 from tessera.extras.formats.conversion import (
@@ -17,6 +17,7 @@ from tessera.extras.formats.conversion import (
     check_equivalent,
     check_present,
     check_size,
+    checked_names,
     depth_of,
     split_off,
 )
@@ -84,12 +85,8 @@ def fit(encoder: SAMViT, state: State, source: Source, report: Report) -> State:
     _check_size(encoder, state)
     first = "patch_embed.proj.weight"
     state[first] = adapt_channels(state[first], encoder.channels, first, report)
-    own = encoder.state_dict()
-    elsewhere = ELSEWHERE if encoder.mask_token is not None else ELSEWHERE | {"mask_token"}
-    state = split_off(state, elsewhere, report)
-    new = [name for name in own if name == "mask_token" or (grown and (name.startswith("neck.") or "rel_pos" in name))]
-    report.fresh += [name for name in new if name not in state]
-    check_names(state, own, DECIDES, report.fresh)
+    fresh = ("mask_token", "neck.", "rel_pos") if grown else ("mask_token",)
+    state = checked_names(encoder, state, report, DECIDES, ELSEWHERE | {"mask_token"}, fresh)
     return _fit_tables(encoder, state, report)
 
 

@@ -16,9 +16,9 @@ from tessera.encoders import swin
 from tessera.encoders.base import Encoder
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.layers import PreNormBlock, modules_of, resize_table
-from tessera.encoders.loading import Report, Source, State, check_names
+from tessera.encoders.loading import Report, Source, State
 from tessera.encoders.swin import Swin, window_sizes
-from tessera.extras.formats.conversion import adapt_channels, check_equivalent, refuse_padding
+from tessera.extras.formats.conversion import adapt_channels, check_equivalent, checked_names, refuse_padding
 from tessera.extras.formats.vit import grid_of
 
 NAME: str = "a Swin Transformer"
@@ -58,18 +58,13 @@ def recognises(state: State) -> bool:
 
 def fit(encoder: Swin, state: State, source: Source, report: Report) -> State:
     """Return the weights with the encoder's tensor names. Bias and position tables are resized to fit the encoder."""
-    own = encoder.state_dict()
-    elsewhere = [name for name in state if name.startswith("head.") or name.endswith(REBUILT)]
-    if "mask_token" in state and "mask_token" not in own:
-        elsewhere.append("mask_token")
-    report.left_out += elsewhere
-    state = _official_names({name: tensor for name, tensor in state.items() if name not in elsewhere})
+    report.left_out += [name for name in state if name.endswith(REBUILT)]
+    state = _official_names(state)
     if "mask_token" in state:  # SimMIM stores the mask token as (1, 1, D)
         state["mask_token"] = state["mask_token"].reshape(1, -1)
     _check_size(encoder, state)
     state[FIRST] = adapt_channels(state[FIRST], encoder.channels, FIRST, report)
-    report.fresh += [name for name in ("mask_token",) if name in own and name not in state]
-    check_names(state, own, DECIDES, report.fresh)
+    state = checked_names(encoder, state, report, DECIDES, left_out=("head", "mask_token"))
     state = _fit_biases(encoder, state, report)
     return _fit_positions(encoder, state, source, report) if "absolute_pos_embed" in state else state
 

@@ -13,41 +13,8 @@ from tessera.encoders.loading import State
 from tessera.encoders.navit import NaViT
 from tessera.encoders.vit import ViT
 from tessera.extras.formats.conversion import NO_SCALE, check_equivalent
+from tessera.extras.formats.names import DINOV2, DINOV3, named_as
 from tessera.extras.formats.rope_vit import has_masked_bias, rope_base, unlike_dinov3
-
-EMBEDDINGS = {
-    "cls_token": "embeddings.cls_token",
-    "mask_token": "embeddings.mask_token",
-    "reg_token": "embeddings.register_tokens",
-    "pos_embed": "embeddings.position_embeddings",
-}
-DINOV2 = {
-    "patch_embed.proj.": "embeddings.patch_embeddings.projection.",
-    "blocks.": "encoder.layer.",
-    ".attn.q.": ".attention.attention.query.",
-    ".attn.k.": ".attention.attention.key.",
-    ".attn.v.": ".attention.attention.value.",
-    ".attn.proj.": ".attention.output.dense.",
-    ".ls1.gamma": ".layer_scale1.lambda1",
-    ".ls2.gamma": ".layer_scale2.lambda1",
-    ".mlp.w12.": ".mlp.weights_in.",
-    ".mlp.w3.": ".mlp.weights_out.",
-}
-DINOV3 = {
-    "patch_embed.proj.": "embeddings.patch_embeddings.",
-    "blocks.": "layer.",
-    ".attn.q.": ".attention.q_proj.",
-    ".attn.k.": ".attention.k_proj.",
-    ".attn.v.": ".attention.v_proj.",
-    ".attn.proj.": ".attention.o_proj.",
-    ".ls1.gamma": ".layer_scale1.lambda1",
-    ".ls2.gamma": ".layer_scale2.lambda1",
-    ".mlp.fc1.": ".mlp.up_proj.",
-    ".mlp.fc2.": ".mlp.down_proj.",
-    ".mlp.w1.": ".mlp.gate_proj.",
-    ".mlp.w2.": ".mlp.up_proj.",
-    ".mlp.w3.": ".mlp.down_proj.",
-}
 
 
 def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
@@ -88,14 +55,14 @@ def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
         config |= {"mlp_ratio": int(encoder.settings["mlp_ratio"]), "use_swiglu_ffn": gated}
         config |= {"num_register_tokens": registers} if registers else {"use_mask_token": True}
         config["qkv_bias"] = block.attn.qkv.bias is not None
-        return config, _renamed(state, DINOV2, {"norm.": "layernorm."})
+        return config, named_as(state, DINOV2)
     bias = block.attn.qkv.bias is not None
     config |= {"model_type": "dinov3_vit", "architectures": ["DINOv3ViTModel"], "num_register_tokens": registers}
     config |= {"query_bias": bias, "key_bias": bias and not has_masked_bias(encoder), "value_bias": bias}
     hidden = block.mlp.w3.in_features if isinstance(block.mlp, SwiGLU) else block.mlp.fc2.in_features
     config |= {"intermediate_size": hidden, "use_gated_mlp": gated, "hidden_act": "silu" if gated else "gelu"}
     config |= {"rope_theta": rope_base(encoder), "pos_embed_rescale": encoder.settings["rope_rescale"]}
-    return config, _renamed(state, DINOV3, {})
+    return config, named_as(state, DINOV3)
 
 
 def _unlike_dinov2(encoder: ViT) -> dict[str, bool]:
@@ -141,18 +108,3 @@ def _split(encoder: ViT, gated: bool) -> State:
     mask = state.get("mask_token", zeros)
     state["mask_token"] = mask[None] if rotary else mask
     return state
-
-
-def _renamed(state: State, parts: dict[str, str], prefixes: dict[str, str]) -> State:
-    """Return `state` with the tensor names of transformers.
-
-    `parts` maps parts of names to new parts. `prefixes` maps prefixes to new prefixes, and is applied first.
-    """
-    found = {}
-    for name, tensor in state.items():
-        for ours, theirs in prefixes.items():
-            name = theirs + name.removeprefix(ours) if name.startswith(ours) else name
-        for ours, theirs in parts.items():
-            name = name.replace(ours, theirs)
-        found[EMBEDDINGS.get(name, name)] = tensor
-    return found

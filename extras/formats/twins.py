@@ -14,9 +14,15 @@ from torch import Tensor
 from tessera.encoders import twins
 from tessera.encoders.base import Encoder
 from tessera.encoders.errors import WeightsError
-from tessera.encoders.loading import Report, Source, State, check_names
+from tessera.encoders.loading import Report, Source, State
 from tessera.encoders.twins import Layout, Twins
-from tessera.extras.formats.conversion import adapt_channels, check_equivalent, check_present, refuse_padding, split_off
+from tessera.extras.formats.conversion import (
+    adapt_channels,
+    check_equivalent,
+    check_present,
+    checked_names,
+    refuse_padding,
+)
 
 NAME: str = "a Twins-SVT"
 ACCEPTS: tuple[str, ...] = (NAME,)
@@ -72,11 +78,7 @@ def fit(encoder: Twins, state: State, source: Source, report: Report) -> State:
     """Return the weights with the tensor names and number of channels of `encoder`, and without the class head."""
     del source
     _check_size(encoder, state)
-    own = encoder.state_dict()
-    elsewhere = {"head"} | ({"mask_token"} - set(own))
-    state = split_off(state, elsewhere, report)
-    report.fresh += [name for name in own if name == "mask_token" and name not in state]
-    check_names(state, own, DECIDES, report.fresh)
+    state = checked_names(encoder, state, report, DECIDES, left_out=("head", "mask_token"))
     return _fit_channels(encoder, state, report)
 
 
