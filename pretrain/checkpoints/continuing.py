@@ -103,8 +103,20 @@ def settings_for_resume(
     if [row for row in growth if row[:2] not in added] != past:
         return config, {}
     stream = config.stream.model_copy(update={"growth": tuple(past) or None})
-    if added:
-        growth = _with_added(growth, added, config.model_copy(update={"stream": stream}), sources, old, checkpoint.step)
+    new = [one for one in added if not any(row[:2] == one for row in growth)]
+    if new:
+        before = config.model_copy(update={"stream": stream})
+        growth += _first_epochs(before, sources, old, checkpoint.step, new)
+    for number, count in added:
+        shards = lists[number].shards
+        log.info(
+            "%s has %d shards, %d more than at the checkpoint. The new shards are used from pass %d over this data on "
+            "(the first pass is 1). Until then, the old shards are read in the old order.",
+            shown_paths([shard.path for shard in shards]),
+            len(shards),
+            len(shards) - count,
+            next(row[2] for row in growth if row[:2] == (number, count)) + 1,
+        )
     own = stream.model_copy(update={"growth": tuple(growth) or None})
     updated = config.derive({"stream": own}, {"stream.growth": "shards were added"})
     return updated, {"shards": saved.get("shards"), "stream": stream.model_dump(mode="json")}
@@ -138,40 +150,21 @@ def _check_past_batches(config: RunConfig, sources: Sources, checkpoint: Checkpo
         )
 
 
-def _with_added(
-    growth: list[tuple[int, ...]],
-    added: list[tuple[int, int]],
-    config: RunConfig,
-    sources: Sources,
-    old: list[Source],
-    step: int,
-) -> list[tuple[int, ...]]:
-    """Return the rows of `stream.growth` with a row for each source to which shards were added.
+def _first_epochs(
+    config: RunConfig, sources: Sources, old: list[Source], step: int, added: list[tuple[int, int]]
+) -> list[tuple[int, int, int]]:
+    """Return rows of `stream.growth` for sources with added shards: they are used from the next epoch of a source on.
 
     Args:
-        growth: rows that are known.
-        added: number and old count of shards of each source with added shards.
         config: settings of the run, with the `stream.growth` of the checkpoint.
         old: sources without the added shards.
         step: number of steps done.
+        added: number and old count of shards of each source.
     """
     batches = BatchSampler(1, skipped=batch_ranges(config.skip_batches))
-    sampler = mixture_sampler(old, sources.weights, config.seed, config.stream, config.batch_size)
-    used = sampler.counts(batches.batch(step) * config.batch_size)
-    growth = [*growth]
-    for number, count in added:
-        shards = sources.lists[number].shards
-        if not any(row[:2] == (number, count) for row in growth):
-            growth.append((number, count, sampler.samplers[number].next_epoch(int(used[number]))))
-        log.info(
-            "%s has %d shards, %d more than at the checkpoint. The new shards are used from pass %d over this data on "
-            "(the first pass is 1). Until then, the old shards are read in the old order.",
-            shown_paths([shard.path for shard in shards]),
-            len(shards),
-            len(shards) - count,
-            growth[-1][2] + 1,
-        )
-    return growth
+    mixture = mixture_sampler(old, sources.weights, config.seed, config.stream, config.batch_size)
+    used = mixture.counts(batches.batch(step) * config.batch_size)
+    return [(number, count, mixture.samplers[number].next_epoch(int(used[number]))) for number, count in added]
 
 
 def _only_renamed(saved: SavedSettings, opened: list[Source], buffers: list[int]) -> bool:
@@ -279,39 +272,39 @@ def check_fits(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
     old, new = (
         flattened({name: value for name, value in one.items() if name not in sections}) for one in (saved, settings)
     )
+    differing = {name: (old.get(name), new.get(name)) for name in old | new if old.get(name) != new.get(name)}
     same = {"data.shards"} if all(saved.get(name) == settings.get(name) for name in ("shards", "samples")) else set()
     same |= {name for name in DATA if _absolute(old.get(name)) == _absolute(new.get(name))}
-    changed = [
-        f"{name} {old.get(name)} -> {new.get(name)}"
-        for name in sorted(old | new)
-        if old.get(name) != new.get(name) and name not in NOT_COMPARED and name not in same
-    ]
-    if changed:
-        log.warning("settings changed since %s: %s", path.name, ", ".join(changed))
-    ordering = ("seed", "batch_size", "shards")
-    differing = sorted(name for name in old | new if old.get(name) != new.get(name))
-    if names := [name for name in differing if name in ordering or name.startswith("stream.")]:
-        reasons = [_of_data(old, new) if one == "shards" else f"{one} is {new[one]}" for one in names]
-        cures = [
-            f"resume with --{name} {old[name]}" for name in names if name != "shards" and old.get(name) is not None
-        ]
-        cures += ["restore the data, or list the old shards first and new ones after them"] if "shards" in names else []
-        log.warning(
-            "the order of the samples changes, because %s, but %s was written with other data or settings. The "
-            "run goes on with all images, but some may be used twice and others not at all in the present pass over "
-            "the data.%s",
-            *(" and ".join(reasons), path.name, f" To keep the order, {' and '.join(cures)}." if cures else ""),
-        )
+    shown = [name for name in sorted(differing) if name not in NOT_COMPARED and name not in same]
+    if shown:
+        changed = ", ".join(f"{name} {differing[name][0]} -> {differing[name][1]}" for name in shown)
+        log.warning("settings changed since %s: %s", path.name, changed)
+    _warn_of_order(path, differing, old, new)
     differ = [
-        f"{name} is {old.get(name)} in the checkpoint and {new.get(name)} in this run"
-        for name in old | new
-        if (name == "method" or name.startswith("encoder.")) and old.get(name) != new.get(name)
+        f"{name} is {before} in the checkpoint and {now} in this run"
+        for name, (before, now) in differing.items()
+        if name == "method" or name.startswith("encoder.")
     ]
     if differ:
         raise CheckpointError(
             f"{path} is a checkpoint of another run: {'; '.join(differ)}. Resume with the run's own settings "
             "(remove the flags that change them), or start a new run in another --output."
         )
+
+
+def _warn_of_order(path: Path, differing: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Log a warning if settings or data that determine the order of the samples changed since a checkpoint."""
+    names = [n for n in sorted(differing) if n in ("seed", "batch_size", "shards") or n.startswith("stream.")]
+    if not names:
+        return
+    reasons = [_of_data(old, new) if one == "shards" else f"{one} is {new.get(one)}" for one in names]
+    cures = [f"resume with --{one} {old[one]}" for one in names if one != "shards" and old.get(one) is not None]
+    cures += ["restore the data, or list the old shards first and new ones after them"] if "shards" in names else []
+    log.warning(
+        "the order of the samples changes, because %s, but %s was written with other data or settings. The run goes "
+        "on with all images, but some may be used twice and others not at all in the present pass over the data.%s",
+        *(" and ".join(reasons), path.name, f" To keep the order, {' and '.join(cures)}." if cures else ""),
+    )
 
 
 def _absolute(shards: str | list[str] | None) -> list[str]:
