@@ -3,11 +3,13 @@
 import shutil
 import tarfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
 
 from tessera.data.demo import demo_shards
+from tessera.pretrain.checkpoints import trainer_json
 from tessera.pretrain.run import main
 from tests.launched import TINY, records, same_encoder, timeless
 
@@ -62,7 +64,9 @@ def test_changing_weights_and_skipped_batches_are_those_of_one_process_on_two_an
     assert main([*digits(whole, mixture), *order]) == 0
     assert len(losses(whole)) == 12
     resumed = interrupted_copy(whole, "resumed")
-    assert main(["--resume", str(resumed), "--workers", "2"]) == 0
+    with patch.object(trainer_json, "read", wraps=trainer_json.read) as read:
+        assert main(["--resume", str(resumed), "--workers", "2"]) == 0
+    assert read.call_count == 1
     assert timeless(resumed) == timeless(whole)
     assert same_encoder(resumed, whole)
     both = interrupted_copy(whole, "both")

@@ -7,10 +7,14 @@ import pytest
 from pydantic import Field, ValidationError
 
 from tessera.runtime.settings import (
+    Derived,
+    Layer,
+    Layers,
     Positional,
     Section,
     Settings,
     SettingsError,
+    derived,
     flags,
     help_text,
     merge,
@@ -231,6 +235,41 @@ class Copy(Settings):
     images: Images = Images()
     move: bool = False
     """move"""
+
+
+class Timed(Job):
+    """A job with a length in steps or hours."""
+
+    alternatives = ("steps", "hours")
+
+    hours: float | None = None
+    """length in hours"""
+    batch: Derived[int] = derived(ge=1)
+    """batch size"""
+
+
+def test_layers_know_where_each_value_comes_from() -> None:
+    file = Layer("file", {"steps": 7, "on": False, "batch": 8, "data": "a.tar", "inner": {"rate": 0.2, "fast": True}})
+    own = Layer("flags", {"hours": 2.0, "batch": None, "data": None, "inner": {"rate": 0.3}}, own=True)
+    layers = Layers(Timed, file, own)
+    job = layers.validated()
+    assert (job.steps, job.hours) == (3, 2.0)  # hours hide the steps of the file
+    assert (job.batch, job.data, job.inner.rate, job.inner.fast) == (8, None, 0.3, True)
+    origins = {"hours": "flags", "on": "file", "batch": "file", "data": "flags", "inner.rate": "flags"}
+    assert job.origins == origins | {"inner.fast": "file"}
+    assert [layers.of_others(name) for name in ("on", "inner.fast", "data", "slow")] == [False, True, None, None]
+
+
+def test_derived_values_have_a_reason_and_leave_the_given_ones() -> None:
+    job = Layers(Timed, Layer("flags", {"on": False}, own=True)).validated()
+    inner = Inner(rate=0.5)
+    found = job.derive({"batch": 4, "inner": inner}, {"batch": "a guess"}, otherwise="a default").derive({}, {})
+    assert (found.batch, found.inner, found.on) == (4, inner, False)
+    assert found.origins == {"on": "flags", "batch": "derived: a guess", "inner.rate": "derived: a default"}
+    assert found.given is job
+    assert job.batch is None
+    with pytest.raises(SettingsError, match="batch: Input should be greater"):
+        job.derive({"batch": 0}, {})
 
 
 @pytest.mark.parametrize("value", ["a.tar", ["a.tar", "b.tar"], {"a.tar": 1.0, "b.tar": 0.5}, None])
