@@ -4,5 +4,5 @@ command is the command. export writes a file and loads it with the library that 
 preparation and photograph compare how images are prepared, and model_card describes the result. method_file is the
 file of a whole method. The page is docs/encoders.md, "Export".
 
-Needs: backbones, formats.
+Needs: backbones, formats, report.
 """

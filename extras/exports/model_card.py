@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tessera.evaluation.run_folders import RunFolder, read_run
+from tessera.extras.report.run_folders import RunFolder, read_run
 from tessera.runtime.user_error import without_controls
 
 DATA = ("data.", "evaluation.train", "evaluation.val")

@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tessera.evaluation.run_folders import RunFolder
+from tessera.extras.report.run_folders import RunFolder
 
 PALETTE = ("#3b6fb6", "#d1722e", "#3f9160", "#b04a7c", "#8267b8", "#a8862b", "#3c97a8", "#8a6a5a")
 """Colours of runs. Each is readable on white and on dark gray."""

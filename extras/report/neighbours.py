@@ -35,8 +35,8 @@ from tessera.evaluation.features import (
 )
 from tessera.evaluation.memory import images_at_once
 from tessera.evaluation.results import data_name
-from tessera.evaluation.run_folders import RunFolder
 from tessera.evaluation.token_colours import common_colours, principal_components
+from tessera.extras.report.run_folders import RunFolder
 from tessera.runtime.settings import validate
 from tessera.runtime.user_error import UserError
 

@@ -12,9 +12,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
-from tessera.evaluation.run_folders import RunFolder
 from tessera.extras.report.curves import OTHERS, charts, looks, to_svg
 from tessera.extras.report.neighbours import Group
+from tessera.extras.report.run_folders import RunFolder
 from tessera.extras.report.table import MISSING, Table, make_table, setting_text, verdict
 from tessera.runtime.files import read_bounded
 from tessera.runtime.user_error import printable

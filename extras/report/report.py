@@ -18,9 +18,9 @@ from pydantic import Field
 from rich.console import Console
 
 from tessera.evaluation.command import run_command
-from tessera.evaluation.run_folders import ReportError, read_runs
 from tessera.extras.report.neighbours import examine
 from tessera.extras.report.page import render, run_pictures
+from tessera.extras.report.run_folders import ReportError, read_runs
 from tessera.extras.report.table import make_table, print_table, to_csv, to_markdown, verdict
 from tessera.runtime.files import atomic_write
 from tessera.runtime.processes import make_accelerator

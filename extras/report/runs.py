@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tessera.evaluation.command import run_command
-from tessera.evaluation.run_folders import ReportError, RunFolder, read_runs
+from tessera.extras.report.run_folders import ReportError, RunFolder, read_runs
 from tessera.runtime.lock import holder
 from tessera.runtime.settings import Positional, Settings
 from tessera.runtime.user_error import printable

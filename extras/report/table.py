@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from tessera.evaluation.run_folders import ReportError, RunFolder, is_number
 from tessera.extras.report.extrapolation import final_score
+from tessera.extras.report.run_folders import ReportError, RunFolder, is_number
 
 IRRELEVANT = (
     "workers",

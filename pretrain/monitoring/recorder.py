@@ -2,11 +2,12 @@
 
 import datetime
 import errno
+import json
 import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tessera.evaluation.run_folders import read_lines
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.monitoring.sinks import SINKS, MetricsConfig, Sink, append_line, keep_lines
+from tessera.runtime.files import read_bounded
 from tessera.runtime.machine import processor, versions
 from tessera.runtime.user_error import UserError
+
+MACHINE_BYTES = 2**28
+"""Largest size of a machine.jsonl in bytes."""
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +144,9 @@ def record_start(output: Path, step: int, engine: Engine, precision: str, conten
 def earlier_contents(output: Path) -> dict[str, Any]:
     """Return the newest hash of the scored images for each setting in OUTPUT/machine.jsonl; see `record_start`."""
     found: dict[str, Any] = {}
-    for line in read_lines(output / "machine.jsonl", []):
-        found |= {name: value for name, value in line.items() if "." in name}
+    with suppress(OSError):  # a new run has no such file
+        for line in read_bounded(output / "machine.jsonl", MACHINE_BYTES).splitlines():
+            with suppress(ValueError, RecursionError, AttributeError):  # a partial or damaged line
+                start = json.loads(line)
+                found |= {name: value for name, value in start.items() if "." in name}
     return found

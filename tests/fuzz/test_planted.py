@@ -15,7 +15,7 @@ import pytest
 from tessera.data import headers
 from tessera.data.shards import index, tar_index
 from tessera.encoders import weight_files as checkpoint
-from tessera.evaluation import run_folders as runs
+from tessera.extras.report import run_folders as runs
 from tessera.pretrain.checkpoints import trainer_json
 from tessera.pretrain.engines import metadata
 from tessera.pretrain.monitoring import sinks

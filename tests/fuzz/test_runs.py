@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from tessera import encoders
 from tessera.encoders.weight_files import load_weights, read
-from tessera.evaluation.run_folders import read_runs
 from tessera.extras.exports.command import export
 from tessera.extras.exports.method_file import load as load_method
 from tessera.extras.report.page import render, run_pictures
+from tessera.extras.report.run_folders import read_runs
 from tessera.extras.report.table import make_table, to_csv, to_markdown
 from tessera.pretrain.checkpoints import manifest, resume
 from tessera.pretrain.checkpoints.trainer_json import TrainState
@@ -35,7 +35,7 @@ from tessera.pretrain.monitoring.collapse import CollapseAlarm, HealthConfig
 from tessera.pretrain.monitoring.sinks import CSV, keep_lines
 from tessera.pretrain.resolve import resolve
 from tessera.runtime.user_error import UserError
-from tests.evaluation.made_runs import add_result, make_run, record
+from tests.extras.report.made import add_result, make_run, record
 from tests.fuzz.cases import MOST_BYTES, bounded, damage, damaged, limited_addresses, run, seeds, status
 from tests.pretrain.small import make, saver, walk
 

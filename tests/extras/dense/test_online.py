@@ -10,9 +10,9 @@ import torch
 from tessera import encoders
 from tessera.data.demo import demo_shards
 from tessera.data.shards import open_shards
-from tessera.evaluation.run_folders import read_runs
 from tessera.extras.dense.patch_knn import PatchKNNSettings
 from tessera.extras.dense.patch_knn import run as patch_knn
+from tessera.extras.report.run_folders import read_runs
 from tessera.pretrain.run import main
 from tests.extras.dense.test_segmentation import write_scenes
 from tests.launched import TINY, records

@@ -8,9 +8,9 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from tessera.evaluation.run_folders import read_runs
 from tessera.extras.report.curves import Chart, Look, charts, draw, looks, to_svg
-from tests.evaluation.made_runs import add_result, make_run, record
+from tessera.extras.report.run_folders import read_runs
+from tests.extras.report.made import add_result, make_run, record
 
 
 def test_charts_hold_the_metrics_of_the_runs(tmp_path: Path) -> None:

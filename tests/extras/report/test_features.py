@@ -12,10 +12,10 @@ from sklearn.neighbors import NearestNeighbors
 
 from tessera import encoders
 from tessera.evaluation.features import extract
-from tessera.evaluation.run_folders import read_runs
 from tessera.extras.report.neighbours import examine
+from tessera.extras.report.run_folders import read_runs
 from tests.evaluation.conftest import save_encoder, saved, write_shard, write_tar
-from tests.evaluation.made_runs import make_run, record
+from tests.extras.report.made import make_run, record
 
 COPIES = {"a": "first", "b": "copy"}
 ENCODER: dict[str, Any] = {"depth": 1, "dim": 24, "heads": 2, "image_size": 16}

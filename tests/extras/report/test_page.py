@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from accelerate import Accelerator
 
-from tessera.evaluation.run_folders import RunFolder, read_runs
 from tessera.extras.report import report
 from tessera.extras.report.neighbours import Group, Seen, Tile, examine
 from tessera.extras.report.page import machine_facts, render, run_pictures
+from tessera.extras.report.run_folders import RunFolder, read_runs
 from tessera.extras.report.table import make_table
 from tessera.runtime.settings import validate
-from tests.evaluation.made_runs import add_result, make_run, record
+from tests.extras.report.made import add_result, make_run, record
 
 EVIL = "<script>alert(1)</script>"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

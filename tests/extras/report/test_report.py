@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tessera.evaluation.run_folders import ReportError
 from tessera.extras.report import report
 from tessera.extras.report.report import ReportSettings, run
+from tessera.extras.report.run_folders import ReportError
 from tessera.runtime.settings import flags, validate
 from tests.evaluation.conftest import save_encoder
-from tests.evaluation.made_runs import make_run, record
+from tests.extras.report.made import make_run, record
 
 
 def command(*argv: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.evaluation.run_folders import ReportError
+from tessera.extras.report.run_folders import ReportError
 from tessera.extras.report.runs import RunsSettings, age, run
 from tessera.runtime.lock import holder, locked
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tessera.evaluation.run_folders import ReportError, RunFolder, read_runs
+from tessera.extras.report.run_folders import ReportError, RunFolder, read_runs
 from tessera.extras.report.table import MISSING, Table, make_table, print_table, to_csv, to_markdown, verdict
-from tests.evaluation.made_runs import MACHINE, add_result, make_run, record
+from tests.extras.report.made import MACHINE, add_result, make_run, record
 
 
 def runs_of(tmp_path: Path) -> list[RunFolder]:

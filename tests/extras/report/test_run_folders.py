@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tessera.evaluation.results import data_name
-from tessera.evaluation.run_folders import ReportError, read_runs, short_names
-from tests.evaluation.made_runs import MACHINE, add_result, make_run, record
+from tessera.extras.report.run_folders import ReportError, read_runs, short_names
+from tests.extras.report.made import MACHINE, add_result, make_run, record
 
 
 def test_a_run_is_read(tmp_path: Path) -> None:
