@@ -1,10 +1,12 @@
 """Augmentations of the user: behind the crops of a method or in place of them, seeded by sample."""
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torchvision.transforms import v2
 
 from tessera.data.collate import Packing
@@ -20,19 +22,23 @@ MULTI = MultiCrop(MultiCropConfig(global_size=16, local_size=8, local_crops=3))
 IMAGES = [np.random.default_rng(n).integers(0, 256, (40, 30, 3), dtype=np.uint8) for n in range(24)]
 
 
-class Pictures:
-    def __len__(self):
-        return len(IMAGES)
+FOLDER = []
+"""Folder with the images as PNGs."""
 
-    def __getitem__(self, number):
-        return IMAGES[number]
+
+@pytest.fixture(scope="module", autouse=True)
+def pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    for number, image in enumerate(IMAGES):
+        Image.fromarray(image).save(folder / f"{number:02d}.png")
+    FOLDER[:] = [str(folder)]
 
 
 def run(*functions, replaces=False, transform=MULTI, workers=0, first_step=0, rank=0, world_size=1):
     augment = Augment(functions, 7, replaces) if functions else None
     batches = BatchSampler(8, first_step, 6, rank, world_size)
     reading = Reading(workers, augment=augment)
-    return list(batches_of(Pictures(), transform, batches, seed=7, stream=StreamConfig(), reading=reading))
+    return list(batches_of(FOLDER[0], transform, batches, seed=7, stream=StreamConfig(), reading=reading))
 
 
 def crops(batch):
@@ -100,7 +106,7 @@ def test_torchvision_in_place_of_the_crops():
     batch = run(lambda image: image[:, 5:21, 5:21], whole, replaces=True)[0]
     assert set(seen) == {(3, 40, 30)}
     for row, key in enumerate(batch.keys):
-        image = torch.from_numpy(IMAGES[int(key.partition("/")[2])]).permute(2, 0, 1)
+        image = torch.from_numpy(IMAGES[int(Path(key).stem)]).permute(2, 0, 1)
         assert torch.equal(crops(batch)[0][row], image[:, 5:21, 5:21])
 
 
@@ -128,7 +134,7 @@ def test_packed_crops():
         (lambda crop: crop / 255, r"returned float32 of shape \(3, 16, 16\) for view 0. It must return a uint8 tensor"),
         (lambda crop: crop[:, 1:], r"returned uint8 of shape \(3, 15, 16\)"),
         (lambda crop: None, "returned NoneType"),
-        (lambda crop: [][1], r"Pictures/\d+ cannot be read: IndexError: .* \(test_user_augment.py, line"),
+        (lambda crop: [][1], r"/\d+\.png cannot be read: IndexError: .* \(test_user_augment.py, line"),
     ],
 )
 def test_wrong_results_stop_the_run(function, message):

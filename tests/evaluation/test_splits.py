@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torchvision
 from PIL import Image
 
 from tessera import encoders
@@ -284,19 +283,6 @@ def test_copies_of_files_are_refused_in_a_csv_and_in_shards(tmp_path):
     tars = str(tmp_path / "shards")
     for train, val in ((tars, csv), (scans, tars), (tars, scans)):
         assert "is also in --train" in refuses(train, val)
-
-
-def test_items_of_one_data_set_in_python_are_refused():
-    pairs = [(np.full((8, 8, 3), number, np.uint8), number % 2) for number in range(12)]
-    objects = [pairs, torchvision.datasets.FakeData(12, (3, 8, 8), 2)]
-    for dataset in objects:
-        first, second = (torch.utils.data.Subset(dataset, numbers) for numbers in (range(6), range(5, 12)))
-        for train, val, count in ((first, second, 1), (dataset, second, 7), (second, first, 1)):
-            both = torch.utils.data.ConcatDataset([train, torch.utils.data.Subset(pairs, [])])
-            assert f"{count} items of {type(dataset).__name__} are in both --train and --val" in refuses(both, val)
-        opened(first, torch.utils.data.Subset(dataset, range(6, 12)))
-    assert "3 items of list are in both" in refuses(pairs[:6], pairs[3:])
-    opened(pairs[:6], pairs[6:])
 
 
 def test_training_images_of_a_run_are_compared_with_scored_images(tmp_path, monkeypatch):

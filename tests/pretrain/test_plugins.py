@@ -189,7 +189,7 @@ def test_a_pairing_resumes_and_is_the_same_on_two_processes(name: str, pairs: Bo
 
 @pytest.mark.slow
 def test_zero3_on_two_processes_equals_one(begin: Callable, tmp_path: Path) -> None:
-    """tests/tessera/test_own_parts.py has a method of a package under the other engines."""
+    """tests/extras/test_own_parts.py has a method of a package under the other engines."""
     alone = Started(begin, {"ijepa": run("ijepa")}, tmp_path / "alone")
     sharded = Started(begin, {"ijepa": run("ijepa")}, tmp_path / "sharded", processes=2, engine="zero3")
     assert_same(sharded.folder("ijepa"), alone.folder("ijepa"), LOOSE)

@@ -79,7 +79,7 @@ def test_evaluations(tmp_path):
 PROGRAM = """
 import sys
 import tessera
-from tests.tessera.test_data_sets import DATA, RUN
+from tests.extras.map_style.test_data_sets import DATA, RUN
 
 if __name__ == "__main__":
     tessera.pretrain(data=DATA, output=sys.argv[1], **RUN)
@@ -106,7 +106,7 @@ def dark(crop):
 def test_augmentations(tmp_path):
     plain, ours, named = (
         next(iter(tessera.training_batches(data=DATA, augment=augment, **SMALL | {"workers": 0})))
-        for augment in (None, dark, "tests.tessera.test_data_sets:dark")
+        for augment in (None, dark, "tests.extras.map_style.test_data_sets:dark")
     )
     assert ours.views[0].images.max() < plain.views[0].images.max()
     assert torch.equal(ours.views[0].images, named.views[0].images)
@@ -129,7 +129,7 @@ def test_stages(tmp_path):
     given = SMALL | {"workers": 0}
     plain, ours, named = (
         next(iter(tessera.training_batches(data=DATA, stages=stages, **given)))
-        for stages in (None, [brighter], ["tests.tessera.test_data_sets:brighter"])
+        for stages in (None, [brighter], ["tests.extras.map_style.test_data_sets:brighter"])
     )
     assert ours.views[0].images.min() > plain.views[0].images.min()
     assert torch.equal(ours.views[0].images, named.views[0].images)
