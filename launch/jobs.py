@@ -40,6 +40,11 @@ class Evaluation(NamedTuple):
     script: str = "evaluation.sbatch"
     """File name of the script. An evaluation with pretrain.sbatch is a run of its own, after pretraining."""
 
+    @property
+    def is_run(self) -> bool:
+        """True if the evaluation is a run of its own."""
+        return self.script == "pretrain.sbatch"
+
 
 OF_CORE = {"knn": Evaluation("knn", "02:00:00"), "probe": Evaluation("linear_probe", "12:00:00")}
 """Evaluations of the core, by their names on the command line."""
@@ -73,11 +78,6 @@ def evaluation(kind: str) -> Evaluation:
     if kind not in known:
         raise LaunchError(f"there is no evaluation '{kind}'. Choose from {', '.join(known)}.")
     return known[kind]
-
-
-def is_run(kind: str) -> bool:
-    """Return True if an evaluation is a run of its own."""
-    return evaluation(kind).script == "pretrain.sbatch"
 
 
 def _facts(module: str) -> dict[str, str]:

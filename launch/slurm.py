@@ -31,7 +31,6 @@ from tessera.launch.jobs import (
     evaluations,
     frozen_files,
     is_over,
-    is_run,
     log_option,
     preset_file,
     quoted,
@@ -142,7 +141,7 @@ def add_submit_options(new: argparse.ArgumentParser) -> None:
     )
     names = ",".join(evaluations())
     new.add_argument("--after-pretraining", default="", metavar=names, help="evaluations to run after pretraining")
-    often = ",".join(name for name in evaluations() if not is_run(name))
+    often = ",".join(name for name, one in evaluations().items() if not one.is_run)
     new.add_argument("--every-checkpoint", default="", metavar=often, help="evaluations to run for each checkpoint")
     new.add_argument("--evaluation-gpus", type=int, help="GPUs per evaluation (default: 1, or 0 with --gpus 0)")
     for kind in evaluations():
@@ -174,7 +173,7 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
         options.output, options.resume = run, True
     settings, kept = settings_of_run(options)
     after, every = evaluation_names(options.after_pretraining), evaluation_names(options.every_checkpoint)
-    for name in filter(is_run, every):
+    for name in (name for name in every if evaluation(name).is_run):
         raise LaunchError(f"{name} runs only after pretraining. Give --after-pretraining {name}.")
     check_options(options, settings, flags)
     default = Path("runs") / f"{options.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"

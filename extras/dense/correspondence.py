@@ -25,17 +25,14 @@ from torch import Tensor
 from tessera.data.batch import ViewParameters
 from tessera.data.colors import colors_for
 from tessera.data.crops import MultiCrop, MultiCropConfig, RandomCropConfig, random_boxes
-from tessera.data.loader import Reading, evaluation_batches
+from tessera.data.loader import evaluation_batches
 from tessera.data.sampler import sample_rng
-from tessera.data.shards import DEFAULT, Access, Source
-from tessera.data.workers import free_cores
-from tessera.encoders.base import Encoder
 from tessera.evaluation.command import Result, Subject, make_command, open_subject
-from tessera.evaluation.features import EvaluationError, encoding, full_float32, input_size, single_view
+from tessera.evaluation.features import EvaluationError, encoding, full_float32, single_view
 from tessera.evaluation.memory import images_at_once
 from tessera.evaluation.tokens import patch_tokens
 from tessera.evaluation.view_retrieval import ViewRetrievalSettings, first_shards
-from tessera.extras.dense.frozen import model_inputs
+from tessera.extras.dense.frozen import freeze, model_inputs
 from tessera.extras.dense.patch_knn import COMPARED, seed_of
 from tessera.runtime.collectives import all_reduce_sum
 
@@ -92,55 +89,43 @@ def found_tokens(tokens: Tensor, places: tuple[Tensor, Tensor]) -> tuple[Tensor,
     return found, near[0].sum(1)[row] * near[1].sum(1)[column] / len(second)
 
 
+def cut(copies: Tensor, view: ViewParameters) -> Tensor:
+    """Cut one crop from each of the two copies of an image: (2, C, H, W) -> (2, C, S, S)."""
+    crops = []
+    for copy, (top, left, height, width), flip in zip(copies.split(1), view.boxes.tolist(), view.flips, strict=True):
+        box = copy[:, :, top : top + height, left : left + width]
+        crop = F.interpolate(box, view.size, mode="bicubic", antialias=True)
+        crops.append(crop.flip(3) if flip else crop)
+    return torch.cat(crops)
+
+
 @torch.no_grad()
-def correspondence(
-    encoder: Encoder,
-    shards: Source,
-    accelerator: Accelerator,
-    images: int,
-    *,
-    image_size: int | None = None,
-    batch_size: int = 256,
-    workers: int | None = None,
-    precision: str = "fp32",
-    source: Access = DEFAULT,
-) -> Result:
-    """Return the score of `images` images, over all processes. Collective.
+def score(settings: CorrespondenceSettings, subject: Subject, accelerator: Accelerator) -> Result:
+    """Return the share of the tokens that find the same place in another crop. Collective.
 
     The crops depend only on the name of the image, so all encoders get the same crops. Only the first shards that have
     as many images are read, because the others may be far away.
-
-    Args:
-        encoder: encoder on the accelerator's device.
-        shards: opened shards of the images.
-        accelerator: accelerator of all processes.
-        images: number of images of all processes.
-        image_size: side of the crops in pixels. None selects the size that the encoder was built for.
-        batch_size: largest number of images per forward pass; see `evaluation.memory.images_at_once`.
-        workers: number of loader workers per process. None selects `free_cores`.
-        precision: precision of the forward pass: `fp32`, or `bf16` for bfloat16 autocast.
-        source: options for reading remote shards.
 
     Raises:
         ShardError: the shards cannot be read.
         EvaluationError: the encoder does not accept images of this size, or no image can be read.
     """
-    size, device = input_size(encoder, image_size), accelerator.device
+    encoder, size, reading = freeze(settings, subject.encoder, accelerator)
+    device, precision, channels = accelerator.device, settings.precision, encoder.preprocessing.channels
     side = math.ceil(size / math.sqrt(SMALLEST))  # crops are not enlarged
     copies = MultiCropConfig(global_size=side, flip=0.0, local_crops=0)
     crop = RandomCropConfig(size=size, scale=(SMALLEST, 1.0))
-    workers = free_cores(accelerator.num_processes) if workers is None else workers
-    blank = torch.zeros(2, encoder.preprocessing.channels, side, side, device=device)
+    blank = torch.zeros(2, channels, side, side, device=device)
     with encoding(encoder, blank[..., :size, :size], precision):
-        batch_size = images_at_once(lambda pairs: encoder(pairs[..., :size, :size]), blank, batch_size)
+        batch_size = images_at_once(lambda pairs: encoder(pairs[..., :size, :size]), blank, settings.batch_size)
     batches = evaluation_batches(
-        first_shards(shards, images),
-        Copies(colors_for(copies, encoder.preprocessing.channels)),
+        first_shards(subject.val_shards, settings.images),
+        Copies(colors_for(copies, channels)),
         batch_size,
         part=(accelerator.process_index, accelerator.num_processes),
         labels=False,
-        images=images,
-        reading=Reading(workers, source=source, preprocessing=encoder.preprocessing),
+        images=settings.images,
+        reading=reading,
     )
     total = torch.zeros(3, dtype=torch.float64)
     for batch in model_inputs(batches, "batches of crops", device):
@@ -159,21 +144,6 @@ def correspondence(
     top1, chance = (one / scored for one in sums)
     entries = {"protocol": "correspondence", "top1": top1, "chance": chance, "val_images": int(scored)}
     return Result(entries, ["images", "tokens found", "by chance"], [[int(scored), top1, chance]])
-
-
-def cut(copies: Tensor, view: ViewParameters) -> Tensor:
-    """Cut one crop from each of the two copies of an image: (2, C, H, W) -> (2, C, S, S)."""
-    crops = []
-    for copy, (top, left, height, width), flip in zip(copies.split(1), view.boxes.tolist(), view.flips, strict=True):
-        box = copy[:, :, top : top + height, left : left + width]
-        crop = F.interpolate(box, view.size, mode="bicubic", antialias=True)
-        crops.append(crop.flip(3) if flip else crop)
-    return torch.cat(crops)
-
-
-def score(settings: CorrespondenceSettings, subject: Subject, accelerator: Accelerator) -> Result:
-    """Return the share of the tokens that find the same place in another crop."""
-    return correspondence(subject.encoder, subject.val_shards, accelerator, settings.images, **settings.options())
 
 
 run, main = make_command("correspondence", CorrespondenceSettings, score, open_subject)

@@ -90,7 +90,7 @@ class Frozen(NamedTuple):
     reading: Reading
 
 
-def freeze(settings: TokenSettings, encoder: Encoder, accelerator: Accelerator, **options: Any) -> Frozen:
+def freeze(settings: EncoderSettings, encoder: Encoder, accelerator: Accelerator, **options: Any) -> Frozen:
     """Freeze the encoder. `options` are further settings of `Reading`, such as the kind of the maps."""
     encoder.requires_grad_(False)
     workers = free_cores(accelerator.num_processes) if settings.workers is None else settings.workers

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from tessera.data.batches import Batches
 from tessera.data.crops import WholeImage
-from tessera.data.loader import Reading
 from tessera.data.maps import IGNORED
 from tessera.data.shards import Source
 from tessera.encoders.base import Encoder
@@ -40,7 +39,7 @@ from tessera.evaluation.features import (
     single_view,
 )
 from tessera.evaluation.tokens import patch_tokens
-from tessera.extras.dense.frozen import evaluation_set, freeze, model_inputs
+from tessera.extras.dense.frozen import Frozen, evaluation_set, freeze, model_inputs
 from tessera.extras.dense.segmentation import MapSettings, class_numbers, confusion, count_values, scores
 from tessera.runtime.collectives import all_gather
 
@@ -144,24 +143,21 @@ def votes(tokens: Tensor, bank: Tensor, labels: Tensor, classes: int, settings: 
 
 
 def segment(
-    encoder: Encoder,
+    frozen: Frozen,
     opened: tuple[Source, Source],
     numbers: Tensor,
     settings: PatchKNNSettings,
-    size: int,
-    reading: Reading,
     accelerator: Accelerator,
 ) -> tuple[Tensor, int, int]:
     """Segment images by k-NN. Return one confusion matrix for each k, the number of images, and that of the bank's
     tokens. Collective.
 
     Args:
-        encoder: encoder on the device of the accelerator.
+        frozen: encoder, and how images are read, with their maps.
         opened: training images and test images, with maps.
         numbers: class index of each value of the maps (256,), or 255 for ignored values.
-        size: side in pixels to which images are resized.
-        reading: settings of the loader; `reading.maps` is set.
     """
+    encoder, size, reading = frozen
     classes = int((numbers != IGNORED).sum())
     train, val = (evaluation_set(one, WholeImage(size), settings.batch_size, reading, accelerator) for one in opened)
     with full_float32():
@@ -178,10 +174,10 @@ def score(settings: PatchKNNSettings, subject: Subject, accelerator: Accelerator
     """Return the mean IoU for each k."""
     opened = subject.train_shards, subject.val_shards
     values = count_values(*opened, settings.classes, accelerator)
-    encoder, size, reading = freeze(settings, subject.encoder, accelerator, maps=values)
+    frozen = freeze(settings, subject.encoder, accelerator, maps=values)
     numbers = class_numbers(values, settings.ignore).to(accelerator.device)
     kept = (numbers != IGNORED).nonzero().squeeze(1).tolist()  # value of each class
-    matrices, images, tokens = segment(encoder, opened, numbers, settings, size, reading, accelerator)
+    matrices, images, tokens = segment(frozen, opened, numbers, settings, accelerator)
     found = [scores(matrix, kept, f"{k}-NN of patches") for k, matrix in zip(settings.k, matrices, strict=True)]
     rows = [[k, one["pixel_accuracy"], one["mean_iou"]] for k, one in zip(settings.k, found, strict=True)]
     entries = found[0] | {"train_images": opened[0].images, "val_images": images}

@@ -9,13 +9,14 @@ from tessera import encoders
 from tessera.data.batch import ViewParameters
 from tessera.data.crops import RandomCropConfig, random_boxes
 from tessera.data.shards import open_shards
+from tessera.evaluation.command import Subject
 from tessera.extras.dense.correspondence import (
     CorrespondenceSettings,
-    correspondence,
     cut,
     found_tokens,
     places,
     run,
+    score,
 )
 from tests.evaluation.conftest import results_of_one_and_two_processes, save_encoder
 
@@ -83,9 +84,14 @@ def test_random_tokens_find_as_many_as_by_chance():
 
 def test_the_crops_do_not_depend_on_batches(shards):
     torch.manual_seed(0)
-    encoder, source = encoders.build("vit_micro").eval(), open_shards(str(shards / "train-{0..1}.tar"))
+    encoder, data = encoders.build("vit_micro").eval(), str(shards / "train-{0..1}.tar")
+    source, given = open_shards(data), {"checkpoint": "", "data": data, "workers": 0}
     found = [
-        correspondence(encoder, source, Accelerator(), images, batch_size=size, workers=0)
+        score(
+            CorrespondenceSettings(**given, images=images, batch_size=size),
+            Subject(source, source, encoder, None),
+            Accelerator(),
+        )
         for images, size in ((12, 12), (12, 5), (8, 8))
     ]
     assert found[0] == found[1] != found[2]
