@@ -457,3 +457,15 @@ def test_no_test_of_another_changes(project):
         )
         assert not done.returncode, done.stdout[-3000:]
         assert " passed" in done.stdout
+
+
+@pytest.mark.slow
+def test_added_settings_are_lines_of_one_file(project):
+    """Writing tests/frozen_settings.txt adds the settings of the recipes. It changes only the line of the methods."""
+    file = project / "tests" / "frozen_settings.txt"
+    before = file.read_text().splitlines()
+    command = [sys.executable, "tests/test_frozen_settings.py"]
+    subprocess.run(command, cwd=project, env=environment(project), check=True, timeout=600)
+    after = file.read_text().splitlines()
+    assert [line.split(":")[0] for line in before if line not in after] == ["core pretrain method"]
+    assert {"core pretrain dino.spread_weight: float = 0", "core pretrain dino.invert: float = 0.0"} <= set(after)
