@@ -109,7 +109,7 @@ def glass_blur(x: Tensor, length: float, unit: float, rng: np.random.Generator) 
 
 
 def motion_blur(x: Tensor, length: float, unit: float, rng: np.random.Generator) -> Tensor:
-    """Blur along a line of twice the length, at an angle from -45 to 45 degrees."""
+    """Blur by a motion over 2 * `length` pixels, at an angle from -45 to 45 degrees."""
     return convolved(x, line(length * unit, rng.uniform(-45, 45)))
 
 
