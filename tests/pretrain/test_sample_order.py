@@ -51,6 +51,7 @@ def shards(folder: Path, sizes: list[int]) -> list[str]:
 def digits(output: Path, *data: str) -> list[str]:
     """Return the command line of a run on digits."""
     small = ["--dino.global_size", "8", "--dino.local_size", "4", "--encoder.patch_size", "4", "--checkpoint.keep", "9"]
+    small += ["--evaluation.view_images", "0"]
     return [*TINY, *small, "--output", str(output), "--data", *data]
 
 

@@ -41,6 +41,7 @@ def test_what_is_killed_harms_nobody_and_leaves_nothing(fork, compressed: list[s
     train, val = compressed
     # 1.5 MB are less than the unpacked shards, so that blocks are removed and unpacked again all the time
     words = [*TINY, "--steps", str(STEPS), "--data", train, "--source.cache_gb", "0.0015"]
+    words += ["--evaluation.view_images", "0"]
     score = ["--checkpoint", "pixels", "--image_size", "8", "--source.cache_gb", "0.0015"]
     score += ["--train", train, "--val", val]
     knn = ROOT / "evaluation" / "knn.py"
