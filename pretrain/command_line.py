@@ -56,7 +56,7 @@ def load(argv: Sequence[str]) -> RunConfig:
     early["encoder"] = {"variant": peek(argv, "encoder") or peek(argv, "encoder.variant")}
     early["data"] = {"shards": peek(argv, "data") or peek(argv, "data.shards")}
     early["resume"] = "--resume" in argv
-    if (topic := peek(argv, "help")) in METHODS:
+    if (topic := peek(argv, "help")) and topic in METHODS:
         _ = METHODS[topic]  # a broken package raises here
     return _complete(early, lambda model, method: flags(model, argv, Path(sys.argv[0]).name, method), "flags")
 

@@ -28,7 +28,7 @@ from tessera.pretrain.build import build_method, check_memory
 from tessera.pretrain.checkpoints.continuing import continue_run, warn_of_size
 from tessera.pretrain.checkpoints.resume import Checkpoint, restore
 from tessera.pretrain.checkpoints.save import Saver
-from tessera.pretrain.checkpoints.trainer_json import SavedSettings, TrainState
+from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.forecasts import FORECASTS, gpu_memory
@@ -201,7 +201,7 @@ def start_records(
     config: RunConfig,
     checkpoint: Checkpoint | None,
     engine: Engine,
-    settings: SavedSettings,
+    settings: dict[str, Any],
     contents: dict[str, str | None],
 ) -> tuple[Recorder, bool]:
     """Write config.yaml and the records of this start. Call it only on the main process.

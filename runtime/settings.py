@@ -152,7 +152,7 @@ class Settings(Section):
         Raises:
             SettingsError: a derived value is invalid.
         """
-        found = validate(type(self), self.set_values | values)
+        found = validate(type(self), {**self.set_values, **values})
         changed = {name for name in settings_of(type(self)) if value_of(found, name) != value_of(self, name)}
         found._origins = {**self._origins, **{name: f"derived: {reasons.get(name, otherwise)}" for name in changed}}
         found._given = self.given

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tessera import encoders
 from tessera.data.loader import mixture_sampler
@@ -15,7 +15,6 @@ from tessera.data.shards import Source, Sources
 from tessera.data.shards.folder import ImageFolder
 from tessera.data.shards.open import shown_paths
 from tessera.pretrain.checkpoints.resume import Checkpoint, CheckpointError, open_checkpoint
-from tessera.pretrain.checkpoints.trainer_json import SavedSettings
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method, RunSize
@@ -38,7 +37,7 @@ DATA = ("data.shards", "evaluation.train", "evaluation.val", "evaluation.maps_tr
 
 def continue_run(
     config: RunConfig, sources: Sources, order: str, newest: Path | None
-) -> tuple[RunConfig, Checkpoint | None, SavedSettings]:
+) -> tuple[RunConfig, Checkpoint | None, dict[str, Any]]:
     """Return the settings of a run, the checkpoint that it continues, and the settings that it stores. Collective.
 
     Args:
@@ -61,7 +60,7 @@ def continue_run(
         check_fits(checkpoint, settings | same)
         for line in changed_schedules(checkpoint.settings, config, images, checkpoint.step):
             log.info("%s", line)
-    return config, checkpoint, cast(SavedSettings, settings)
+    return config, checkpoint, settings
 
 
 def settings_for_resume(
@@ -167,7 +166,7 @@ def _first_epochs(
     return [(number, count, mixture.samplers[number].next_epoch(int(used[number]))) for number, count in added]
 
 
-def _only_renamed(saved: SavedSettings, opened: list[Source], buffers: list[int]) -> bool:
+def _only_renamed(saved: dict[str, Any], opened: list[Source], buffers: list[int]) -> bool:
     """Return True if folders of images have the order of a checkpoint, and only the names of the folders differ.
 
     The name of a folder is a part of the fingerprint, but does not determine the order.
@@ -214,7 +213,7 @@ def notice_other_samples(sources: Sources, checkpoint: Checkpoint | None, order:
     return found
 
 
-def changed_schedules(saved: SavedSettings, config: RunConfig, images: int, step: int) -> list[str]:
+def changed_schedules(saved: dict[str, Any], config: RunConfig, images: int, step: int) -> list[str]:
     """Return sentences about a run that continues with another length or batch size: its learning rate, and settings
     that keep the values that follow from the old length and batch size.
 

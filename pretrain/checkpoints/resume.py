@@ -29,7 +29,7 @@ from accelerate import Accelerator
 
 from tessera.encoders import weight_files
 from tessera.pretrain.checkpoints import manifest, trainer_json
-from tessera.pretrain.checkpoints.trainer_json import SavedSettings, Trainer
+from tessera.pretrain.checkpoints.trainer_json import Trainer
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.local_state import read
 from tessera.runtime.collectives import RankError, gather_objects, rank, run_on_all_ranks, wait_for_path, world_size
@@ -56,7 +56,7 @@ class Checkpoint:
         return self.trainer.position.step
 
     @property
-    def settings(self) -> SavedSettings:
+    def settings(self) -> dict[str, Any]:
         """Settings of the run that wrote the checkpoint."""
         return self.trainer.settings
 

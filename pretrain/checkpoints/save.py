@@ -27,7 +27,7 @@ from torch import nn
 from tessera import encoders
 from tessera.pretrain.checkpoints import manifest, trainer_json
 from tessera.pretrain.checkpoints.resume import CheckpointError, list_checkpoints, point_latest, random_states
-from tessera.pretrain.checkpoints.trainer_json import SavedSettings, Trainer, TrainState
+from tessera.pretrain.checkpoints.trainer_json import Trainer, TrainState
 from tessera.pretrain.config import CheckpointConfig
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.local_state import LocalTensor, write
@@ -86,7 +86,7 @@ class Saver:
         folder: Path,
         accelerator: Accelerator,
         engine: Engine,
-        settings: SavedSettings,
+        settings: dict[str, Any],
         config: CheckpointConfig,
     ) -> None:
         """Check that all processes see the same OUTPUT folder.
@@ -288,7 +288,7 @@ def _make_empty(folder: Path, needed: int) -> None:
         raise CheckpointError(f"{os.strerror(errno.ENOSPC)}: {folder.parent} has {decimal(free)} free")
 
 
-def _trainer(accelerator: Accelerator, engine: Engine, train_state: TrainState, settings: SavedSettings) -> Trainer:
+def _trainer(accelerator: Accelerator, engine: Engine, train_state: TrainState, settings: dict[str, Any]) -> Trainer:
     """Return the content of trainer.json. The train state is copied, because later training steps change it."""
     return Trainer(
         position=copy.deepcopy(train_state),

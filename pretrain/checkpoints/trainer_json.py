@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-from pydantic import AfterValidator, ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, GetPydanticSchema, InstanceOf, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic reads the keys of `typing.TypedDict` only from Python 3.12 on
 
 from tessera.data.sampler import batch_ranges
@@ -22,6 +22,11 @@ Number = Annotated[int, Field(strict=True, ge=-LARGEST_COUNT, le=LARGEST_COUNT)]
 Numbers = dict[str, Number]
 History = list[Annotated[list[Number], Field(min_length=2, max_length=2)]]
 """Steps and accuracies."""
+
+
+def _checked(kind: Any) -> GetPydanticSchema:
+    """Check a dictionary as a value of the type `kind`."""
+    return GetPydanticSchema(lambda _, handler: handler.generate_schema(kind))
 
 
 def _valid_ranges(text: str | None) -> str | None:
@@ -92,11 +97,11 @@ class TrainState:
     overflow do not count."""
     corrupt_images: Count = 0
     """Number of times that a corrupt image was replaced by another image, over all processes."""
-    alarm: Alarm = field(default_factory=Alarm)
+    alarm: Annotated[dict[str, Any], _checked(Alarm)] = field(default_factory=dict)
     """State of the collapse alarm."""
-    scores: SavedScores = field(default_factory=SavedScores)
+    scores: Annotated[dict[str, Any], _checked(SavedScores)] = field(default_factory=dict)
     """Accuracies so far (`monitoring.verdict.Scores`) of k-NN, or of the classifier if the method is supervised."""
-    unscored: Numbers = field(default_factory=dict)
+    unscored: Annotated[dict[str, Any], _checked(Numbers)] = field(default_factory=dict)
     """Metrics of the last step if the run was stopped before it evaluated this step, else empty. The resumed run
     evaluates the step, and then writes its metrics."""
 
@@ -111,7 +116,7 @@ class Trainer:
     optimizer_steps: Count
     loss_scale: dict[str, Any] | None
     """State of the gradient scaler of float16; None for other precisions."""
-    settings: SavedSettings
+    settings: Annotated[dict[str, Any], _checked(SavedSettings)]
     versions: dict[str, Any]
     """Versions of the libraries of the run."""
 
