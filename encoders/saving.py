@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from tessera.encoders.base import IMAGENET, Encoder, Preprocessing
 from tessera.encoders.checks import check_finite, check_settings
 from tessera.encoders.errors import EncoderError, WeightsError
-from tessera.encoders.loading import check_names, check_shapes, check_values
+from tessera.encoders.loading import Report, check_names, check_shapes, check_values
 from tessera.encoders.registry import backbone, build, family, unknown_prefix
-from tessera.encoders.weight_files import load_weights, read
+from tessera.encoders.weight_files import load_weights, read, recognise, unwrap
 from tessera.runtime.files import atomic_write, read_bounded
 from tessera.runtime.isolation import own_modes
 from tessera.runtime.user_error import printable
@@ -106,6 +106,39 @@ def load(path: str | Path) -> Encoder:
     encoder.load_state_dict(state)
     encoder.preprocessing = preprocessing
     return encoder.eval()
+
+
+def fitting(source: Path, variant: str | None, settings: dict[str, Any]) -> tuple[Encoder, Report]:
+    """Build an encoder that fits the weights in `source`, and load the weights. Return the encoder and a report.
+
+    Args:
+        source: weight file, or folder of a run.
+        variant: name of the encoder variant. None means the variant that fits the weights.
+        settings: settings of the encoder, which override those of the weights.
+
+    Raises:
+        EncoderError: a setting is unknown or has an invalid value.
+        WeightsError: the format is not recognised, or the weights do not fit.
+    """
+    source = source / "encoder.safetensors" if source.is_dir() else source
+    description = source.with_suffix(".json")
+    known: dict[str, Any] = {"variant": variant}
+    preprocessing = IMAGENET
+    origin = backbone(source)
+    if origin is not None:
+        checkpoint, preprocessing = origin.fetch(source)
+        known = origin.settings(source, checkpoint) if variant is None else known
+    else:
+        checkpoint = read(source)
+    if source.suffix == ".safetensors" and description.is_file():
+        described, preprocessing = read_description(description)
+        known = described if variant is None else known
+    elif variant is None and origin is None:
+        state = unwrap(checkpoint, "auto", Report())
+        known = recognise(state).describe(state)
+    encoder = build(**(known | settings))
+    encoder.preprocessing = preprocessing
+    return encoder, load_weights(encoder, checkpoint)
 
 
 def places(folder: Path) -> list[Path]:

@@ -20,6 +20,7 @@ from tessera.data.shards import Access, SourceConfig
 from tessera.data.shards.samples import SampleKeys
 from tessera.data.user_code import Augment, load_function, load_stages
 from tessera.encoders.base import IMAGENET, Preprocessing
+from tessera.encoders.registry import BACKBONES
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.monitoring.collapse import HealthConfig
 from tessera.pretrain.monitoring.sinks import MetricsConfig
@@ -304,7 +305,7 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
     started = dict(started or {})
     chosen = encoders.entry(variant) | started
     names = ", ".join(encoders.VARIANTS.names())
-    help_text = f"encoder variant: {names}, or timm:NAME"
+    help_text = f"encoder variant: {names}" + "".join(f", or {prefix}:NAME" for prefix in BACKBONES.names())
     fields: dict[str, Any] = {"variant": (str, Field(variant, description=help_text))}
     for name, parameter in inspect.signature(family).parameters.items():
         default = chosen.get(name, parameter.default)

@@ -32,7 +32,7 @@ from tessera.data.shards import DEFAULT, open_shards
 from tessera.data.shards.open import with_names
 from tessera.data.shards.tar_shard import close_files
 from tessera.encoders.base import Encoder
-from tessera.encoders.weights import fitting
+from tessera.encoders.saving import fitting
 from tessera.evaluation.features import EvaluationError, LabelledFeatures, extract, resolve_checkpoint
 from tessera.evaluation.transform import preparation
 from tessera.pretrain import job

@@ -24,8 +24,8 @@ from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.encoders.base import Encoder, Features, Preprocessing
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.randomness import restarted_draws
+from tessera.encoders.saving import fitting
 from tessera.encoders.unused import freeze_unused
-from tessera.encoders.weights import fitting
 from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.monitoring.collapse import column_variance, effective_rank
 from tessera.pretrain.optim.adamw import OptimConfig

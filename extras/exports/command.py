@@ -21,9 +21,9 @@ from torch import nn
 
 from tessera import encoders
 from tessera.encoders.base import Encoder
-from tessera.encoders.saving import as_saved
+from tessera.encoders.loading import Report
+from tessera.encoders.saving import as_saved, fitting
 from tessera.encoders.summary import setting
-from tessera.encoders.weights import fitting, rebuilt
 from tessera.extras.exports import method_file
 from tessera.extras.exports.certificate import TOLERANCE
 from tessera.extras.exports.export import ENDINGS
@@ -141,7 +141,7 @@ def export(
             return f'wrote {output}: {origin}: tessera.extras.exports.method_file.load("{output}")'
         run, chosen = checkpoint.parent.parent, module
         if encoder is not None or settings:
-            chosen, report = rebuilt(module, encoder, settings or {})
+            chosen, report = _rebuilt(module, encoder, settings or {})
     else:
         if part != "encoder":
             raise ValueError(f"--part {part} needs a run folder or a checkpoint, and {source} is neither.")
@@ -157,6 +157,19 @@ def export(
     lines = [str(report)] if report else []
     lines += [f"{origin}; checked in {output.with_suffix('.certificate.json').name}, described in {card.name}"]
     return "\n".join([*lines, f"wrote {output}: {certificate['use']}"])
+
+
+def _rebuilt(encoder: Encoder, variant: str | None, settings: Mapping[str, Any]) -> tuple[Encoder, Report]:
+    """Build an encoder with other settings, and load the weights of `encoder`. Return the new encoder and a report.
+
+    Raises:
+        EncoderError: a setting is unknown or has an invalid value.
+        WeightsError: the weights do not fit.
+    """
+    known = encoder.settings if variant is None else {"variant": variant}
+    new = encoders.build(**(known | settings))
+    new.preprocessing = encoder.preprocessing
+    return new, encoders.load_weights(new, encoder.state_dict())
 
 
 def _default_output(source: Path, to: str) -> Path:

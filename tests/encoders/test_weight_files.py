@@ -10,8 +10,8 @@ from torch import nn
 
 from tessera import encoders
 from tessera.encoders.registry import BACKBONES, WRAPPERS
+from tessera.encoders.saving import fitting
 from tessera.encoders.weight_files import FORMATS, format_of
-from tessera.encoders.weights import fitting
 from tessera.evaluation.features import resolve_checkpoint
 
 
