@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -328,7 +328,8 @@ def own_rng(rng: np.random.Generator, operation: str) -> np.random.Generator:
     The random numbers depend only on the state of `rng` and the name of the operation, so that an operation changes no
     random numbers of other operations, and none of theirs changes its own.
     """
-    key = rng.bit_generator.jumped(1 + crc32(operation.encode())).random_raw(2)
+    bits: Any = rng.bit_generator  # the type of NumPy's stubs lacks `jumped`
+    key = bits.jumped(1 + crc32(operation.encode())).random_raw(2)
     return np.random.Generator(np.random.Philox(key=key))
 
 
