@@ -6,11 +6,11 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tessera import encoders
 from tessera.data.loader import mixture_sampler
-from tessera.data.sampler import BatchSampler, batch_ranges, phases
+from tessera.data.sampler import BatchSampler, GrowingSampler, batch_ranges, phases
 from tessera.data.shards import Source, Sources
 from tessera.data.shards.folder import ImageFolder
 from tessera.data.shards.open import shown_paths
@@ -163,7 +163,8 @@ def _first_epochs(
     batches = BatchSampler(1, skipped=batch_ranges(config.skip_batches))
     mixture = mixture_sampler(old, sources.weights, config.seed, config.stream, config.batch_size)
     used = mixture.counts(batches.batch(step) * config.batch_size)
-    return [(number, count, mixture.samplers[number].next_epoch(int(used[number]))) for number, count in added]
+    growing = cast(list[GrowingSampler], mixture.samplers)
+    return [(number, count, growing[number].next_epoch(int(used[number]))) for number, count in added]
 
 
 def _only_renamed(saved: dict[str, Any], opened: list[Source], buffers: list[int]) -> bool:
