@@ -124,23 +124,14 @@ def _some(paths: Sequence[bytes]) -> str:
 
 def _spelling(root: bytes, paths: Sequence[bytes]) -> str:
     """Return advice if files do not exist because of backslashes or capital letters; empty for no advice."""
+    listed = functools.lru_cache(maxsize=None)(functools.partial(_names, form=str.lower))
     for path in paths[:MOST_NAMED]:
-        if b"\\" in path and not os.path.exists(os.path.join(root, path)):
+        full = os.path.join(root, path)
+        if b"\\" in path and not os.path.exists(full):
             return " Write the paths with `/` in place of backslashes."
-        found = b"/"
-        for part in os.path.join(root, path).split(b"/")[1:]:
-            if not os.path.exists(os.path.join(found, part)):
-                try:
-                    names = sorted(os.listdir(found))
-                except OSError:
-                    break
-                part = next((name for name in names if name.lower() == part.lower()), None)
-                if part is None:
-                    break
-            found = os.path.join(found, part)
-        else:
-            if found != os.path.join(root, path):
-                return f" There is {printable(os.fsdecode(found))}: write the capital letters of the name alike."
+        found = _spelled(full, listed, str.lower)
+        if found != full and os.path.exists(found):
+            return f" There is {printable(os.fsdecode(found))}: write the capital letters of the name alike."
     return ""
 
 
@@ -167,27 +158,32 @@ def _label_table(path: Path, size: int, modified: int) -> tuple[tuple[str, ...],
     return tuple(texts), {full: label for full, label in known.items() if label >= 0}
 
 
-def _names(folder: bytes) -> dict[str, list[bytes]]:
-    """Return the names in a folder, by their Unicode form NFC. Return an empty dict if it cannot be listed."""
+def _names(folder: bytes, form: Callable[[str], str] = composed) -> dict[str, list[bytes]]:
+    """Return the names in a folder by a form, such as Unicode's NFC. Return an empty dict if it cannot be listed."""
     names: dict[str, list[bytes]] = {}
     try:
         for name in os.listdir(folder):
-            names.setdefault(composed(os.fsdecode(name)), []).append(name)
+            names.setdefault(form(os.fsdecode(name)), []).append(name)
     except OSError:
         pass  # the file is reported as missing
     return names
 
 
-def _spelled(path: bytes, listed: Callable[[bytes], dict[str, list[bytes]]]) -> bytes:
-    """Return the path of the file whose path is equal in Unicode's form NFC, if there is exactly one, else `path`.
+def _spelled(
+    path: bytes, listed: Callable[[bytes], dict[str, list[bytes]]], form: Callable[[str], str] = composed
+) -> bytes:
+    """Return the path of the file whose path has the same form, if there is exactly one, else `path`.
 
-    macOS writes a letter with its accent as two characters, and other systems as one.
+    The usual form is Unicode's NFC: macOS writes a letter with its accent as two characters, and other systems as one.
+    `listed` returns the names in a folder by this form (`_names`).
     """
-    if path.isascii() or b"\0" in path or os.path.lexists(path):
+    if b"\0" in path or os.path.lexists(path):
         return path
     folder, name = os.path.split(path)
-    folder = _spelled(folder, listed)
-    same = listed(folder).get(composed(os.fsdecode(name)), [])
+    if not name or (form is composed and path.isascii()):
+        return path
+    folder = _spelled(folder, listed, form)
+    same = listed(folder).get(form(os.fsdecode(name)), [])
     return os.path.join(folder, same[0] if len(same) == 1 else name)
 
 
