@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tessera.data.shards import ShardError, cache_folder
+from tessera.data.shards import ShardError
+from tessera.data.shards.cache import cache_folder
 from tessera.data.tools.pack import write_samples
 
 VERSION = 1  # increase this number when the samples of the data set change

@@ -19,7 +19,8 @@ from tessera.data.collate import Transform, collate
 from tessera.data.crops import MixedCrops
 from tessera.data.loader import mixture_sampler
 from tessera.data.sampler import phases
-from tessera.data.shards import ShardError, Source, Sources, cache_folder, is_on_network
+from tessera.data.shards import ShardError, Source, Sources
+from tessera.data.shards.cache import cache_folder, is_on_network
 from tessera.encoders.base import IMAGENET, Encoder
 from tessera.encoders.dot_product import only_torchs_kernel
 from tessera.encoders.unused import ON_META

@@ -17,7 +17,8 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from tessera import encoders
 from tessera.data.colors import ColorConfig, colors_for
 from tessera.data.demo import demo_shards
-from tessera.data.shards import MOST_LISTED, ShardError, Source, Sources, WeightedShards
+from tessera.data.failures import MOST_LISTED
+from tessera.data.shards import ShardError, Source, Sources, WeightedShards
 from tessera.data.statistics import count_classes, pixel_statistics
 from tessera.encoders.base import Preprocessing
 from tessera.pretrain import engines

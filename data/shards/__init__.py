@@ -1,13 +1,15 @@
-"""Tar shards and folders of images: expand the user's shard patterns, open the shards, and read their samples."""
+"""Open data as sources of samples, numbered from 0.
 
-from tessera.data.failures import MOST_LISTED as MOST_LISTED
+`open` expands patterns and opens each shard: `tar_shard`, `folder`, or a class of the registry (`registry`). `source`
+defines `Shard` and `Source`; `access` the settings and keys with which they are read; `samples` the forms of a sample.
+`remote` and `cache` fetch; `tar_index`, `listing`, `manifest`, `index` and `stored_index` list samples.
+"""
+
 from tessera.data.failures import ShardError as ShardError
 from tessera.data.failures import UnreadableError as UnreadableError
 from tessera.data.shards.access import DEFAULT as DEFAULT
 from tessera.data.shards.access import Access as Access
 from tessera.data.shards.access import SourceConfig as SourceConfig
-from tessera.data.shards.cache import cache_folder as cache_folder
-from tessera.data.shards.cache import is_on_network as is_on_network
 from tessera.data.shards.open import Shards as Shards
 from tessera.data.shards.open import Sources as Sources
 from tessera.data.shards.open import WeightedShards as WeightedShards
