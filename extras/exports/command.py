@@ -167,7 +167,7 @@ def _rebuilt(encoder: Encoder, variant: str | None, settings: Mapping[str, Any])
         WeightsError: the weights do not fit.
     """
     known = encoder.settings if variant is None else {"variant": variant}
-    new = encoders.build(**(known | settings))
+    new = encoders.build(**{**known, **settings})
     new.preprocessing = encoder.preprocessing
     return new, encoders.load_weights(new, encoder.state_dict())
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from tessera.encoders.loading import check_names, check_shapes, check_values
 from tessera.pretrain.method_state import build
@@ -17,7 +18,7 @@ MAX_BYTES = 2**24
 """Largest size in bytes of the .json file of an exported method."""
 
 
-def save(method: Method, described: dict[str, Any], output: Path) -> None:
+def save(method: nn.Module, described: dict[str, Any], output: Path) -> None:
     """Write the weights of a method to `output`, and its settings to a .json file beside `output`."""
     with atomic_write(output) as temporary:
         save_file(method.state_dict(), temporary)
