@@ -48,6 +48,15 @@ def test_another_encoder_is_refused_and_another_sample_order_is_logged(caplog: p
         check_fits(checkpoint, settings() | {"encoder": settings()["encoder"] | {"depth": 2}})
 
 
+def test_the_section_of_a_method_that_only_one_start_knew_is_no_change(caplog: pytest.LogCaptureFixture) -> None:
+    other = {"ijepa": {"size": 64}}
+    check_fits(checkpoint_of(settings() | other), settings())
+    check_fits(checkpoint_of(settings()), settings() | other)
+    assert not caplog.messages
+    check_fits(checkpoint_of(settings() | other), settings() | {"ijepa": {"size": 32}})
+    assert "ijepa.size 64 -> 32" in caplog.text
+
+
 def test_the_same_data_at_another_path_are_no_change(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
