@@ -106,8 +106,8 @@ class Shard(ABC):
     """Advice for images that cannot be read."""
 
     @classmethod
-    def at(cls, address: str, access: Access = DEFAULT) -> "Shard":
-        """Return the shard at an address. The registry of sources needs this function (`shards.registry`).
+    def at(cls, path: str, access: Access = DEFAULT) -> "Shard":
+        """Return the shard at a path or an address. The registry of sources needs this function (`shards.registry`).
 
         Raises:
             ShardError: the shard cannot be used.
