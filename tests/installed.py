@@ -4,9 +4,17 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from tests.launched import ROOT
 
 IJEPA = ROOT / "examples" / "ijepa"
+
+
+def needs_extra(name: str) -> pytest.MarkDecorator:
+    """Return the mark of a test of the core that uses an extra. Without extras/NAME, the test is skipped."""
+    absent = not (ROOT / "extras" / name / "__init__.py").exists()
+    return pytest.mark.skipif(absent, reason=f"needs extras/{name}")
 
 
 def write_metadata(folder: Path, package: str, points: Mapping[str, Mapping[str, str]]) -> None:

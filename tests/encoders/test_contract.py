@@ -16,6 +16,7 @@ from tessera.encoders.images import Mask, pack
 from tessera.encoders.summary import summarize
 from tests.encoders import helpers
 from tests.encoders.helpers import MICRO, mask_of
+from tests.installed import needs_extra
 
 OTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "swin_micro with absolute positions": ("swin_micro", {"absolute_positions": True}),
@@ -350,6 +351,7 @@ def test_intermediate_features_are_those_of_a_shallower_encoder(variant):
             encoder.intermediate(images, count)
 
 
+@needs_extra("formats")
 @pytest.mark.parametrize("variant", ALL)
 @torch.no_grad()
 def test_other_numbers_of_channels(variant, tmp_path):

@@ -33,6 +33,7 @@ from tessera.runtime.processes import make_accelerator
 from tests.data.made import picture
 from tests.data.shards.batches import add_index, sha256
 from tests.data.shards.servers import Server
+from tests.installed import needs_extra
 from tests.pretrain.small import on_processes
 
 COLOURS = {"ant": (220, 20, 20), "bee": (20, 220, 20), "cat": (20, 20, 220), "dog": (200, 200, 20)}
@@ -302,7 +303,7 @@ def test_training_images_of_a_run_are_compared_with_scored_images(tmp_path, monk
     check_training_images([train], val, "--evaluation.val")
 
 
-@pytest.mark.parametrize("method", ["dino", "finetune"])
+@pytest.mark.parametrize("method", ["dino", pytest.param("finetune", marks=needs_extra("finetune"))])
 def test_a_run_refuses_scored_images_in_its_data(tmp_path, method, caplog):
     """Also with images of their own for the bank of k-NN; in this case, --data needs no labels."""
     scans = photos(tmp_path / "scans", range(8))

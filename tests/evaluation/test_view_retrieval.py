@@ -11,6 +11,7 @@ from tessera.data.shards import open_shards
 from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.view_retrieval import ViewRetrievalSettings, crop_features, run, view_retrieval
 from tests.evaluation.conftest import FAMILIES, results_of_one_and_two_processes, save_encoder, write_shard
+from tests.installed import needs_extra
 
 
 def crops(images: int, noise: float) -> torch.Tensor:
@@ -74,6 +75,7 @@ def black(samples):
         yield sample | {name: np.zeros((16, 16, 3), np.uint8) for name in sample if name in ("png", "jpg")}
 
 
+@needs_extra("stages")
 def test_stages_run_before_the_crops(shards, tmp_path):
     path, data = save_encoder(tmp_path / "vit.safetensors"), str(shards / "train-{0..1}.tar")
     plain, equal = (

@@ -224,7 +224,10 @@ def test_a_signal_before_the_trainers_set_their_handlers(start) -> None:
         (["--engine", "zero2", "knn"], "unknown flag --engine. Did you mean --config_file?"),
         (["--num_processes", "2"], "no command follows --num_processes 2."),
         (["--num_processes", "2", "make_shards", "a", "b"], "make_shards runs in one process. Remove --num_processes "),
-        (["--cpu", "--num-machines=2", "report"], "report runs in one process. Remove --num-machines=2 before it."),
+        (
+            ["--cpu", "--num-machines=2", "make_shards"],
+            "make_shards runs in one process. Remove --num-machines=2 ",
+        ),
     ],
 )
 def test_a_wrong_flag_is_named_in_one_line(

@@ -10,6 +10,7 @@ import pytest
 
 from tessera.data.workers import free_cores
 from tessera.runtime import machine
+from tests.installed import needs_extra
 from tests.launch.conftest import HARD, ROOT, StandIns
 
 # runs code of the scripts, records calls of modules (`python -m`), and writes a checkpoint if $SAVES is set
@@ -119,6 +120,7 @@ def test_the_prologue_chooses_python(script: Callable[[str], Script], tmp_path: 
         assert not script(name).commands.calls("called")
 
 
+@needs_extra("finetune")
 def test_fine_tuning_is_a_training_job(pretrain: Script) -> None:
     flags = ["--checkpoint", "a run", "--train", "t.tar"]
     done = pretrain.run("finetune", *flags, "--val", "v.tar", *HARD)

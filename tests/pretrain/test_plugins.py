@@ -15,8 +15,6 @@ from tessera_ijepa import IJEPA
 from tessera import encoders
 from tessera.evaluation.knn import KNNSettings
 from tessera.evaluation.knn import run as knn
-from tessera.extras.report.report import ReportSettings
-from tessera.extras.report.report import run as report
 from tessera.pretrain import method_state
 from tessera.pretrain.checkpoints.resume import CheckpointError
 from tessera.pretrain.command_line import load
@@ -25,14 +23,13 @@ from tessera.pretrain.methods import METHODS
 from tessera.pretrain.monitoring.sinks import SINKS
 from tessera.pretrain.run import main
 from tessera.runtime.settings import SettingsError
-from tests.installed import install_ijepa, write_metadata
+from tests.installed import install_ijepa, needs_extra, write_metadata
 from tests.launched import ROOT, records
 from tests.pretrain.engines.test_engines import LOOSE, Started, assert_same, run
 from tests.pretrain.small import arguments, scored_shards
 from tests.pretrain.test_pairs import Both
 from tests.pretrain.toy import POINTS, ToyConv
 
-EXPORTS = "tessera.extras.exports"
 PAIRS = ["ijepa of navit_micro", "ijepa of swin_micro", "dino of toy_conv_micro", "mae of toy_conv_micro"]
 
 
@@ -74,11 +71,16 @@ def begin(start: Callable, paths: list[str]) -> Iterator[Callable]:
         yield lambda *given, **how: start(*given, PYTHONPATH=os.pathsep.join(paths), **how)
 
 
+@needs_extra("report")
+@needs_extra("exports")
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_engine")
 def test_a_run_is_resumed_exported_and_evaluated(uninstall: Callable[[], None], tmp_path: Path, capsys: Any) -> None:
     assert METHODS["ijepa"] is IJEPA
-    export, method_file = map(pytest.importorskip, (f"{EXPORTS}.command", f"{EXPORTS}.method_file"))
+    from tessera.extras.exports import command as export
+    from tessera.extras.exports import method_file
+    from tessera.extras.report import report
+
     output, file = tmp_path / "run", tmp_path / "method.safetensors"
     words = arguments("ijepa", "vit_micro", output, "--metrics.sinks", "jsonl,losses")
     assert main([*words, "--steps", "3"]) == 0
@@ -95,7 +97,11 @@ def test_a_run_is_resumed_exported_and_evaluated(uninstall: Callable[[], None], 
     uninstall()
     train, val = scored_shards()
     knn(KNNSettings(checkpoint=str(output), train=train, val=val, k=[20], workers=0))
-    report(ReportSettings(runs=[str(output)], output=str(tmp_path / "page.html"), markdown=str(tmp_path / "table.md")))
+    report.run(
+        report.ReportSettings(
+            runs=[str(output)], output=str(tmp_path / "page.html"), markdown=str(tmp_path / "table.md")
+        )
+    )
     assert "ijepa" in (tmp_path / "page.html").read_text()
     wanted = "unknown method 'ijepa'.*install that package in this environment"
     with pytest.raises(ValueError, match=wanted):

@@ -10,6 +10,7 @@ from tessera.pretrain.config import settings_model
 from tessera.pretrain.methods import METHODS
 from tessera.runtime.settings import Settings, names_of, suggestion
 from tessera.runtime.synonyms import LAUNCHER, NOTES, SETTINGS, VALUES
+from tests.installed import needs_extra
 
 PRETRAIN = settings_model("vit_small")
 FLAGS = [f"--{name}" for name in names_of(PRETRAIN)]
@@ -24,6 +25,7 @@ def names_of_all_commands() -> set[str]:
     return found
 
 
+@needs_extra("finetune")
 def test_what_is_suggested_exists() -> None:
     known = names_of_all_commands()
     ends = {name.rpartition(".")[2] for name in known if "." in name}
@@ -67,7 +69,8 @@ def _nested(name: str, value: str) -> dict[str, object]:
         # MAE and timm
         *(("--model", "--encoder"), ("--accum_iter", "--accumulate"), ("--blr", "--optim.lr")),
         *(("--input_size", "--dino.global_size"), ("--norm_pix_loss", "--mae.normalize_targets")),
-        *(("--smoothing", "--finetune.label_smoothing"), ("--reprob", "--finetune.erasing"), ("--img-size", None)),
+        pytest.param("--smoothing", "--finetune.label_smoothing", marks=needs_extra("finetune")),
+        *(pytest.param("--reprob", "--finetune.erasing", marks=needs_extra("finetune")), ("--img-size", None)),
         *(("--drop-path", "--encoder.drop_path"), ("--amp", "--precision fp16"), ("--data-dir", "--data")),
         *(("--log-wandb", "--metrics.sinks wandb"), ("--device", "tessera --cpu COMMAND")),
         # lightly-train, PyTorch Lightning and solo-learn

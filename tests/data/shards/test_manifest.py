@@ -10,6 +10,7 @@ from tessera.data.make_shards import main as make_shards
 from tessera.data.shards import DEFAULT, ShardError, Source, open_shards
 from tessera.data.shards.access import Access
 from tessera.data.shards.samples import SampleKeys
+from tests.installed import needs_extra
 
 
 @pytest.fixture
@@ -176,6 +177,7 @@ def test_files_that_do_not_exist_are_named(photos: Path, entry: str, advice: str
             opened(photos, f"path,label\n{entry},cat\n")
 
 
+@needs_extra("map_style")
 def test_a_list_of_images_with_labels_is_a_data_set(photos: Path) -> None:
     pairs = [(Image.open(photos / f"{name}.png"), number) for number, name in enumerate("abc")]
     assert labels(open_shards(pairs)) == {"list/0": 0, "list/1": 1, "list/2": 2}
@@ -183,7 +185,7 @@ def test_a_list_of_images_with_labels_is_a_data_set(photos: Path) -> None:
         open_shards([("a.png", 0)])
 
 
-@pytest.mark.parametrize("name", ["x.csv", "x.tsv", "x.parquet"])
+@pytest.mark.parametrize("name", ["x.csv", "x.tsv", pytest.param("x.parquet", marks=needs_extra("parquet"))])
 def test_only_regular_files_of_bounded_texts_are_read(photos: Path, name: str) -> None:
     import pyarrow as pa
     from pyarrow import parquet
