@@ -122,7 +122,8 @@ def write_result(
     console = Console()
     shown = [name != "top-5" or (result.get("classes") or 6) > 5 for name in columns]  # top-5 of 5 classes is 100 %
     columns, rows = list(itertools.compress(columns, shown)), [list(itertools.compress(row, shown)) for row in rows]
-    table = Table(*columns, title=f"{result['protocol']}, {result['val_images']:,} images")
+    images = f", {result['val_images']:,} images" if "val_images" in result else ""
+    table = Table(*columns, title=f"{result['protocol']}{images}")
     for row in rows:
         table.add_row(*(f"{100 * cell:.2f} %" if isinstance(cell, float) else str(cell) for cell in row))
     console.print(table)

@@ -147,17 +147,17 @@ RECIPES = {
                     "from tessera.pretrain.methods.losses import spread_loss\nfrom tessera.pretrain.methods.method",
                 ),
                 (
-                    "            loss = crop_loss(crops, target, self.config.student_temperature)\n",
-                    "            loss = crop_loss(crops, target, self.config.student_temperature)\n"
-                    "            if self.config.spread_weight:\n"
-                    '                metrics["spread_loss"] = self.config.spread_weight * spread_loss(pooled.float())\n'
-                    '                loss = loss + metrics["spread_loss"]\n',
+                    "        return cross_entropy, metrics",
+                    "        if not self.config.spread_weight:\n            return cross_entropy, metrics\n"
+                    "        spread = self.config.spread_weight * spread_loss(pooled.float())\n"
+                    '        metrics |= {"dino_loss": cross_entropy.detach(), "spread_loss": spread.detach()}\n'
+                    "        return cross_entropy + spread, metrics",
                 ),
             ],
         },
         check="""
             records = train(dino=small | {"spread_weight": 0.5})
-            found = [[record["loss"], record["spread_loss"]] for record in records]
+            found = [[record["loss"], record["spread_loss"], record["dino_loss"]] for record in records]
         """,
     ),
     "evaluation": Recipe(
@@ -233,7 +233,8 @@ RECIPES = {
                 ),
                 (
                     "        Solarize(tuple(solarize)),\n",
-                    "        Solarize(tuple(solarize)),\n        Invert(config.invert),\n",
+                    "        Solarize(tuple(solarize)),\n"
+                    "        *([Invert(config.invert)] if config.invert else []),\n",
                 ),
                 (
                     '    """probability that a crop is converted to gray"""\n',
@@ -424,9 +425,10 @@ def test_an_added_augmentation_changes_no_run(found, tmp_path):
 
 @pytest.mark.medium
 def test_an_added_loss_term_is_part_of_the_loss(found):
-    (loss, term), _ = found["loss term"]
+    (loss, term, dino_loss), _ = found["loss term"]
     without, _ = losses(found["augmentation"][0])
     assert term != 0
+    assert dino_loss == without
     assert loss == pytest.approx(without + term, rel=1e-6)
 
 

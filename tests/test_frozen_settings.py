@@ -116,14 +116,22 @@ def deleted(line: str) -> bool:
     return own == "extras" and not (EXTRAS / name).exists()
 
 
+def changes(old: list[str], new: list[str]) -> str:
+    """Return the lines that only one of two lists has."""
+    removed, added = ([line for line in a if line not in b] for a, b in ((old, new), (new, old)))
+    return "\n".join([*(f"- {line}" for line in removed), *(f"+ {line}" for line in added)])
+
+
 @pytest.mark.medium
 def test_settings_are_as_frozen() -> None:
     frozen = [line for line in FILE.read_text().splitlines() if not deleted(line)]
     found = current()
-    removed, added = ([line for line in a if line not in b] for a, b in ((frozen, found), (found, frozen)))
-    changed = "\n".join([*(f"- {line}" for line in removed), *(f"+ {line}" for line in added)])
+    changed = changes(frozen, found)
     assert frozen == found, f"Settings differ from {FILE.name}. If this is intended, run `{REWRITE}`.\n{changed}"
 
 
 if __name__ == "__main__":
-    FILE.write_text("".join(f"{line}\n" for line in current()))
+    with contextlib.redirect_stdout(io.StringIO()):  # some commands print their help
+        lines = current()
+    print(changes(FILE.read_text().splitlines(), lines) or "no setting has changed")
+    FILE.write_text("".join(f"{line}\n" for line in lines))

@@ -24,7 +24,7 @@ SCORES = {
     "auroc": " (AUROC)",
 }
 """Keys under which a result file may contain its score (0 to 1), and the text to append to the name of the protocol. If
-a file has several of these keys, the first one counts."""
+a file has several of these keys, the first one counts. A file may name another key as its entry `score`."""
 ONLINE = {
     "knn_top1": ("evaluation.k", "{}-NN in training", "evaluation.val"),
     "linear_top1": ("evaluation.linear_iterations", "linear probe of {} iterations in training", "evaluation.val"),
@@ -310,13 +310,20 @@ def read_results(folder: Path, problems: list[str]) -> Iterator[tuple[str, Test,
             problems.append(f"{path} is not a JSON file: {error}. The result is left out.")
             continue
         found = found if isinstance(found, dict) else {}
-        key = next((key for key in SCORES if is_number(found.get(key))), None)
+        own = found.get("score")
+        key = next(
+            (key for key in ([own] if own else SCORES) if isinstance(key, str) and is_number(found.get(key))), None
+        )
         if key is None:
-            problems.append(f"{path} contains none of the scores {', '.join(SCORES)}. The result is left out.")
+            wanted = f"no number {printable(str(own)[:100])}" if own else f"none of the scores {', '.join(SCORES)}"
+            problems.append(f"{path} contains {wanted}. The result is left out.")
+            continue
+        if own and not 0 <= found[key] <= 1:
+            problems.append(f"{path}: the score {printable(key[:100])} is not from 0 to 1. The result is left out.")
             continue
         protocol = str(found.get("protocol") or found.get("evaluation") or path.stem)
         data, content = (one if isinstance(one, str) else "" for one in (found.get("data"), found.get("data_content")))
-        test = Test(protocol + SCORES[key], data, content or None)
+        test = Test(protocol + (f" ({key})" if own else SCORES[key]), data, content or None)
         yield str(found.get("time", "")), test, _step(found, path), float(found[key])
 
 

@@ -91,7 +91,8 @@ class DINO(TeacherStudent):
         logits = self.student["head"](pooled)  # (S * B, K)
         with full_precision(logits):
             crops = logits.unflatten(0, (sum(one.crops for one in batch.views), -1))  # (S, B, K)
-            loss = crop_loss(crops, target, self.config.student_temperature)
+            cross_entropy = crop_loss(crops, target, self.config.student_temperature)
         # Keep the indices instead of `target`, which would occupy memory until the next step.
         self._last = (seen.float(), {"": target.flatten(0, 1).argmax(-1)})
-        return loss, metrics | {"teacher_student_kl": loss.detach() - metrics["teacher_entropy"]}
+        metrics["teacher_student_kl"] = cross_entropy.detach() - metrics["teacher_entropy"]
+        return cross_entropy, metrics

@@ -21,10 +21,10 @@ class Lines(Shard):
     rows: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def at(cls, address, access=Access()):  # noqa: B008
-        path = Path(address.removeprefix("lines:"))
-        rows = tuple(map(tuple, map(json.loads, path.read_text().splitlines())))
-        return cls(address, path.stat().st_size, str(path.stat().st_mtime_ns), access, rows=rows)
+    def at(cls, path, access=Access()):  # noqa: B008
+        file = Path(path.removeprefix("lines:"))
+        rows = tuple(map(tuple, map(json.loads, file.read_text().splitlines())))
+        return cls(path, file.stat().st_size, str(file.stat().st_mtime_ns), access, rows=rows)
 
     @property
     def name(self):

@@ -48,6 +48,18 @@ def test_results_of_all_layouts_are_read_by_step(tmp_path: Path) -> None:
     assert run.problems == []
 
 
+def test_an_evaluation_may_name_its_score(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", [record(20, 1.0)])
+    add_result(folder, "a.json", protocol="classes", score="silhouette", silhouette=0.25, top1=0.5, step=20)
+    add_result(folder, "b.json", protocol="classes", score="silhouette", silhouette=-0.1, step=20)
+    add_result(folder, "c.json", protocol="classes", score=["top1"], top1=0.5, step=20)
+    (run,), _ = read_runs([folder])
+    assert run.scores == {"classes (silhouette)": {20: 0.25}}
+    below, no_text = run.problems
+    assert below.endswith("b.json: the score silhouette is not from 0 to 1. The result is left out.")
+    assert "contains no number ['top1']" in no_text
+
+
 def test_a_data_set_has_one_name_wherever_it_is_stored(tmp_path: Path) -> None:
     for name, val, content in (
         ("a", "photos", "11aa22bb"),

@@ -13,7 +13,7 @@ from tessera.data.ordered_shards import OrderedShards
 from tessera.data.shards import ShardError, open_shards
 from tessera.data.shards.access import Access
 from tessera.data.shards.samples import SampleKeys
-from tessera.data.user_code import load_stages
+from tessera.extras.stages.stages import load_stages
 from tessera.runtime.settings import SettingsError
 from tests.data.batches import evaluation_batches, training_batches
 from tests.data.made import picture
