@@ -13,7 +13,8 @@ from tessera.data.ordered_shards import OrderedShards
 from tessera.data.shards import ShardError, open_shards
 from tessera.data.shards.access import Access
 from tessera.data.shards.samples import SampleKeys
-from tessera.extras.stages.stages import load_stages
+from tessera.data.user_code import load_stages
+from tessera.extras.stages.stages import Stages
 from tessera.runtime.settings import SettingsError
 from tests.data.batches import evaluation_batches, training_batches
 from tests.data.made import picture
@@ -131,7 +132,9 @@ def test_stages_that_cannot_be_used(write_shards, stage, message, monkeypatch):
 def test_names_of_stages(tmp_path, monkeypatch):
     (tmp_path / "tessera_stage_code.py").write_text("def same(samples):\n    yield from samples\n")
     monkeypatch.chdir(tmp_path)
-    (stage,) = load_stages("tessera_stage_code:same").stages
+    loaded = load_stages("tessera_stage_code:same")
+    assert isinstance(loaded, Stages)
+    (stage,) = loaded.stages
     assert list(stage(iter([1]))) == [1]
     for stage in (wds.shuffle(10), wds.batched(3), wds.detshuffle(10), wds.slice(3)):
         with pytest.raises(SettingsError, match="needs a stream of samples"):
