@@ -5,7 +5,7 @@ import importlib
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
-from tessera.__main__ import COMMANDS
+from tessera.__main__ import COMMANDS, installed_commands
 from tessera.pretrain.config import settings_model
 from tessera.pretrain.methods import METHODS
 from tessera.runtime.settings import Settings, names_of, suggestion
@@ -18,13 +18,14 @@ FLAGS = [f"--{name}" for name in names_of(PRETRAIN)]
 
 def names_of_all_commands() -> set[str]:
     found = set(names_of(PRETRAIN))
-    for module, _ in COMMANDS.values():
+    for module, _ in (COMMANDS | installed_commands()).values():
         for model in vars(importlib.import_module(module)).values():
             if isinstance(model, type) and issubclass(model, Settings) and model.__module__ == module:
                 found |= set(names_of(model))
     return found
 
 
+@needs_extra("dense")
 @needs_extra("finetune")
 def test_what_is_suggested_exists() -> None:
     known = names_of_all_commands()
