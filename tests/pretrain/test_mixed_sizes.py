@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import roofline
 
 from tessera.data.demo import demo_shards
 from tessera.pretrain.build import build_method
@@ -13,6 +12,7 @@ from tessera.pretrain.methods.dinov3 import DINOv3
 from tessera.pretrain.preflight import activation_bytes
 from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
+from tests.installed import needs_extra
 from tests.launched import same_encoder, timeless
 
 SIZES = "{16/8: 0.5, 24/12/32: 0.5}"
@@ -65,8 +65,11 @@ def test_a_dry_run_checks_all_sizes_and_prints_the_memory_of_the_largest(capsys:
     assert "sizes 22/8: A side is not a multiple of 4 pixels, the side of a token" in capsys.readouterr().err
 
 
+@needs_extra("forecast")
 @pytest.mark.slow
 def test_the_roofline_counts_a_step_of_the_largest_crops() -> None:
+    import roofline  # of benchmarks/, which count with the device of the forecast
+
     def flop(sizes: dict[str, float]) -> float:
         settings = {"sizes": sizes, "gram_start": 0, "gram_warmup_steps": 0, "prototypes": 64}
         given = {"method": "dinov3", "encoder": "rope_vit_micro", "batch_size": 2}
