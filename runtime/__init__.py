@@ -1,4 +1,4 @@
-"""What all folders use and what knows nothing of images: settings, processes, files and stops.
+"""Settings, processes, files and signals. All folders use this one, and nothing in it knows of images.
 
 - Settings: `settings` (types, help, files, flags), `synonyms` (names of other tools), `yaml_text`.
 - Extensions: `plugins` (registries and entry points).

@@ -39,10 +39,7 @@ COMMANDS = {
     "completion": ("tessera.completion", "print a script that completes commands and flags in bash and zsh"),
 }
 """Maps the name of each command to its module and its purpose."""
-ONE_PROCESS = (
-    *("summary", "make_shards", "check_shards"),
-    *("slurm", "completion"),
-)
+ONE_PROCESS = ("summary", "make_shards", "check_shards", "slurm", "completion")
 """Commands of the core that run in one process."""
 GROUPS = ("tessera.evaluations", "tessera.commands")
 """Entry points of commands in installed packages. NAME = "MODULE" becomes the command `tessera NAME`, which calls

@@ -1,4 +1,4 @@
-"""What a run records: metrics, scores of the encoder during training, pictures, and alarms.
+"""Metrics, scores, pictures and alarms of a run.
 
 - `recorder` collects the metrics of a step and hands them to `sinks` (JSON lines, TensorBoard, CSV, W&B, MLflow).
 - `online` scores the encoder, `verdict` says in words what the scores mean.
