@@ -1,4 +1,4 @@
-"""SLURM jobs of a run: sbatch command lines, the record of the submitted jobs, and their states in SLURM."""
+"""SLURM jobs of a run: sbatch command lines, the list of the submitted jobs, and their states in SLURM."""
 
 import argparse
 import difflib
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypedDict
+from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
@@ -38,12 +38,7 @@ class Evaluation(NamedTuple):
     time: str
     """Time limit of the job."""
     script: str = "evaluation.sbatch"
-    """File name of the script. An evaluation with pretrain.sbatch is a run of its own, after pretraining."""
-
-    @property
-    def is_run(self) -> bool:
-        """True if the evaluation is a run of its own."""
-        return self.script == "pretrain.sbatch"
+    """File name of the script. An evaluation with pretrain.sbatch is a run of its own."""
 
 
 OF_CORE = {"knn": Evaluation("knn", "02:00:00"), "probe": Evaluation("linear_probe", "12:00:00")}
@@ -175,23 +170,11 @@ class Job:
         return "".join(f"{name}={quoted(value)} " for name, value in self.environment.items()) + line
 
 
-class Record(TypedDict):
-    """Settings of the evaluations of a run, stored in jobs.json together with the jobs."""
-
-    every_checkpoint: list[str]
-    """Names of the evaluations that run for each checkpoint."""
-    options: list[str]
-    """Options of sbatch for every evaluation."""
-    flags: dict[str, list[str]]
-    """Flags of the Python program of each evaluation."""
-
-
 def quoted(text: str, *, lines: bool = False) -> str:
     """Quote a text as one word of bash. Nothing in the text can end the word, even if a user pastes it into a terminal.
 
     Control characters are written as octal numbers, because a terminal acts on them even between quotes, for example on
-    the sequence that ends a pasted text. Line breaks are also written as octal numbers unless `lines` is true, because
-    a line break would end a comment.
+    the sequence that ends a pasted text. So are line breaks, unless `lines` is true.
     """
     if all(letter.isprintable() or (lines and letter == "\n") for letter in text):
         return shlex.quote(text)
@@ -211,23 +194,18 @@ def log_option(folder: Path, name: str) -> str:
     return f"--output={str(folder).replace('%', '%%')}/{name}-%j.log"
 
 
-def evaluation_job(kind: str, record: Record, output: Path, step: str | None = None) -> Job:
-    """Return the job that evaluates the finished run in `output`, or the encoder of one checkpoint.
+def evaluation_job(kind: str, options: list[str], flags: list[str], output: Path) -> Job:
+    """Return the job that evaluates the finished run in `output`.
 
     Args:
         kind: key of `evaluations`.
-        record: options and flags of the evaluation.
+        options: options of sbatch.
+        flags: flags of the evaluation.
         output: run folder.
-        step: name of the checkpoint folder, such as `step-00001000`. The checkpoint's encoder must be in
-            OUTPUT/evaluation/STEP. None selects the finished run.
     """
-    encoder, name = output, kind
-    if step is not None:
-        encoder, name = output / "evaluation" / step / "encoder.safetensors", f"{kind}-{step}"
     command, time, script = evaluation(kind)
-    own = [f"--job-name={output.name}-{name}", log_option(output / "submitted", name), f"--time={time}"]
-    flags = [command, "--checkpoint", str(encoder), *record["flags"][kind]]
-    return Job(name, own + record["options"], script, flags)
+    own = [f"--job-name={output.name}-{kind}", log_option(output / "submitted", kind), f"--time={time}"]
+    return Job(kind, own + options, script, [command, "--checkpoint", str(output), *flags])
 
 
 def submit(job: Job, *, hold: bool = False, after: str = "") -> None:
@@ -256,7 +234,7 @@ def _sbatch(job: Job, command: list[str]) -> str:
     Raises:
         LaunchError: SLURM refuses the job.
     """
-    # If a job submits another job, the new job must not inherit the SLURM variables of the first job's allocation.
+    # A job that is submitted inside an allocation must not inherit the SLURM variables of this allocation.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SRUN_")) or k == "SLURM_CONF"}
     done = _run(command, inherited | job.environment)
     if done.returncode:
@@ -343,8 +321,8 @@ def is_over(state: str) -> bool:
     return state.startswith((*FINAL_STATES, FORGOTTEN))
 
 
-def read_record(output: Path) -> tuple[Record, list[Job]]:
-    """Return the record and the jobs that were submitted for a run.
+def read_jobs(output: Path) -> list[Job]:
+    """Return the jobs that were submitted for a run.
 
     Raises:
         LaunchError: no job was submitted, or jobs.json cannot be read.
@@ -358,17 +336,16 @@ def read_record(output: Path) -> tuple[Record, list[Job]]:
         raise LaunchError(f"cannot read {path}: {error}") from error
     try:
         known = [item.name for item in fields(Job)]  # jobs.json of another version may have additional entries
-        jobs = [Job(**{name: entry[name] for name in known}) for entry in stored.pop("jobs")]
-        return stored, jobs
+        return [Job(**{name: entry[name] for name in known}) for entry in stored["jobs"]]
     except (KeyError, TypeError, AttributeError) as error:
         raise LaunchError(f"{path} is not a list of jobs ({type(error).__name__}: {error})") from error
 
 
-def write_record(folder: Path, record: Record, jobs: Sequence[Job]) -> None:
+def write_jobs(folder: Path, jobs: Sequence[Job]) -> None:
     """Write jobs.json into OUTPUT/submitted. Readers see either the old file or the complete new file."""
     temporary = folder / ".jobs.json.part"
     entries = [asdict(job) | {"command": job.command()} for job in jobs]
-    temporary.write_text(json.dumps({**record, "jobs": entries}, indent=1) + "\n")
+    temporary.write_text(json.dumps({"jobs": entries}, indent=1) + "\n")
     temporary.replace(folder / "jobs.json")
 
 

@@ -1,7 +1,7 @@
 """Submit a pretraining run and its evaluations to SLURM, show their progress, and cancel them.
 
     tessera slurm submit --config X.yaml --nodes 2 --gpus 8 [--after-pretraining probe,knn,finetune]
-                         [--every-checkpoint knn] [--dry_run] [-- FLAGS OF tessera pretrain]
+                         [--dry_run] [-- FLAGS OF tessera pretrain]
     tessera slurm status OUTPUT
     tessera slurm cancel OUTPUT
 
@@ -24,7 +24,6 @@ from tessera.launch.jobs import (
     Job,
     LaunchError,
     OneLineParser,
-    Record,
     engine_file,
     evaluation,
     evaluation_job,
@@ -34,14 +33,14 @@ from tessera.launch.jobs import (
     log_option,
     preset_file,
     quoted,
-    read_record,
+    read_jobs,
     read_settings,
     scancel,
     states,
     submit_chain,
-    write_record,
+    write_jobs,
 )
-from tessera.launch.status import follow, status
+from tessera.launch.status import status
 
 CPUS_PER_GPU = 8
 FLAGS_OF_SUBMIT = ("--config", "--output", "--resume")
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "submit":
             submit_run(options, arguments[split + 1 :])
         else:
-            {"status": status, "cancel": cancel, "follow": follow}[options.command](options.output.absolute())
+            {"status": status, "cancel": cancel}[options.command](options.output.absolute())
     except LaunchError as error:
         print(f"tessera slurm: {error}", file=sys.stderr)
         return 2
@@ -81,7 +80,6 @@ def parser() -> argparse.ArgumentParser:
     for name, meaning in (
         ("status", "show the current step, the jobs and the results of a run"),
         ("cancel", "cancel all jobs of a run"),
-        ("follow", "submit the missing evaluations of checkpoints (the pretraining job calls this command)"),
     ):
         commands.add_parser(name, help=meaning).add_argument("output", type=Path, metavar="OUTPUT", help="run folder")
     return top
@@ -141,8 +139,6 @@ def add_submit_options(new: argparse.ArgumentParser) -> None:
     )
     names = ",".join(evaluations())
     new.add_argument("--after-pretraining", default="", metavar=names, help="evaluations to run after pretraining")
-    often = ",".join(name for name, one in evaluations().items() if not one.is_run)
-    new.add_argument("--every-checkpoint", default="", metavar=often, help="evaluations to run for each checkpoint")
     new.add_argument("--evaluation-gpus", type=int, help="GPUs per evaluation (default: 1, or 0 with --gpus 0)")
     for kind in evaluations():
         new.add_argument(
@@ -172,9 +168,7 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
             )
         options.output, options.resume = run, True
     settings, kept = settings_of_run(options)
-    after, every = evaluation_names(options.after_pretraining), evaluation_names(options.every_checkpoint)
-    for name in (name for name in every if evaluation(name).is_run):
-        raise LaunchError(f"{name} runs only after pretraining. Give --after-pretraining {name}.")
+    after = evaluation_names(options.after_pretraining)
     check_options(options, settings, flags)
     default = Path("runs") / f"{options.config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     output = Path(options.output or settings.get("output") or default).expanduser().absolute()
@@ -182,17 +176,16 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
     given = [] if kept else ["--config", str(options.config)]
     again = ["--output", str(output), "--resume"] if options.resume else []
     check_settings(options.config, [*given, *again, *flags])
-    record: Record = {"every_checkpoint": every, "options": evaluation_options(options), "flags": {}}
-    for kind in {*after, *every}:
-        own = shlex.split(getattr(options, f"{kind.replace('-', '_')}_flags"))
-        record["flags"][kind] = evaluation_shards(options.config, settings, flags, own) + own
     jobs = [pretraining_job(options, output, flags, kept=kept)]
-    jobs += [evaluation_job(kind, record, output) for kind in after]
-    for job in jobs:  # the pretraining job passes its environment to the evaluations that it submits
+    for kind in after:
+        own = shlex.split(getattr(options, f"{kind.replace('-', '_')}_flags"))
+        shards = evaluation_shards(options.config, settings, flags, own)
+        jobs.append(evaluation_job(kind, evaluation_options(options), [*shards, *own], output))
+    for job in jobs:
         job.environment |= environment_of_jobs(options)
     texts = frozen_files(None if kept else options.config, options.accelerate, output / "submitted")
     if options.dry_run:
-        print_plan(output, jobs, record, texts)
+        print_plan(output, jobs, texts)
         return
     if shutil.which("sbatch") is None:
         raise LaunchError("SLURM is not installed here (no sbatch). Run this command on a machine with SLURM.")
@@ -205,7 +198,7 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             for name, text in texts.items():
                 (folder / name).write_text(text)
-            write_record(folder, record, jobs)
+            write_jobs(folder, jobs)
         except OSError as error:
             raise LaunchError(f"cannot write to {folder}: {error.strerror}. Choose another --output.") from error
 
@@ -335,8 +328,7 @@ def check_folder(output: Path, resume: bool) -> None:
 def check_queue(output: Path) -> None:
     """Raise `LaunchError` if jobs of the run folder are still in the queue."""
     if (output / "submitted" / "jobs.json").exists():
-        _, jobs = read_record(output)
-        known = states([job.id for job in jobs])
+        known = states([job.id for job in read_jobs(output)])
         active = [f"{number} {state}" for number, state in known.items() if not is_over(state)]
         if active:
             raise LaunchError(
@@ -441,7 +433,7 @@ def evaluation_options(options: argparse.Namespace) -> list[str]:
     return wanted + common_options(options)
 
 
-def print_plan(output: Path, jobs: list[Job], record: Record, texts: dict[str, str]) -> None:
+def print_plan(output: Path, jobs: list[Job], texts: dict[str, str]) -> None:
     """Print the shell commands that have the effect of the command `submit`. `texts` are the files that it writes."""
     folder = output / "submitted"
     print(f"# the settings that the jobs will read\nmkdir -p {quoted(str(folder))}")
@@ -453,21 +445,14 @@ def print_plan(output: Path, jobs: list[Job], record: Record, texts: dict[str, s
     for job in others:
         print(f"{job.name.replace('-', '_')}=$({job.shell_line(after='pretrain')})")
     print('scontrol release "$pretrain"')
-    for kind in record["every_checkpoint"]:
-        print("# the pretraining job submits for each checkpoint:")
-        print(f"#     {evaluation_job(kind, record, output, 'step-XXXXXXXX').shell_line()}")
 
 
 def cancel(output: Path) -> None:
     """Cancel all jobs of a run that have not ended."""
-    cancelled: list[str] = []
-    for _ in range(2):  # the second pass cancels evaluations that the pretraining job submits during the first pass
-        _, jobs = read_record(output)
-        known = states([job.id for job in jobs])
-        active = [number for number, state in known.items() if not is_over(state) and number not in cancelled]
-        scancel(active)
-        cancelled += active
-    print(f"cancelled: {', '.join(cancelled)}" if cancelled else f"no job of {output} is in the queue")
+    known = states([job.id for job in read_jobs(output)])
+    active = [number for number, state in known.items() if not is_over(state)]
+    scancel(active)
+    print(f"cancelled: {', '.join(active)}" if active else f"no job of {output} is in the queue")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,11 @@
-"""Progress of a run: its current step, its jobs and results, and the checkpoints that still have to be evaluated."""
+"""Progress of a run: its current step, its jobs and its results."""
 
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
-from tessera.launch.jobs import (
-    Job,
-    evaluation,
-    evaluation_job,
-    is_over,
-    quoted,
-    read_record,
-    read_settings,
-    states,
-    submit,
-    write_record,
-)
+from tessera.launch.jobs import Job, is_over, quoted, read_jobs, read_settings, states
 
-ENCODER_FILES = ("encoder.json", "encoder.safetensors")
 METRICS = {"top1": "top-1", "mean_average_precision": "mAP", "mean_iou": "mean IoU"}
 """Map from the key of the main metric in a result file to its displayed name."""
 MEANINGS = {
@@ -40,82 +26,13 @@ MEANINGS = {
 """Start of the state of a job -> its meaning. The first match counts."""
 
 
-def follow(output: Path) -> None:
-    """Submit the missing evaluations of all complete checkpoints, one job per checkpoint and evaluation.
-
-    The encoder of each checkpoint is kept in OUTPUT/evaluation/step-..., because pretraining may remove the checkpoint
-    before its evaluation starts. This copy is removed once all evaluations of the checkpoint have results. Only one
-    process may call this function at a time. Repeated calls do not submit an evaluation twice.
-
-    Raises:
-        LaunchError: SLURM refuses a job. The next call submits that job again.
-    """
-    record, jobs = read_record(output)
-    kinds = record["every_checkpoint"]
-    if not kinds:
-        return
-    for kept in (output / "evaluation").glob("step-*"):
-        if _evaluated(output, kept.name, kinds):
-            for name in ENCODER_FILES:
-                (kept / name).unlink(missing_ok=True)
-            if not any(kept.iterdir()):
-                kept.rmdir()
-    checkpoints = sorted((output / "checkpoints").glob("step-*"))
-    steps = [checkpoint.name for checkpoint in checkpoints if _keep_encoder(checkpoint, output, kinds)]
-    known = {job.name for job in jobs}
-    for step in steps:
-        for kind in kinds:
-            job = evaluation_job(kind, record, output, step)
-            if job.name not in known:
-                submit(job)
-                jobs.append(job)
-                write_record(output / "submitted", record, jobs)
-                print(f"job {job.id}: {job.name}")
-
-
-def _evaluated(output: Path, step: str, kinds: list[str]) -> bool:
-    """Return True if the checkpoint of a step, such as `step-00001000`, has a result of each evaluation."""
-    results = output / "evaluation"
-    return all(any(results.glob(f"{evaluation(kind).command}-*-{step}-*.json")) for kind in kinds)
-
-
-def _keep_encoder(checkpoint: Path, output: Path, kinds: list[str]) -> bool:
-    """Link a checkpoint's encoder into OUTPUT/evaluation.
-
-    Return False if the checkpoint already has all results, or if pretraining has removed the checkpoint.
-    """
-    if _evaluated(output, checkpoint.name, kinds):
-        return False
-    kept = output / "evaluation" / checkpoint.name
-    kept.mkdir(parents=True, exist_ok=True)
-    for name in ENCODER_FILES:
-        if not (kept / name).exists():
-            try:
-                _link(checkpoint / name, kept / name)
-            except FileNotFoundError:  # pretraining has meanwhile removed the checkpoint
-                return False
-    return True
-
-
-def _link(file: Path, name: Path) -> None:
-    """Make `name` a hard link to `file`, or a copy if the disk does not support hard links."""
-    try:
-        os.link(file, name)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        temporary = name.with_name(f".{name.name}.part")
-        shutil.copyfile(file, temporary)
-        temporary.replace(name)
-
-
 def status(output: Path) -> None:
     """Print the current step of a run, the states of its jobs and their logs, its results, and what continues it.
 
     Raises:
         LaunchError: the run has no jobs, or SLURM does not answer.
     """
-    _, jobs = read_record(output)
+    jobs = read_jobs(output)
     known = states([job.id for job in jobs])
     print(f"run: {output}\ntraining: {_position(output)}\n")
     rows = [[job.id, job.name, known[job.id], _meaning(known[job.id]), str(_log(job, output))] for job in jobs]

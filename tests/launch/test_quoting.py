@@ -49,7 +49,7 @@ def test_the_printed_plan_is_only_what_it_seems(slurm: Slurm, tmp_path: Path, te
     config = f"data: shards.tar\nevaluation: {{train: a.tar, val: b.tar}}\nmetrics:\n  run: |\n{lines}\n\n\n"
     (tmp_path / "x.yaml").write_text(config)
     output = f"run\n{text}".replace("/", "_")
-    plan = slurm.accepted("--dry_run", "--after-pretraining", "probe,knn", "--every-checkpoint", "probe", "--",
+    plan = slurm.accepted("--dry_run", "--after-pretraining", "probe,knn", "--",
                           "--seed", text, output=output)  # fmt: skip
     shell = subprocess.run(["bash"], input=plan, capture_output=True, text=True, cwd=tmp_path, env=slurm.environment)
     assert shell.returncode == 0, shell.stderr

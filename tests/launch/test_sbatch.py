@@ -248,15 +248,6 @@ def test_a_python_without_the_project_is_reported(script: Callable[[str], Script
     assert not one.called("tessera")
 
 
-def test_checkpoints_of_submitted_runs_are_followed(pretrain: Script) -> None:
-    assert pretrain.run("--output", "run").returncode == 0
-    assert pretrain.called("tessera") == pretrain.trained()
-    (pretrain.folder / "run" / "submitted").mkdir()
-    (pretrain.folder / "run" / "submitted" / "jobs.json").touch()
-    assert pretrain.run("--output", "run").returncode == 0
-    assert pretrain.called("tessera")[-1]["argv"][1:] == ["slurm", "follow", "run"]
-
-
 @pytest.mark.parametrize(("allocated", "workers"), [(None, 7), ("16", 3), ("64", 7), ("4", 1)])
 def test_loader_processes_follow_the_allocation(
     monkeypatch: pytest.MonkeyPatch, allocated: str | None, workers: int

@@ -2,14 +2,12 @@
 
 import json
 import subprocess
-from datetime import UTC, datetime
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tessera.evaluation.results import Evaluation, result_path
 from tessera.launch.jobs import OF_CORE, evaluations
 from tests.launch.conftest import HARD, ROOT, SETTINGS, Slurm
 
@@ -155,7 +153,7 @@ def test_paths_and_flags_are_passed_unchanged(slurm: Slurm) -> None:
 
 def test_a_dry_run_prints_commands_to_paste(slurm: Slurm) -> None:
     before = slurm.everything()
-    arguments = ["--processes", "2", "--after-pretraining", "probe", "--every-checkpoint", "knn"]
+    arguments = ["--processes", "2", "--after-pretraining", "probe"]
     plan = slurm.accepted("--dry_run", *arguments, "--", *HARD, output="it's $dry")
     assert slurm.everything() == before
     assert not slurm.commands.calls()
@@ -187,14 +185,12 @@ def test_without_slurm_nothing_is_written(slurm: Slurm) -> None:
     [
         ("steps: 3", [], "names no data. Add `data: SHARDS` there"),
         ("data: d.tar", ["--after-pretraining", "knn"], "an evaluation needs labelled shards"),
-        ("data: d.tar\nevaluation: {train: v.tar}", ["--every-checkpoint", "probe"], "an evaluation needs labelled"),
         (
             "data: {shards: {d.tar: 1.0}}\nevaluation: {val: v.tar}",
-            ["--every-checkpoint", "probe"],
+            ["--after-pretraining", "probe"],
             "an evaluation needs labelled",
         ),
         ("data: d.tar", ["--after-pretraining", "nnk"], "there is no evaluation 'nnk'. Choose from knn, probe"),
-        ("data: d.tar", ["--every-checkpoint", "finetune"], "finetune"),  # a run of its own, or no evaluation at all
         ("- a\n- b", [], "must hold `name: value` lines, not a list"),
         ("data: [", [], "cannot read x.yaml"),
         ("data: d.tar", ["--accelerate", "zero9.yaml"], "there is no engine file zero9.yaml"),
@@ -307,58 +303,6 @@ def checkpoint(run: Path, step: int) -> str:
     return folder.name
 
 
-def result(kept: Path, name: str) -> Path:
-    """Return the path of the result of an evaluation of the encoder in the folder `kept`."""
-    (kept / "encoder.json").write_text(json.dumps({"step": int(kept.name.removeprefix("step-"))}))
-    path = result_path(Evaluation(name, kept / "encoder.safetensors", "v.tar", None), datetime.now(UTC))
-    assert path is not None
-    return path
-
-
-def test_each_checkpoint_is_evaluated_once(slurm: Slurm) -> None:
-    slurm.accepted("--every-checkpoint", "knn,probe", "--partition=p")
-    run = slurm.folder / "run"
-    slurm.environment = slurm.environment | {"SLURM_JOB_ID": "101", "SLURM_CPUS_PER_TASK": "64", "SLURM_CONF": "c"}
-    slurm.does("follow", "run")
-    assert len(slurm.submitted()) == 1  # nothing yet
-    (run / "checkpoints" / ".step-00000005.part").mkdir(parents=True)
-    first = checkpoint(run, 10)
-    for _ in range(2):  # as after a return to the queue
-        slurm.does("follow", "run")
-    knn, probe = slurm.commands.calls("sbatch")[1:]
-    inherited = {name: value for name, value in knn["environment"].items() if name.startswith("SLURM_")}
-    assert inherited == {"SLURM_CONF": "c"}  # nothing of the job that submits
-    kept = run / "evaluation" / first
-    for job in (knn, probe):
-        assert flags_of(job["argv"])[1:4] == ["--checkpoint", f"{kept}/encoder.safetensors", "--train"]
-    assert "--partition=p" in knn["argv"]
-    for file in (run / "checkpoints" / first).iterdir():  # it need not stay
-        file.unlink()
-    (run / "checkpoints" / first).rmdir()
-    second = checkpoint(run, 20)
-    slurm.does("follow", "run")
-    assert (kept / "encoder.safetensors").read_text() == "weights 10"
-    assert [flags_of(argv)[2] for argv in slurm.submitted()[3:]] == [
-        f"{run}/evaluation/{second}/encoder.safetensors"
-    ] * 2
-    for name in ("knn", "linear_probe"):
-        assert kept.exists()
-        result(kept, name).write_text('{"top1": 0.5}')
-        slurm.does("follow", "run")
-    assert not kept.exists()
-    assert len(slurm.submitted()) == 5
-
-
-def test_a_refused_evaluation_is_tried_again(slurm: Slurm) -> None:
-    slurm.accepted("--every-checkpoint", "knn")
-    step = checkpoint(slurm.folder / "run", 10)
-    slurm.commands.answer({"sbatch --parsable": [(0, "101\n", ""), (1, "", "Unable to contact"), (0, "102\n", "")]})
-    assert "Unable to contact" in slurm.fails("follow", "run")
-    slurm.does("follow", "run")
-    jobs = json.loads((slurm.folder / "run" / "submitted" / "jobs.json").read_text())["jobs"]
-    assert [(job["name"], job["id"]) for job in jobs] == [("pretrain", "101"), (f"knn-{step}", "102")]
-
-
 def test_status(slurm: Slurm) -> None:
     slurm.accepted("--after-pretraining", "knn,probe")
     run = slurm.folder / "run"
@@ -426,6 +370,6 @@ def test_cancel_ends_what_is_not_over(slurm: Slurm) -> None:
     assert [call["argv"] for call in slurm.commands.calls("scancel")] == [["101", "102"]]
 
 
-@pytest.mark.parametrize("command", ["status", "cancel", "follow"])
+@pytest.mark.parametrize("command", ["status", "cancel"])
 def test_a_folder_without_jobs(slurm: Slurm, command: str) -> None:
     assert "nowhere has no jobs" in slurm.fails(command, "nowhere")
