@@ -1,9 +1,7 @@
-"""Show the tokens of encoders as colours: the first three principal components, aligned over several encoders.
+"""Show the tokens of an encoder as colours: their first three principal components.
 
 Shape letters: Q images of S x S pixels, C channels, D features per token, T tokens of all images, h x w grid of tokens.
 """
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,9 +10,6 @@ from torch import Tensor
 
 from tessera.encoders.base import Encoder
 from tessera.evaluation.tokens import patch_tokens
-
-COMMON = 16
-"""Side length, in cells, of the grid on which the tokens of two encoders are compared."""
 
 
 @torch.inference_mode()
@@ -35,24 +30,11 @@ def principal_components(encoder: Encoder, images: Tensor) -> Tensor:
     return kept.unflatten(0, (len(images), rows, columns)).permute(0, 3, 1, 2)
 
 
-def common_colours(projected: Sequence[Tensor]) -> list[np.ndarray]:
-    """Colour the tokens of several encoders in one colour space: each (Q, 3, h, w) -> (Q, h, w, 3) in [0, 1].
+def token_colours(projected: Tensor) -> np.ndarray:
+    """Colour tokens by the principal components that `principal_components` returns: (Q, 3, h, w) -> (Q, h, w, 3).
 
-    The axes of a principal component analysis are arbitrary for each encoder. The components of every encoder are
-    therefore rotated or reflected so that they are nearest to those of the first encoder at the same places of the
-    same images (orthogonal Procrustes problem, Schoenemann 1966). A rotation keeps all distances between tokens.
+    The values are from 0 to 1.
     """
-    flat = [_common_grid(one) for one in projected]  # (Q * COMMON**2, 3) each
-    turned = [projected[0].permute(0, 2, 3, 1)]
-    for one, points in zip(projected[1:], flat[1:], strict=True):
-        left, _, right = torch.linalg.svd(points.T @ flat[0])
-        turned.append(torch.einsum("qchw,cd->qhwd", one, left @ right))  # (Q, h, w, 3)
-    reference = turned[0].flatten(0, 2)
-    low, high = reference.quantile(0.02, dim=0), reference.quantile(0.98, dim=0)
-    return [((one - low) / (high - low).clamp(min=1e-12)).clamp(0, 1).numpy() for one in turned]
-
-
-def _common_grid(projected: Tensor) -> Tensor:
-    """Resample the tokens of an encoder to the common grid: (Q, 3, h, w) -> (Q * COMMON**2, 3)."""
-    resampled = F.interpolate(projected, size=(COMMON, COMMON), mode="bilinear", align_corners=False)
-    return resampled.permute(0, 2, 3, 1).flatten(0, 2)
+    values = projected.permute(0, 2, 3, 1)
+    low, high = (values.flatten(0, 2).quantile(share, dim=0) for share in (0.02, 0.98))
+    return ((values - low) / (high - low).clamp(min=1e-12)).clamp(0, 1).numpy()

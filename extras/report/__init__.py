@@ -4,6 +4,5 @@
 - `report`: the command `tessera report`, which writes the page. `runs`: the command `tessera runs`, a list.
 - `table`: results and settings that differ, best run first; for the terminal, the page, CSV and Markdown.
 - `extrapolation`: the expected last score of an unfinished run. `curves`: charts.
-- `neighbours`: nearest neighbours and token colours of the same images.
 - `page`: puts all of it into page.html.
 """

@@ -51,10 +51,6 @@ class Look:
     dashes: str
 
 
-OTHERS = Look("#9a9da1", "solid")
-"""Look of the other runs on the page of one run."""
-
-
 @dataclass(frozen=True)
 class Chart:
     """A chart with one line per run."""

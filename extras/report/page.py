@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
-from tessera.extras.report.curves import OTHERS, charts, looks, to_svg
-from tessera.extras.report.neighbours import Group
+from tessera.extras.report.curves import charts, looks, to_svg
 from tessera.extras.report.run_folders import RunFolder
-from tessera.extras.report.table import MISSING, Table, make_table, setting_text, verdict
+from tessera.extras.report.table import MISSING, Table, verdict
 from tessera.runtime.files import read_bounded
 from tessera.runtime.user_error import printable
 
@@ -33,32 +31,18 @@ FIRST_PICTURES = ("attention", "pca", "reconstruction", "crops")
 def render(
     title: str,
     table: Table,
-    groups: Sequence[Group],
     pictures: Mapping[str, Mapping[str, str]],
     problems: Sequence[str],
-    *,
-    pages: Mapping[str, str] | None = None,
-    focus: RunFolder | None = None,
-    reload: float | None = None,
 ) -> str:
     """Return the HTML text of a page. All names and texts that come from run folders are escaped.
 
     Args:
         title: heading of the page.
         table: table of the runs.
-        groups: nearest neighbours and token colours, as returned by `examine`.
         pictures: return value of `run_pictures`.
         problems: sentences that say what is missing on the page.
-        pages: addresses of the pages of runs by name, for links.
-        focus: run of `table` to which the page is limited. The other runs are gray lines in its charts.
-        reload: seconds after which the page reloads itself. None: never.
     """
-    look, drawn = looks(table.runs), table.runs
-    if focus:
-        others = [run for run in table.runs if run is not focus]
-        look |= dict.fromkeys((run.name for run in others), OTHERS)
-        drawn, table = [*others, focus], make_table([focus])
-        pictures = {kind: {focus.name: files[focus.name]} for kind, files in pictures.items() if focus.name in files}
+    look = looks(table.runs)
     settings = [column for column in table.columns if column.kind == "setting"]
     follows = sum(column.follows_method for column in settings)
     hide_follows = len(settings) > MOST_SETTINGS
@@ -77,30 +61,11 @@ def render(
         looks=look,
         follows=follows,
         hide_follows=hide_follows,
-        charts=[  # matplotlib escapes the texts
-            Markup(to_svg(chart, look)) for chart in charts(drawn) if not focus or chart.lines.get(focus.name)
-        ],
-        groups=[group for group in groups if group.seen[0].rows],
-        png=png,
+        charts=[Markup(to_svg(chart, look)) for chart in charts(table.runs)],  # matplotlib escapes the texts
         pictures=pictures,
         machines={run.name: machine_facts(run) for run in table.runs if run.machines},
-        pages=pages or {},
-        focus=focus,
-        setting_text=setting_text,
-        reload=reload,
         made=f"Made by `tessera report` on {datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}.",
     )
-
-
-def png(pixels: np.ndarray) -> str:
-    """Return an image (H, W, 3) uint8 as a data URL."""
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png", optimize=True)
-    return _data_url(file.getvalue())
-
-
-def _data_url(content: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 def run_pictures(runs: Sequence[RunFolder]) -> tuple[dict[str, dict[str, str]], list[str]]:
@@ -122,7 +87,7 @@ def run_pictures(runs: Sequence[RunFolder]) -> tuple[dict[str, dict[str, str]], 
             except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # errors of Pillow
                 problems.append(f"{run.pictures[kind]} is not a readable picture: {error}. The picture is left out.")
             else:
-                found.setdefault(kind, {})[run.name] = _data_url(content)
+                found.setdefault(kind, {})[run.name] = f"data:image/png;base64,{base64.b64encode(content).decode()}"
     return found, problems
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tessera.data.pictures import colours, grid, resized
 from tessera.encoders.base import Encoder
-from tessera.evaluation.token_colours import common_colours, principal_components
+from tessera.evaluation.token_colours import principal_components, token_colours
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def pca(encoder: Encoder, images: Tensor, side: int = 112) -> np.ndarray:
         encoder: encoder in eval mode.
         images: (N, C, H, W), normalised with `encoder.preprocessing`.
     """
-    (tokens,) = common_colours([principal_components(encoder, images)])  # (N, h, w, 3)
+    tokens = token_colours(principal_components(encoder, images))  # (N, h, w, 3)
     maps = torch.from_numpy(tokens).float().to(images.device).permute(0, 3, 1, 2)  # (N, 3, h, w)
     maps = F.interpolate(maps, size=(side, side), mode="nearest")
     return grid(torch.stack([resized(colours(images, encoder.preprocessing), side), maps], dim=0))

@@ -1,11 +1,10 @@
-"""Colours of tokens against scikit-learn and SciPy."""
+"""Colours of tokens against scikit-learn and NumPy."""
 
 import numpy as np
 import torch
-from scipy.linalg import orthogonal_procrustes
 from sklearn.decomposition import PCA
 
-from tessera.evaluation.token_colours import common_colours, principal_components
+from tessera.evaluation.token_colours import principal_components, token_colours
 from tests.evaluation.conftest import Known
 
 
@@ -22,20 +21,10 @@ def test_components_are_those_of_scikit_learn() -> None:
     assert not alike.any()
 
 
-def test_the_rotation_is_that_of_scipy() -> None:
-    first, second = torch.randn(2, 3, 16, 16, dtype=torch.float64), torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    flat = [one.permute(0, 2, 3, 1).reshape(-1, 3).numpy() for one in (first, second)]
-    rotation, _ = orthogonal_procrustes(flat[1], flat[0])
-    low, high = np.quantile(flat[0], 0.02, axis=0), np.quantile(flat[0], 0.98, axis=0)
-    expected = np.clip((flat[1] @ rotation - low) / (high - low), 0, 1)
-    one, two = common_colours([first, second])
-    np.testing.assert_allclose(two.reshape(-1, 3), expected, atol=1e-9)
-    assert one.shape == (2, 16, 16, 3)
-    assert (one.min(), one.max()) == (0, 1)
-
-
-def test_encoders_with_other_grids_share_the_colours() -> None:
-    first = torch.randn(2, 3, 4, 4, dtype=torch.float64)
-    one, two = common_colours([first, first.repeat_interleave(2, 2).repeat_interleave(2, 3)])
-    assert two.shape == (2, 8, 8, 3)
-    np.testing.assert_allclose(two, one.repeat(2, 1).repeat(2, 2), atol=1e-2)
+def test_the_ends_of_each_component_are_cut() -> None:
+    components = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    flat = components.permute(0, 2, 3, 1).reshape(-1, 3).numpy()
+    low, high = np.quantile(flat, 0.02, axis=0), np.quantile(flat, 0.98, axis=0)
+    found = token_colours(components)
+    np.testing.assert_allclose(found.reshape(-1, 3), np.clip((flat - low) / (high - low), 0, 1), atol=1e-9)
+    assert found.shape == (2, 16, 16, 3)

@@ -264,7 +264,7 @@ def reports(folder: Path) -> Callable[..., None]:
         assert "other" in to_csv(table)
         assert "other" in to_markdown(table)
         if draw:
-            assert "other" in render("title", table, [], *run_pictures(runs))
+            assert "other" in render("title", table, *run_pictures(runs))
 
     return case
 

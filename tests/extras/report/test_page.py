@@ -10,12 +10,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from accelerate import Accelerator
 
 from tessera.extras.report import report
-from tessera.extras.report.neighbours import Group, Seen, Tile, examine
 from tessera.extras.report.page import machine_facts, render, run_pictures
 from tessera.extras.report.run_folders import RunFolder, read_runs
 from tessera.extras.report.table import make_table
@@ -62,16 +59,10 @@ def three_runs(folder: Path) -> list[RunFolder]:
     return read_runs([folder])[0]
 
 
-def seen(run: str) -> Seen:
-    tile = Tile(np.full((8, 8, 3), 99, np.uint8), "cat")
-    return Seen(run, [[tile, tile, tile._replace(label="dog")]], [np.zeros((4, 4, 3), np.uint8)])
-
-
 def page_of(runs: list[RunFolder], problems: list[str] | None = None) -> str:
     table = make_table(runs)
-    groups = [Group("val-*.tar", 13, [seen(run.name) for run in table.runs])]
     pictures, damaged = run_pictures(table.runs)
-    return render("Runs", table, groups, pictures, [*(problems or []), *damaged])
+    return render("Runs", table, pictures, [*(problems or []), *damaged])
 
 
 def test_the_page_shows_the_table_best_first(tmp_path: Path) -> None:
@@ -158,14 +149,6 @@ def test_control_characters_of_paths_are_escaped(tmp_path: Path) -> None:
     assert text.count("a\\x1b[31mb") >= 2
 
 
-def test_commands_in_settings_of_runs_are_not_run(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", [record(1, 1.0)], evaluation={"val": f"pipe:touch {tmp_path / 'made'}"})
-    (found,), _ = read_runs([run])
-    _, problems = examine([found], Accelerator(cpu=True))
-    assert "pipe:" in problems[0]
-    assert not (tmp_path / "made").exists()
-
-
 def test_a_damaged_picture_is_named_and_left_out(tmp_path: Path) -> None:
     runs = three_runs(tmp_path)
     (tmp_path / "a" / "pictures" / "attention.png").write_bytes(b"\x89PNG damaged")
@@ -193,7 +176,7 @@ def test_facts_of_the_last_start_are_shown(tmp_path: Path) -> None:
 def test_a_run_without_anything_gets_a_page(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
     runs, _ = read_runs([tmp_path])
-    text = render("Runs", make_table(runs), [], {}, [])
+    text = render("Runs", make_table(runs), {}, [])
     assert Cells(text).rows[1][0] == tmp_path.name
 
 
@@ -221,7 +204,7 @@ def test_the_page_in_chromium(browser: Any, tmp_path: Path, scheme: str) -> None
     page.on("request", lambda request: requests.append(request.url))
     page.goto(file.as_uri())
     images = page.eval_on_selector_all("img", "all => all.map(one => [one.complete, one.naturalWidth])")
-    assert len(images) == 3 + 1 + 3 + 3 * 3  # attention; tokens with their image; neighbours
+    assert len(images) == 3  # attention
     assert all(complete and width > 0 for complete, width in images)
     assert page.locator(".charts svg").count() == 3  # k-NN, loss, linear probe
     first = "all => all.map(row => row.cells[0].innerText.trim())"
@@ -275,38 +258,4 @@ def test_nothing_overflows_at_three_widths(browser: Any, tmp_path: Path) -> None
     assert "±" in page.locator("#runs").inner_text()
     page.locator("#filter").fill("dino it/2")
     assert page.locator("#runs tbody:visible").count() == 1
-    page.close()
-
-
-@pytest.mark.medium
-def test_a_site_has_a_page_for_each_run(browser: Any, tmp_path: Path) -> None:
-    three_runs(tmp_path / "runs")
-    site = tmp_path / "a site"
-    report.run(validate(report.ReportSettings, {"runs": [str(tmp_path / "runs")], "site": site, "features": False}))
-    page = browser.new_page()
-    page.goto((site / "index.html").as_uri())
-    page.locator("#runs a", has_text="c & d").click()
-    assert page.locator("h1").inner_text() == "c & d"
-    assert page.locator(".all").inner_text().count("optim.lr") == 1
-    texts = sorted(page.locator(".charts svg text").all_text_contents())
-    page.locator("a", has_text="All runs").click()
-    assert page.locator("h1").inner_text() == "Comparison of runs"
-    assert sorted(page.locator(".charts svg text").all_text_contents()) == texts, "all pages have the same axes"
-    page.close()
-
-
-@pytest.mark.medium
-def test_a_page_that_reloads_keeps_order_and_filter(browser: Any, tmp_path: Path) -> None:
-    table = make_table(three_runs(tmp_path / "runs"))
-    file = tmp_path / "page.html"
-    file.write_text(render("first", table, [], {}, [], reload=2))
-    page = browser.new_page()
-    page.goto(file.as_uri())
-    page.locator("#runs th", has_text="run").first.click()
-    page.locator("#filter").fill("0.")
-    page.locator("#filter").blur()
-    file.write_text(render("second", table, [], {}, [], reload=1000))
-    page.locator("h1", has_text="second").wait_for()
-    assert page.locator("#filter").input_value() == "0."
-    assert page.locator("#runs td.run").all_inner_texts() == ["a", "b", "c & d"]
     page.close()
