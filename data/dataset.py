@@ -7,7 +7,7 @@ the samples of a batch in advance. A sample is decoded only when the collator re
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from tessera.data.decode import MAX_PIXELS, ImageError, Picture, Undecoded
 from tessera.data.failures import DroppedError, ResourceError
 from tessera.data.maps import MapKind, checked_map, cut_map, map_member
 from tessera.data.sampler import MixtureSampler, sample_rng
-from tessera.data.shards import ShardError, Source, UnreadableError
+from tessera.data.shards import ShardError, Source
 from tessera.data.shards.source import Shard
 from tessera.data.user_code import Augment
 
@@ -269,9 +269,6 @@ class EvaluationDataset(Dataset[Sample | Skipped]):
     """True to read the label of each sample."""
     decoding: Decoding = Decoding()
 
-    def __post_init__(self) -> None:
-        self.source = replace(self.source)  # a copy keeps no record of shards that another dataset could not read
-
     def __len__(self) -> int:
         return self.source.images
 
@@ -329,8 +326,6 @@ def _draw(
         return _Failed(str(error), dropped=True)
     except MemoryError as error:
         raise _out_of_memory(key) from error
-    except UnreadableError as error:
-        return _Failed(f"sample {source.place(number)[1]} of a shard that cannot be read: {error}")
 
 
 def _decoded(drawn: _Drawn | _Failed, decoding: Decoding) -> Sample | _Failed:

@@ -40,25 +40,15 @@ class ShardError(UserError, ValueError):
 
 
 class SampleError(ShardError):
-    """Raised if a label or a map is missing or wrong.
-
-    The error stops the run, even if the settings skip unreadable shards, because the shard itself can be read.
-    """
+    """Raised if a label or a map is missing or wrong."""
 
 
 class DroppedError(Exception):
     """Raised if a stage of the user drops a sample. A sample of a later batch takes its place."""
 
 
-class UnreadableError(ShardError):
-    """Raised if the shard of a sample cannot be read and the settings skip unreadable shards."""
-
-
 class ResourceError(ShardError):
-    """Raised if memory, file descriptors or disk space run out. The shard and its images may be intact.
-
-    The error stops the run, even if the settings skip unreadable shards.
-    """
+    """Raised if memory, file descriptors or disk space run out. The shard and its images may be intact."""
 
 
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tessera.data.decode import ImageError, decode
 from tessera.data.failures import DroppedError
-from tessera.data.shards import ShardError, Source, Sources, UnreadableError
+from tessera.data.shards import ShardError, Source, Sources
 from tessera.data.shards.source import shared_class_names
 from tessera.encoders.base import Preprocessing
 
@@ -107,7 +107,7 @@ def _source_statistics(source: Source, channels: int, images: int) -> tuple[Sequ
         for number in some:
             try:
                 counts += histogram(decode(source.image(number), channels=channels))
-            except (DroppedError, ImageError, UnreadableError) as error:
+            except (DroppedError, ImageError) as error:
                 reasons.append(str(error))
     found = moments(counts)
     if found is None:

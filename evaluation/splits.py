@@ -153,7 +153,7 @@ def check_disjoint(train: Source, val: Source, flags: Flags = ("--train", "--val
             try:
                 equal = val.stored_image(number) == train.stored_image(other)
             except ShardError:
-                continue  # skip the pair, because the evaluation itself reports or skips unreadable shards
+                continue  # skip the pair, because the evaluation itself reports unreadable shards
             if equal:
                 refuse(pairs, "Images with equal names and sizes", number, other)
 
@@ -173,11 +173,7 @@ def _indices(opened: Source, download: bool = True) -> Iterator[tuple[int, Shard
     for first, shard in zip(firsts.tolist(), opened.shards, strict=True):
         if shard.is_remote and not download:
             continue
-        try:
-            yield first, shard, shard.index()
-        except ShardError:
-            if opened.access.settings.unreadable == "stop":
-                raise  # otherwise, the loader skips the shard
+        yield first, shard, shard.index()
 
 
 def _samples(opened: Source, download: bool = True) -> Iterator[tuple[int, bytes, int]]:

@@ -16,7 +16,7 @@ from tessera import encoders
 from tessera.data.batches import Batches
 from tessera.data.dataset import Decoding
 from tessera.data.decode import ImageError
-from tessera.data.failures import DroppedError, UnreadableError
+from tessera.data.failures import DroppedError
 from tessera.data.loader import Reading, training_batches
 from tessera.data.python_objects import is_name
 from tessera.data.sampler import BatchSampler, batch_ranges
@@ -267,7 +267,7 @@ def large_crops(config: RunConfig, sources: list[Source]) -> str:
     decoding = Decoding(config.data.channels, config.loader.max_pixels)
     for source in sources:
         for number in range(min(source.images, PROBED)):
-            with suppress(ImageError, DroppedError, UnreadableError):
+            with suppress(ImageError, DroppedError):
                 sides += decoding.picture(source.image(number)).size
     if not sides or not isinstance(crop, int) or crop <= 2 * max(sides):
         return ""

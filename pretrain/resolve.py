@@ -17,7 +17,6 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from tessera import encoders
 from tessera.data.colors import ColorConfig, colors_for
 from tessera.data.demo import demo_shards
-from tessera.data.failures import MOST_LISTED
 from tessera.data.shards import ShardError, Source, Sources, WeightedShards
 from tessera.data.statistics import count_classes, pixel_statistics
 from tessera.encoders.base import Preprocessing
@@ -272,17 +271,13 @@ def agree(opened: list[Source], buffers: list[int]) -> str:
         ShardError: two processes see different shards.
     """
     own = fingerprint(opened, buffers)
-    missing = [name for source in opened for name in source.unreadable]
-    seen = gather_objects((own, sum(source.images for source in opened), missing))
-    for process, (other, images, lacking) in enumerate(seen):
+    seen = gather_objects((own, sum(source.images for source in opened)))
+    for process, (other, images) in enumerate(seen):
         if other != seen[0][0]:
-            message = (
+            raise ShardError(
                 f"Process {process} sees {images} images, and process 0 sees {seen[0][1]} images, "
-                "but all processes must see the same shards"
+                "but all processes must see the same shards. Start again, or check the disks of the nodes."
             )
-            if differ := sorted(set(lacking) ^ set(seen[0][2]))[:MOST_LISTED]:
-                message += f". Only one of the two processes can read: {', '.join(differ)}"
-            raise ShardError(f"{message}. Start again, or check the disks of the nodes.")
     return own
 
 

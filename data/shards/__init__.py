@@ -6,7 +6,6 @@ defines `Shard` and `Source`; `access` the settings and keys with which they are
 """
 
 from tessera.data.failures import ShardError as ShardError
-from tessera.data.failures import UnreadableError as UnreadableError
 from tessera.data.shards.access import DEFAULT as DEFAULT
 from tessera.data.shards.access import Access as Access
 from tessera.data.shards.access import SourceConfig as SourceConfig

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tessera.data.failures import ShardError
 from tessera.data.shards.samples import SampleKeys
@@ -14,14 +14,10 @@ from tessera.runtime.settings import Section
 class SourceConfig(Section):
     """Settings for access to shards. No setting of this group changes the order of samples."""
 
-    unreadable: Literal["stop", "skip"] = "stop"
-    """behaviour if a shard cannot be read; stop: the run stops; skip: the run leaves the shard out and logs its name"""
     retries: int = Field(default=5, ge=0)
     """maximum number of repetitions of a failed request; each pause is about twice as long as the previous pause"""
     timeout: float = Field(default=60, gt=0)
     """time in seconds after which a request without an answer fails"""
-    verify: bool = False
-    """compare the SHA-256 of every shard with index.json at the start; remote shards are downloaded completely"""
     allow_overlap: bool = False
     """accept validation images that are also training images; their scores say nothing about new images"""
     cache_gb: float = Field(default=64, gt=0)
@@ -30,6 +26,23 @@ class SourceConfig(Section):
     commands: bool | None = None
     """run the commands of pipe:COMMAND shards; only a flag can set this; by default, a command in a flag is run,
     and a command in a settings file is refused"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_old_settings(cls, values: Any) -> Any:
+        """Remove `verify` and `unreadable`, which config.yaml files of older runs contain.
+
+        Raises:
+            ValueError: an older run was to leave out shards that cannot be read.
+        """
+        if not isinstance(values, dict):
+            return values
+        if values.get("unreadable", "stop") != "stop":
+            raise ValueError(
+                "source.unreadable is no longer supported, because the order of samples would depend on the time of a "
+                "failure. A run stops at a shard that cannot be read. Remove source.unreadable from the settings file."
+            )
+        return {name: value for name, value in values.items() if name not in ("unreadable", "verify")}
 
 
 @dataclass(frozen=True)

@@ -130,8 +130,7 @@ def open_shards(shards: Shards, *, progress: bool = True, source: Access = DEFAU
 
     Raises:
         ShardError: a pattern is wrong, or a shard cannot be used. The message lists the first 20 unusable shards with
-            the reasons. If the settings skip unreadable shards, unusable shards cause an error only if no shard can be
-            used, or if memory, file descriptors or disk space run out.
+            the reasons.
     """
     if isinstance(shards, Source):
         return shards
@@ -178,8 +177,9 @@ def _open_patterns(shards: Shards, progress: bool, source: Access) -> Source:
     opened, errors = _open_all(paths, indices, progress)
     if len(paths) == 1 and errors and (paths[0].endswith("/") or paths[0].lower().endswith(MANIFESTS)):
         raise errors[0]  # a folder of images or a manifest, which is no list of shards for the user
-    _report(errors, len(paths), source.settings)
-    found = [opened[place] for place in sorted(opened)]
+    if errors:
+        raise _unusable(errors, len(paths))
+    found = [opened[place] for place in range(len(paths))]
     counts, labelled, sizes = np.array([[one.samples, one.labelled, one.size] for one in found], dtype=np.int64).T
     statistics = {one.moments for one in found}
     # The source has statistics only if all folders of its shards have the same statistics.
@@ -198,7 +198,6 @@ def _open_patterns(shards: Shards, progress: bool, source: Access) -> Source:
         counts,
         labelled,
         sizes,
-        unreadable=[paths[place] for place in sorted(errors)],
         access=source,
         digests=tuple(one.digest for one in found),
         notes=notes,
@@ -350,15 +349,12 @@ def _open_all(
     """
     opened: dict[int, _Opened] = {}
     errors: dict[int, ShardError] = {}
-    verifies = (
-        indices.access.settings.verify and os.environ.get("LOCAL_RANK", "0") == "0"
-    )  # true in one process per node
     for place, path in enumerate(paths):
-        if path in indices.entries and remote.is_remote(path) and not verifies:
+        if path in indices.entries and remote.is_remote(path):
             opened[place] = _from_index(path, indices.entries[path], indices.access)
     unknown = [place for place in range(len(paths)) if place not in opened]
     with ThreadPoolExecutor(THREADS) as pool:
-        futures = {pool.submit(_open, paths[place], indices, verifies): place for place in unknown}
+        futures = {pool.submit(_open, paths[place], indices): place for place in unknown}
         shown = progress and len(unknown) > THREADS
         try:
             for future in track(as_completed(futures), "reading shards", total=len(unknown), shown=shown):
@@ -368,19 +364,13 @@ def _open_all(
                     errors[futures[future]] = error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-    _probe_servers([one.shard for one in opened.values()], indices.access.settings)
+    _probe_servers([one.shard for one in opened.values()])
     return opened, errors
 
 
-def _open(path: str, indices: "_FolderIndices", verifies: bool) -> _Opened:
+def _open(path: str, indices: "_FolderIndices") -> _Opened:
     listed = indices.entries.get(path)
-    if verifies and listed is not None and remote.is_remote(path):
-        opened = _from_index(path, listed, indices.access)
-        opened.shard.verify()
-        return opened
     shard = shard_at(path, indices.access)
-    if verifies:
-        replace(shard, sha256=listed and listed.entry.sha256).verify()
     if listed is not None and isinstance(shard, Tar):
         if listed.entry.filesize != shard.size:
             raise ShardError(
@@ -407,28 +397,18 @@ def _counted(shard: Shard, listed: _Listed) -> _Opened:
     return _Opened(shard, entry.nsamples, labelled, entry.filesize, (folder.mean, folder.std), notes=notes)
 
 
-def _probe_servers(shards: list[Shard], config: SourceConfig) -> None:
+def _probe_servers(shards: list[Shard]) -> None:
     """Check whether the web servers of shards support byte ranges. Forked loader workers inherit the results."""
     for shard in {remote.host(shard.path): shard for shard in shards if isinstance(shard, RemoteTar)}.values():
-        try:
-            _ = shard.supports_ranges
-        except ShardError:
-            if config.unreadable == "stop":
-                raise
+        _ = shard.supports_ranges
 
 
-def _report(errors: dict[int, ShardError], total: int, config: SourceConfig) -> None:
-    """Raise a `ShardError` that lists the unusable shards, or log the list if the settings skip unreadable shards."""
-    if not errors:
-        return
+def _unusable(errors: dict[int, ShardError], total: int) -> ShardError:
+    """Return the error that lists the unusable shards."""
     lines = merged(str(errors[place]) for place in sorted(errors))
     listed = "\n  ".join(lines[:MOST_LISTED])
     more = f"\n  and {len(lines) - MOST_LISTED} more" if len(lines) > MOST_LISTED else ""
-    message = f"{len(errors)} of {total} shards cannot be used:\n  {listed}{more}"
-    exhausted = any(isinstance(error, ResourceError) for error in errors.values())
-    if config.unreadable == "stop" or len(errors) == total or exhausted:
-        raise ShardError(message)
-    log.warning("unusable shards are left out: %s", message)
+    return ShardError(f"{len(errors)} of {total} shards cannot be used:\n  {listed}{more}")
 
 
 def expand(shards: Shards, source: Access = DEFAULT) -> list[str]:
@@ -638,7 +618,7 @@ class _FolderIndices:
         An invalid file, such as the `index.json` of another tool, is ignored with a warning.
 
         Raises:
-            ShardError: the file cannot be read, and the settings do not skip unreadable shards.
+            ShardError: the file cannot be read.
         """
         folder = folder_of(shard)
         path = f"{folder}/{FOLDER_INDEX}" if folder else FOLDER_INDEX
@@ -656,12 +636,9 @@ class _FolderIndices:
         try:
             found = self._content(path)
         except ShardError as error:
-            if self.access.settings.unreadable == "stop" and remote.is_remote(shard):
+            if remote.is_remote(shard):
                 raise type(error)(f"{shard} cannot be used, because its folder cannot be read. {error}") from error
-            if self.access.settings.unreadable == "stop":
-                raise
-            log.warning("the index is not used: %s", error)
-            return
+            raise
         try:
             if found is not None:
                 self._add(path, found)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -25,10 +25,8 @@ from tessera.data.failures import (
     CORRECT_INDEX,
     MAKE_INDEX_AGAIN,
     DroppedError,
-    ResourceError,
     SampleError,
     ShardError,
-    UnreadableError,
     unreadable,
     warn_once,
 )
@@ -55,11 +53,6 @@ PROBES, PROBE_BYTES = 8, 512
 """Number of places of a file that are read to notice replaced data, and number of bytes at each place."""
 MOST_PROBED = 100
 """Maximum number of samples that are read to find out whether the stages of the user yield labels."""
-MOST_LOST = 10
-"""Reading fails after this number of unreadable shards in a row."""
-
-T = TypeVar("T")
-
 
 _NO_SEEDS = nullcontext()
 
@@ -232,14 +225,6 @@ class Shard(ABC):
         """
         return self
 
-    def verify(self) -> None:
-        """Compare the SHA-256 of the stored data with `index.json`, if the shard is a file.
-
-        Raises:
-            ShardError: the checksums differ, `index.json` has no checksum, or the shard cannot be read.
-        """
-        return
-
     def header(self) -> Header:
         """Return the counts of the index, the hash of the samples, and the notes on what is left out.
 
@@ -315,10 +300,8 @@ class Shard(ABC):
 class Source:
     """List of S opened shards, whose samples are numbered from 0.
 
-    After a fork, processes read independently. A shard becomes unreadable if it vanishes, changes, or cannot be
-    downloaded. If the settings do not skip unreadable shards, methods raise `ShardError` for a sample of an unreadable
-    shard. If the settings skip them, methods raise `UnreadableError`, and raise `ShardError` only after ten unreadable
-    shards in a row or when no shard is left. A `SampleError` for a missing or wrong label or map is always raised.
+    After a fork, processes read independently. Methods raise `ShardError` for a sample of a shard that vanishes,
+    changes, or cannot be downloaded, and `SampleError` for a missing or wrong label or map.
     """
 
     shards: list[Shard]
@@ -328,8 +311,6 @@ class Source:
     """Number of samples with a label in each shard, or -1 if not yet known: (S,) int64."""
     sizes: np.ndarray
     """Size of each shard in bytes; for the output of a command, size of the output: (S,) int64."""
-    unreadable: list[str] = field(default_factory=list)
-    """Paths and URLs of shards that cannot be opened and are therefore left out."""
     access: Access = DEFAULT
     digests: tuple[int | None, ...] = ()
     """Hash of the samples of each shard (`Header.digest`); None for a shard that `index.json` lists."""
@@ -351,8 +332,6 @@ class Source:
     def __post_init__(self) -> None:
         self._ends = np.cumsum(self.counts).tolist()
         self._downloads = any(shard.downloads for shard in self.shards)
-        self._lost: dict[int, str] = {}
-        self._lost_in_a_row = 0
         self._last: tuple[int, Item] | None = None  # the sample that the stages made last, for its label
         kept = min(KEPT_INDICES, KEPT_SAMPLES * len(self.counts) // self.images) // self.readers
         self._index = functools.lru_cache(max(kept, 4))(self._load_index)
@@ -434,8 +413,7 @@ class Source:
     def name(self, number: int) -> str:
         """Return the name of a sample as `SHARD.tar/KEY`."""
         shard, sample = self.place(number)
-        index = self._guard(shard, lambda: self._index(shard))
-        return f"{self.shards[shard].name}/{index.key(sample)}"
+        return f"{self.shards[shard].name}/{self._index(shard).key(sample)}"
 
     def image(self, number: int, at: tuple[int, int] | None = None) -> Undecoded:
         """Return the image of a sample, encoded if the shards store files.
@@ -450,13 +428,13 @@ class Source:
             return self._last[1].image
         shard, sample = self.place(number)
         with self._seeded(shard, at or (0, number)):
-            return self._guard(shard, lambda: self.shards[shard].image(self._index(shard), sample))
+            return self.shards[shard].image(self._index(shard), sample)
 
     def stored_image(self, number: int) -> Undecoded:
         """Return the image of a sample as the shards store it, without stages of the user."""
         shard, sample = self.place(number)
         with self._seeded(shard, (0, number)):
-            return self._guard(shard, lambda: self.shards[shard].image(self._index(shard), sample))
+            return self.shards[shard].image(self._index(shard), sample)
 
     def members(self, number: int, at: tuple[int, int] | None = None) -> Any:
         """Return a sample in the form of webdataset, after the stages of the user.
@@ -466,7 +444,7 @@ class Source:
         """
         shard, sample = self.place(number)
         with self._seeded(shard, at or (0, number)):
-            found = self._guard(shard, lambda: self.shards[shard].members(self._index(shard), sample))
+            found = self.shards[shard].members(self._index(shard), sample)
             return self.access.stages(found, self.name(number)) if self.access.stages else found
 
     def _staged(self, number: int, at: tuple[int, int]) -> Item:
@@ -486,7 +464,7 @@ class Source:
             SampleError: the sample has no map.
         """
         shard, sample = self.place(number)
-        return self._guard(shard, lambda: self.shards[shard].target(self._index(shard), sample))
+        return self.shards[shard].target(self._index(shard), sample)
 
     def label(self, number: int) -> int:
         """Return the class number of a sample, renumbered if the source has `numbers`.
@@ -497,11 +475,11 @@ class Source:
         shard, sample = self.place(number)
         if self.access.stages:
             label = self._staged_label(number)
-        elif self.optional_labels and self._guard(shard, lambda: self._index(shard)).labels[sample, 0] < 0:
+        elif self.optional_labels and self._index(shard).labels[sample, 0] < 0:
             return -1
         else:
             with self._seeded(shard, (0, number)):
-                label = self._guard(shard, lambda: self.shards[shard].label(self._index(shard), sample))
+                label = self.shards[shard].label(self._index(shard), sample)
         if self.numbers is None:
             if label > LARGEST_LABEL:
                 raise SampleError(
@@ -535,11 +513,10 @@ class Source:
     def prepare(self, numbers: Sequence[int] | np.ndarray) -> None:
         """Download the data of samples to the cache, with several simultaneous requests.
 
-        Byte ranges that are already in the cache are not downloaded again. If an unreadable shard is skipped, its error
-        is raised later, when one of its samples is read.
+        Byte ranges that are already in the cache are not downloaded again.
 
         Raises:
-            ShardError: a shard cannot be read, and the settings do not skip unreadable shards.
+            ShardError: a shard cannot be read.
         """
         if not self._downloads:
             return
@@ -548,19 +525,12 @@ class Source:
             if self.shards[shard].downloads:
                 wanted.setdefault(shard, []).append(sample)
 
-        def attempt(shard: int, do: Callable[[], T]) -> T | None:
-            try:
-                return self._guard(shard, do)
-            except UnreadableError:
-                return None
-
-        def plan(shard: int) -> list[tuple[int, Callable[[], None]]]:
-            calls = attempt(shard, lambda: self.shards[shard].fetches(self._index(shard), wanted[shard]))
-            return [(shard, call) for call in calls or []]
+        def plan(shard: int) -> list[Callable[[], None]]:
+            return self.shards[shard].fetches(self._index(shard), wanted[shard])
 
         with ThreadPoolExecutor(FETCHERS) as pool:
             planned = [call for calls in pool.map(plan, wanted) for call in calls]
-            list(pool.map(lambda call: attempt(*call), planned))
+            list(pool.map(lambda call: call(), planned))
 
     def cached_bytes(self, samples: int) -> float:
         """Return the number of bytes that the cache must hold while `samples` samples are in use.
@@ -646,27 +616,6 @@ class Source:
                 a `classes.json` cannot be used.
         """
         return shared_class_names(self.shards)
-
-    def _guard(self, shard: int, do: Callable[[], T]) -> T:
-        """Call `do`, which reads `shard`, and return its result. If `shard` failed before, raise the earlier error."""
-        try:
-            if shard in self._lost:
-                raise ShardError(self._lost[shard])
-            result = do()
-            self._lost_in_a_row = 0
-            return result
-        except (ResourceError, SampleError):
-            raise
-        except ShardError as error:
-            self._lost_in_a_row += shard not in self._lost
-            self._lost[shard] = str(error)
-            if self.access.settings.unreadable == "stop":
-                raise
-            if self._lost_in_a_row >= MOST_LOST or len(self._lost) == len(self.shards):
-                raise ShardError(
-                    f"{self._lost_in_a_row} shards in a row cannot be read. Last error: {error}"
-                ) from error
-            raise UnreadableError(str(error)) from error
 
     def _load_index(self, shard: int) -> Index:
         opened, index = self.shards[shard], self.shards[shard].index()

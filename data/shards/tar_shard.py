@@ -7,7 +7,6 @@ file of a web server that lacks byte ranges.
 """
 
 import functools
-import hashlib
 import logging
 import os
 import resource
@@ -20,7 +19,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tessera.data.failures import (
-    CORRECT_INDEX,
     MAKE_INDEX_AGAIN,
     MAKE_SHARD_AGAIN,
     SampleError,
@@ -222,20 +220,6 @@ class Tar(Shard):
                 f"{MAKE_INDEX_AGAIN}"
             )
         return index
-
-    def verify(self) -> None:
-        if self.sha256 is None:
-            raise ShardError(f"{self.path} has no SHA-256 in index.json. source.verify needs it. {MAKE_INDEX_AGAIN}")
-        try:
-            with open(self.path, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise unreadable(self.path, error) from error
-        if found != self.sha256.lower():
-            raise ShardError(
-                f"{self.path} has a SHA-256 that differs from index.json, so the shard or the index has changed. "
-                f"{MAKE_SHARD_AGAIN} {CORRECT_INDEX}"
-            )
 
 
 class LocalTar(Tar):
@@ -482,13 +466,6 @@ class RemoteTar(PackedTar):
                 f"{printable(held)[:100]}). Restore the shard. If the change is intended, make its index.json again or "
                 f"remove the folder {self.cache.folder}, and restart the run."
             )
-
-    def verify(self) -> None:
-        if self._is_command:
-            return
-        if self.sha256 is None:
-            super().verify()  # always raises the error for a missing SHA-256
-        os.close(self.open())
 
     def _cache_path(self) -> str:
         return self.path

@@ -68,21 +68,6 @@ def test_servers_may_lack_versions(write_shards, server, png):
     assert [opened.image(number) for number in range(6)] == [png(number) for number in range(6)]
 
 
-@pytest.mark.parametrize("remotely", [True, False])
-@pytest.mark.parametrize("ending", [".tar", ".tar.gz"])
-def test_checksums_are_verified_on_demand(write_shards, server, tmp_path, remotely, ending):
-    (path,) = write_shards([3], ending)
-    place = f"{server.url}/index.json" if remotely else str(tmp_path / "index.json")
-    verify = Access(SourceConfig(verify=True, retries=0))
-    add_index([path], [3], sha256=sha256(path))
-    assert open_shards(place, source=verify).images == 3
-    for digest, message in (("0" * 64, "SHA-256 .*differs from index.json"), (None, "has no SHA-256")):
-        add_index([path], [3], sha256=digest)
-        assert open_shards(place).images == 3
-        with pytest.raises(ShardError, match=rf"data-000000.tar.*{message}"):
-            open_shards(place, source=verify)
-
-
 def test_a_complete_download_is_compared_with_its_checksum(write_shards, tmp_path):
     (path,) = write_shards([3])
     add_index([path], [3], tables=True, sha256="0" * 64)

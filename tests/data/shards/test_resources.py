@@ -24,7 +24,7 @@ from tests.data.made import picture
 from tests.data.shards.batches import add_index
 from tests.data.shards.servers import Server
 
-SKIP = Access(SourceConfig(unreadable="skip", retries=0))
+NO_RETRY = Access(SourceConfig(retries=0))
 
 
 @pytest.fixture(autouse=True)
@@ -113,30 +113,30 @@ def test_a_stopped_holder_of_a_lock_is_passed_by(tmp_path, monkeypatch, caplog):
 
 def test_too_few_files_are_no_corrupt_data(write_shards, few_files):
     paths = write_shards([3] * 12)
-    opened = open_shards(paths, source=SKIP)
+    opened = open_shards(paths, source=NO_RETRY)
     opened.image(0)
     few_files()
     with pytest.raises(ResourceError, match=r"resources of this machine have run out \(Too many open files\)"):
         [opened.image(3 * shard) for shard in range(12)]
     with pytest.raises(ShardError, match="have run out"):
-        list(evaluation_batches(opened, CenterCrop(4), 4, reading=Reading(source=SKIP)))
+        list(evaluation_batches(opened, CenterCrop(4), 4, reading=Reading(source=NO_RETRY)))
 
 
 def test_too_few_files_at_the_start(write_shards, few_files):
     paths = write_shards([3] * 3)
     few_files()
     with pytest.raises(ShardError, match="Too many open files"):
-        open_shards(paths, source=SKIP, progress=False)
+        open_shards(paths, source=NO_RETRY, progress=False)
 
 
 def test_too_few_files_for_a_folder(photos, few_files):
     folder = photos({f"{n}.jpg": picture(n) for n in range(3)})
-    opened = open_shards(str(folder), source=SKIP)
+    opened = open_shards(str(folder), source=NO_RETRY)
     few_files()
     with pytest.raises(ResourceError):
         opened.image(0)
     with pytest.raises(ShardError, match="Too many open files"):
-        open_shards(str(folder), source=SKIP)
+        open_shards(str(folder), source=NO_RETRY)
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC])
@@ -155,7 +155,7 @@ def test_a_lack_of_memory_stops_a_run_by_name(write_tar, png, monkeypatch):
     path = write_tar("t.tar", [("a.png", png(0))])
     monkeypatch.setattr("tessera.data.dataset.Decoding.picture", fail)
     with pytest.raises(ShardError, match=r"t.tar/a cannot be decoded, because the memory of this"):
-        list(evaluation_batches(path, CenterCrop(4), 4, labels=False, reading=Reading(source=SKIP)))
+        list(evaluation_batches(path, CenterCrop(4), 4, labels=False, reading=Reading(source=NO_RETRY)))
 
 
 def test_without_a_home_folder(write_tar, png, monkeypatch, caplog, photos):
