@@ -1,5 +1,6 @@
-"""Colour changes of DINO (2104.14294): their settings, and what is drawn for each crop.
+"""Colour changes of crops: their settings, and what is drawn for each crop.
 
+RGB images have the colour changes of DINO (2104.14294). Images of other bands have changes that treat each band alone.
 An operation has settings, draws parameters for each crop, and changes the crops of a batch (`Operation`). A new
 operation is a subclass, a setting in `ColorConfig` and a line in `color_operations`.
 
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -29,13 +30,17 @@ from tessera.data.pixels import (
     blur_weights,
     changed,
     each,
+    each_band,
     exact,
     gaussian_blur,
     gray_image,
     gray_weights,
+    normal_noise,
     per_crop,
+    seeded_uniform,
     shift_hue,
 )
+from tessera.encoders.segments import copy_to_device
 from tessera.runtime.settings import Section
 
 SHARED_DRAWS = 13
@@ -45,6 +50,11 @@ HUE = 3
 """Index of the hue among the changes of `Jitter`: brightness (0), contrast (1), saturation (2), hue (3)."""
 RGB_ONLY = ("saturation", "hue", "grayscale")
 """Names of the colour settings whose operations need RGB images."""
+BANDS_OFF = (*RGB_ONLY, "solarize_global2")
+"""Names of the colour settings whose operations have no meaning for bands that are not colours."""
+BANDS_DEFAULTS = {"brightness": 0.2, "contrast": 0.2, "noise": 0.05, "band_drop": 0.1}
+"""Defaults of settings if `colors` is `bands`. Each band changes alone, so the changes also shift the ratios of bands,
+in which spectral images hold their content. They are therefore half as strong as those of RGB images."""
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +80,15 @@ BLUR_SIGMA = (0.1, 2.0)
 class ColorConfig(Section, frozen=True):
     """Settings of the colour changes. The settings apply to all views."""
 
+    colors: Literal["auto", "rgb", "bands"] = "auto"
+    """rgb: the colour changes of DINO; bands: brightness and contrast of each band alone, blur, noise and dropped
+    bands, without hue, saturation, gray and solarisation; auto: rgb for 3 channels, else bands"""
     brightness: Strength = 0.4
-    """strength of the brightness change: the brightness factor is drawn from 1 - strength to 1 + strength"""
+    """strength of the brightness change: the brightness factor is drawn from 1 - strength to 1 + strength; default:
+    0.4, or 0.2 if colors is bands"""
     contrast: Strength = 0.4
-    """strength of the contrast change: the contrast factor is drawn from 1 - strength to 1 + strength"""
+    """strength of the contrast change: the contrast factor is drawn from 1 - strength to 1 + strength; default: 0.4, or
+    0.2 if colors is bands"""
     saturation: Strength = 0.2
     """strength of the saturation change: the saturation factor is drawn from 1 - strength to 1 + strength"""
     hue: float = Field(default=0.1, ge=0, le=0.5)
@@ -82,30 +97,43 @@ class ColorConfig(Section, frozen=True):
     """probability that the brightness, contrast, saturation and hue of a crop are changed; their order is random"""
     grayscale: Share = 0.2
     """probability that a crop is converted to gray"""
+    noise: Strength = 0.0
+    """largest standard deviation of the Gaussian noise of a crop, for values from 0 to 1; default: 0, or 0.05 if colors
+    is bands"""
+    band_drop: Share = 0.0
+    """probability that a band of a crop is set to 0, the lowest value; at least one band is kept; default: 0, or 0.1 if
+    colors is bands"""
 
 
 ColorConfigT = TypeVar("ColorConfigT", bound=ColorConfig)
 
 
 def colors_for(config: ColorConfigT, channels: int) -> ColorConfigT:
-    """Return the colour settings for images of `channels` channels.
+    """Return the colour settings for images of `channels` channels, in which `colors` is `rgb` or `bands`.
 
-    If the images are not RGB, the settings that need RGB images (`RGB_ONLY`) are set to 0.
+    Settings that do not fit the images, or have another default for bands, get their values, unless they are given.
 
     Raises:
-        ValueError: the images are not RGB, but the user asked for an operation that needs RGB images.
+        ValueError: a given setting does not fit the images.
     """
-    names = [name for name in RGB_ONLY if getattr(config, name) > 0] if channels != 3 else []
-    if given := [name for name in names if name in config.model_fields_set]:
+    kind = config.colors if config.colors != "auto" else "rgb" if channels == 3 else "bands"
+    off = BANDS_OFF if kind == "bands" else RGB_ONLY if channels != 3 else ()
+    off = [name for name in off if getattr(config, name, 0) > 0]
+    if given := [name for name in off if name in config.model_fields_set]:
         raise ValueError(
-            f"The number of image channels is {channels}, but these settings need RGB images: {', '.join(given)}. "
-            "Set them to 0, or leave them out."
+            f"The number of image channels is {channels} and colors is {kind}, but these settings need RGB images: "
+            f"{', '.join(given)}. Set them to 0, or leave them out."
         )
-    if names:
+    if off and kind == "rgb":
         log.warning(
-            "Images of %d channels are not RGB. These colour changes are turned off: %s", channels, ", ".join(names)
+            "Images of %d channels are not RGB. These colour changes are turned off: %s", channels, ", ".join(off)
         )
-    return config.model_copy(update=dict.fromkeys(names, 0.0))
+    values: dict[str, Any] = {"colors": kind, **dict.fromkeys(off, 0.0)}
+    if kind == "bands":
+        values |= {name: value for name, value in BANDS_DEFAULTS.items() if name not in config.model_fields_set}
+    if kind == "bands" and channels == 1 and "band_drop" not in config.model_fields_set:
+        values["band_drop"] = 0.0  # the only band is always kept
+    return config.model_copy(update=values)
 
 
 class Operation:
@@ -302,6 +330,104 @@ class Solarize(Operation):
         return changed(crops, flags, lambda some: each(some, lambda x: torch.minimum(x, 1 - x)))
 
 
+@dataclass(frozen=True)
+class BandJitter(Operation):
+    """Changes brightness and then contrast of each band alone. The parameter of a crop is a seed; -1 for no change.
+
+    The seed determines a factor of the brightness and a factor of the contrast for each band, so that nothing here
+    depends on the number of bands. The contrast scales the distance of each value from the mean of its band.
+    """
+
+    values = 2
+
+    brightness: float
+    contrast: float
+    probability: float
+
+    def draw(self, u: np.ndarray) -> np.ndarray:
+        return np.where(u[:, 0] < self.probability, seeds(u[:, 1]), -1)
+
+    def prepare(self, numbers: Tensor) -> tuple[Tensor, ...]:
+        ranges = [(max(1 - s, 0), 1 + s - max(1 - s, 0)) for s in (self.brightness, self.contrast)]
+        return numbers >= 0, numbers, torch.tensor(ranges).flatten().expand(len(numbers), 4)
+
+    @staticmethod
+    def apply(crops: Crops, chosen: Tensor, seeds: Tensor, ranges: Tensor) -> Crops:
+        return changed(crops, chosen, _band_jittered, seeds, *ranges.unbind(1))
+
+
+def _band_jittered(crops: Crops, seeds: Tensor, *ranges: Tensor) -> Crops:
+    """Return crops with new brightness and contrast. `ranges` are the lowest factor of the brightness, the width of its
+    range, and the same of the contrast, (n,) each."""
+
+    def change(x: Tensor, band: Tensor | int, seed: Tensor, *ranges: Tensor) -> Tensor:
+        low, width, low_contrast, width_contrast = ranges
+        brightness = low + width * seeded_uniform(seed, 2 * band)
+        contrast = low_contrast + width_contrast * seeded_uniform(seed, 2 * band + 1)
+        x = (x * brightness).clamp_(0, 1)
+        mean = x.mean((-2, -1), keepdim=True)
+        return torch.addcmul(mean, x - mean, contrast).clamp_(0, 1)
+
+    return each_band(crops, change, seeds, *ranges)
+
+
+@dataclass(frozen=True)
+class Noise(Operation):
+    """Adds Gaussian noise. The two parameters of a crop are the standard deviation of the noise and a seed."""
+
+    values = 2
+
+    strength: float
+
+    def draw(self, u: np.ndarray) -> np.ndarray:
+        return np.stack([self.strength * u[:, 0], seeds(u[:, 1])], axis=1)  # float64 holds the seeds exactly
+
+    def prepare(self, numbers: Tensor) -> tuple[Tensor, ...]:
+        return numbers[:, 0].float(), numbers[:, 1].long()
+
+    @staticmethod
+    def apply(crops: Crops, sigma: Tensor, seeds: Tensor) -> Crops:
+        return changed(crops, sigma > 0, _with_noise, sigma, seeds)
+
+
+def _with_noise(crops: Crops, sigma: Tensor, seeds: Tensor) -> Crops:
+    def change(x: Tensor, band: Tensor | int, sigma: Tensor, seed: Tensor) -> Tensor:
+        height, width = x.shape[-2:]
+        rows, columns = (torch.arange(side, device=x.device) for side in (height, width))
+        places = (band * height + rows[:, None]) * width + columns
+        return torch.addcmul(x, sigma, normal_noise(seed, places)).clamp_(0, 1)
+
+    return each_band(crops, change, sigma, seeds)
+
+
+@dataclass(frozen=True)
+class BandDrop(Operation):
+    """Sets bands to 0. The parameter of a crop is a seed, which determines the bands. At least one band is kept."""
+
+    probability: float
+
+    def draw(self, u: np.ndarray) -> np.ndarray:
+        return seeds(u[:, 0])
+
+    def prepare(self, numbers: Tensor) -> tuple[Tensor, ...]:
+        return numbers, torch.full((len(numbers),), self.probability)
+
+    @staticmethod
+    def apply(crops: Crops, seeds: Tensor, probability: Tensor) -> Crops:
+        bands = crops.shape[1] if isinstance(crops, Tensor) else len(crops)
+        device = crops.device if isinstance(crops, Tensor) else crops[0].device
+        u = seeded_uniform(copy_to_device(seeds, device)[:, None], torch.arange(bands, device=device))  # (N, bands)
+        kept = (u >= copy_to_device(probability, device)[:, None]) | (u == u.amax(1, keepdim=True))
+        if isinstance(crops, Tensor):
+            return crops.mul_(kept[:, :, None, None])
+        return tuple(x * per_crop(one, x) for x, one in zip(crops, kept.unbind(1), strict=True))
+
+
+def seeds(u: np.ndarray) -> np.ndarray:
+    """Turn uniform random values into seeds of `data.pixels.seeded_uniform`, int64 from 0 to 2**32 - 1."""
+    return (u * 2.0**32).astype(np.int64)
+
+
 def color_operations(
     config: ColorConfig,
     blur: Sequence[float],
@@ -314,11 +440,16 @@ def color_operations(
     Crop i is blurred with probability `blur[i]`, and solarised with probability `solarize[i]`. The standard deviation
     of the blur is in the range `blur_sigma`.
     """
+    added = [Noise(config.noise)] if config.noise else []
+    added += [BandDrop(config.band_drop)] if config.band_drop else []
+    if config.colors == "bands":
+        return [BandJitter(config.brightness, config.contrast, config.jitter), Blur(tuple(blur), blur_sigma), *added]
     return [
         Jitter(config.brightness, config.contrast, config.saturation, config.hue, config.jitter),
         Grayscale(config.grayscale),
         Blur(tuple(blur), blur_sigma),
         Solarize(tuple(solarize)),
+        *added,
     ]
 
 

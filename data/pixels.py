@@ -8,6 +8,7 @@ Shapes: N crops have C channels and H x W pixels. An operation changes n of the 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
+from math import pi
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,9 @@ LUMINANCE = (0.299, 0.587, 0.114)
 """Weights of red, green and blue in the gray image."""
 BAND = 64
 """Number of lines that a CPU blurs with one matrix product. It skips the zeros of the matrix outside of these lines."""
+
+MASK = 2**32 - 1
+"""Lowest 32 bits of a number."""
 
 Crops = Tensor | tuple[Tensor, ...]
 """Values of N crops: one tensor (N, C, H, W), or separate channels, which are one tensor (N, H, W) per channel.
@@ -57,6 +61,47 @@ def changed(crops: Crops, chosen: Tensor, change: Callable[..., Crops], *numbers
 def each(crops: Crops, change: Callable[[Tensor], Tensor]) -> Crops:
     """Apply a function to the tensor of crops, or to each channel if the channels are separate."""
     return change(crops) if isinstance(crops, Tensor) else tuple(change(channel) for channel in crops)
+
+
+def each_band(crops: Crops, change: Callable[..., Tensor], *numbers: Tensor) -> Crops:
+    """Apply `change(x, band, *numbers)` to crops, where `band` is the index of the band of each value of `x`.
+
+    If `crops` is one tensor, `x` holds all bands and `band` is (C, 1, 1). Otherwise `change` is called once for each
+    band, and `band` is a number. `numbers` hold one parameter (n,) per crop, and are broadcast to the values of `x`.
+    """
+    if isinstance(crops, Tensor):
+        bands = torch.arange(crops.shape[1], device=crops.device)[:, None, None]
+        return change(crops, bands, *(per_crop(number, crops) for number in numbers))
+    return tuple(change(x, band, *(per_crop(number, x) for number in numbers)) for band, x in enumerate(crops))
+
+
+def _hashed(seeds: Tensor, places: Tensor | int) -> Tensor:
+    """Return int64 random numbers from 0 to 2**32 - 1 that depend on `seeds` + `places` only.
+
+    Numbers that are computed from the place are the same on every device, for every batch, and in compiled code. The
+    function is a bijection of 32 bits (C. Wellons, "Prospecting for Hash Functions", 2018). Its multipliers are below
+    2**31, so that no product exceeds 63 bits.
+    """
+    x = (seeds + places) & MASK
+    x = (((x >> 16) ^ x) * 0x21F0AAAD) & MASK
+    x = (((x >> 15) ^ x) * 0x735A2D97) & MASK
+    return (x >> 15) ^ x
+
+
+def seeded_uniform(seeds: Tensor, places: Tensor | int) -> Tensor:
+    """Return float32 random values from 0 to below 1 that depend on `seeds` and `places` only."""
+    return (_hashed(seeds, places) >> 8).float() * 2.0**-24
+
+
+def normal_noise(seeds: Tensor, places: Tensor) -> Tensor:
+    """Return float32 values of a standard normal distribution that depend on `seeds` and `places` only.
+
+    The method is that of Box and Muller (1958), with 16 bits for the radius and 16 bits for the angle. The largest
+    value is 4.9.
+    """
+    bits = _hashed(seeds, places)
+    radius = ((bits >> 16).float() + 0.5).mul_(2.0**-16).log_().mul_(-2).sqrt_()
+    return radius.mul_((bits & 0xFFFF).float().mul_(2 * pi * 2.0**-16).cos_())
 
 
 def from_bytes(images: Crops) -> Crops:

@@ -77,7 +77,7 @@ def crop_features(
         EvaluationError: the encoder does not accept images of this size.
     """
     size = input_size(encoder, options.get("image_size"))
-    config = MultiCropConfig(global_size=size, local_crops=0)
+    config = MultiCropConfig(global_size=size, local_crops=0, colors="rgb")
     transform = MultiCrop(colors_for(config, encoder.preprocessing.channels))
 
     def pair(encoder: Encoder, crops: Tensor) -> Tensor:

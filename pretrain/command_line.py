@@ -14,7 +14,7 @@ from typing import Any, cast
 from braceexpand import braceexpand
 
 from tessera import encoders
-from tessera.pretrain.config import RunConfig, settings_model
+from tessera.pretrain.config import RunConfig, settings_model, with_older_defaults
 from tessera.pretrain.methods import METHODS
 from tessera.runtime.settings import (
     Layer,
@@ -211,9 +211,7 @@ def _digits_layer(method: str, *, used: bool) -> Layer:
 def _read(file: Path) -> dict[str, Any]:
     """Return the settings in a file, without short forms."""
     values = merge(RunConfig, read_yaml(file))
-    if is_saved(values) and isinstance(values["optim"], Mapping):
-        values["optim"] = {"encoder_lr_factor": 1.0} | dict(values["optim"])  # older versions did not store it
-    return values
+    return with_older_defaults(values) if is_saved(values) else values
 
 
 def _chosen_method(method: Any) -> str:

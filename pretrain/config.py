@@ -323,6 +323,20 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
     return cast(type[RunConfig], model)
 
 
+def with_older_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a saved run. Settings that its version did not have get the values that it used."""
+    values = dict(saved)
+    older: dict[str, dict[str, Any]] = {"optim": {"encoder_lr_factor": 1.0}}
+    name = values.get("method")
+    section = values.get(name) if isinstance(name, str) else None
+    if isinstance(section, Mapping) and "grayscale" in section:  # a method with the settings of `data.colors`
+        older[str(name)] = {"colors": "rgb", "noise": 0.0, "band_drop": 0.0}
+    for name, defaults in older.items():
+        if isinstance(values.get(name), Mapping):
+            values[name] = defaults | dict(values[name])
+    return values
+
+
 def to_yaml(config: RunConfig) -> str:
     """Return the settings as YAML text for config.yaml. `--config` with this file repeats the run."""
     values = config.model_dump(mode="json", exclude=ONLY_FOR_THIS_START)

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 from tessera import encoders
-from tessera.data.colors import ColorConfig, colors_for
+from tessera.data.colors import BANDS_DEFAULTS, BANDS_OFF, ColorConfig, colors_for
 from tessera.data.demo import demo_shards
 from tessera.data.shards import ShardError, Source, Sources, WeightedShards
 from tessera.data.statistics import count_classes, pixel_statistics
@@ -110,6 +110,7 @@ def _reasons(config: RunConfig, size: RunSize) -> dict[str, str]:
         "encoder.channels": "data.channels",
         "encoder.bf16_residuals": "precision bf16 on a GPU",
     }
+    reasons |= {f"{config.method}.{name}": "data.channels" for name in ("colors", *BANDS_OFF, *BANDS_DEFAULTS)}
     own, depends = _of_method(config, size), dict[str, list[str]]()
     for attribute, words in SIZES.items():
         try:

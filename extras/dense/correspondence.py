@@ -113,7 +113,7 @@ def score(settings: CorrespondenceSettings, subject: Subject, accelerator: Accel
     encoder, size, reading = freeze(settings, subject.encoder, accelerator)
     device, precision, channels = accelerator.device, settings.precision, encoder.preprocessing.channels
     side = math.ceil(size / math.sqrt(SMALLEST))  # crops are not enlarged
-    copies = MultiCropConfig(global_size=side, flip=0.0, local_crops=0)
+    copies = MultiCropConfig(global_size=side, flip=0.0, local_crops=0, colors="rgb")
     crop = RandomCropConfig(size=size, scale=(SMALLEST, 1.0))
     blank = torch.zeros(2, channels, side, side, device=device)
     with encoding(encoder, blank[..., :size, :size], precision):

@@ -15,7 +15,7 @@ from tessera.data.shards import Source, Sources
 from tessera.data.shards.folder import ImageFolder
 from tessera.data.shards.open import shown_paths
 from tessera.pretrain.checkpoints.resume import Checkpoint, CheckpointError, open_checkpoint
-from tessera.pretrain.config import RunConfig
+from tessera.pretrain.config import RunConfig, with_older_defaults
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
@@ -264,7 +264,7 @@ def check_fits(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
     Raises:
         CheckpointError: the method or an encoder setting differs. The message names all settings that differ.
     """
-    path, saved = checkpoint.path, dict(checkpoint.settings)
+    path, saved = checkpoint.path, with_older_defaults(checkpoint.settings)
     saved["encoder"] = _encoder_defaults(checkpoint.settings["encoder"].get("variant")) | checkpoint.settings["encoder"]
     settings = settings | {"encoder": _encoder_defaults(settings["encoder"].get("variant")) | settings["encoder"]}
     # the section of a method whose package was installed only then, or only now

@@ -8,7 +8,17 @@ from scipy import stats
 
 from tessera.data import crops
 from tessera.data.batch import Colors
-from tessera.data.colors import ColorConfig, Operation, color_operations, colors_for, draw_colors
+from tessera.data.colors import (
+    BandDrop,
+    BandJitter,
+    Blur,
+    ColorConfig,
+    Noise,
+    Operation,
+    color_operations,
+    colors_for,
+    draw_colors,
+)
 from tessera.data.crops import MultiCrop, MultiCropConfig
 from tessera.data.masking import MaskedMultiCrop
 from tessera.data.sampler import sample_rng
@@ -136,12 +146,50 @@ def test_added_operations_draw_the_same_with_workers_and_after_a_restart(write_s
 
 def test_colour_settings_without_rgb(caplog):
     given = ColorConfig(brightness=0.3)
-    assert colors_for(given, 3) == given
+    assert colors_for(given, 3) == given.model_copy(update={"colors": "rgb"})
     assert not caplog.text
-    left = colors_for(given, 5)
+    rgb = given.model_copy(update={"colors": "rgb"})  # a run of an older version
+    left = colors_for(rgb, 5)
     assert (left.saturation, left.hue, left.grayscale, left.brightness) == (0, 0, 0, 0.3)
     assert caplog.text.count("5 channels are not RGB. These colour changes are turned off: saturation, hue, gray") == 1
     assert colors_for(left, 5) == left  # as read from the config.yaml of a run
     assert colors_for(ColorConfig(saturation=0, hue=0, grayscale=0), 1).grayscale == 0
-    with pytest.raises(ValueError, match=r"channels is 1.* RGB images: saturation, hue\. Set them to 0, or leave"):
-        colors_for(ColorConfig(saturation=0.2, hue=0.1, grayscale=0), 1)
+    for kind in ("auto", "rgb"):
+        with pytest.raises(ValueError, match=r"channels is 1.* RGB images: saturation, hue\. Set them to 0, or leave"):
+            colors_for(ColorConfig(colors=kind, saturation=0.2, hue=0.1, grayscale=0), 1)
+
+
+def test_colour_settings_of_bands():
+    """Given values hold; the others have the defaults of bands. One band is never dropped."""
+    found = colors_for(MultiCropConfig(contrast=0.7), 13)
+    names = ("colors", "brightness", "contrast", "noise", "band_drop", "hue", "solarize_global2")
+    assert [getattr(found, name) for name in names] == ["bands", 0.2, 0.7, 0.05, 0.1, 0, 0]
+    assert colors_for(found, 13) == found  # as read from the config.yaml of a run
+    assert colors_for(MultiCropConfig(colors="bands"), 3).hue == 0
+    assert colors_for(ColorConfig(), 1).band_drop == 0
+    with pytest.raises(ValueError, match=r"channels is 13 and colors is bands.*: solarize_global2\."):
+        colors_for(MultiCropConfig(solarize_global2=0.1), 13)
+
+
+BANDS = ColorConfig(colors="bands", brightness=0.5, contrast=0.9, jitter=0.8, noise=0.2, band_drop=0.3)
+
+
+def test_operations_of_bands_draw_from_streams_of_their_own():
+    """Seeds and standard deviations are uniform and differ by position. They shift no box and no other operation."""
+    config = MultiCropConfig(global_size=32, local_size=16, local_crops=3, **BANDS.model_dump())
+    plain = config.model_copy(update={"noise": 0.0, "band_drop": 0.0, "jitter": 0.0})
+    found = {BandJitter: [], Noise: [], BandDrop: []}
+    for position in range(200):
+        given, without = (MultiCrop(one).draw((50, 60), sample_rng(1, position)) for one in (config, plain))
+        for view, other in zip(given, without, strict=True):
+            assert np.array_equal(view.boxes, other.boxes)
+            assert same_colors(view.colors[1:2], other.colors[1:2])  # the blur
+            for operation, numbers in view.colors:
+                found.get(type(operation), []).append(numbers)
+        assert [type(one) for one, _ in view.colors] == [BandJitter, Blur, Noise, BandDrop]
+    jitter, noise, drop = (np.concatenate(one) for one in found.values())
+    assert (jitter >= 0).mean() == pytest.approx(0.8, abs=0.05)
+    uniform = [jitter[jitter >= 0] / 2**32, noise[:, 0] / 0.2, noise[:, 1] / 2**32, drop / 2**32]
+    for values in uniform:
+        assert stats.kstest(values, "uniform").pvalue > 1e-3
+    assert len(np.unique(np.concatenate(uniform[2:]))) == 2 * len(drop)

@@ -357,6 +357,13 @@ def test_colour_settings_that_need_rgb_are_left_out_and_a_run_repeats(tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     again = resolve(load([*SHARDS, "--config", str(tmp_path / "config.yaml")]), 100_000)
     assert again.dino == config.dino
+    assert (config.dino.colors, config.origins["dino.colors"]) == ("bands", "derived: data.channels")
+    older = yaml.safe_load(to_yaml(config))
+    older["dino"] = {name: older["dino"][name] for name in older["dino"].keys() - {"colors", "noise", "band_drop"}}
+    older["dino"]["solarize_global2"] = 0.2
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
+    again = resolve(load([*SHARDS, "--config", str(tmp_path / "config.yaml")]), 100_000).dino
+    assert [getattr(again, name) for name in ("colors", "solarize_global2", "noise", "band_drop")] == ["rgb", 0.2, 0, 0]
     with pytest.raises(SettingsError, match=r"dino: The number of image channels is 1.* RGB images: hue\."):
         resolve(load([*SHARDS, "--method", "dino", *gray, "--dino.hue", "0.1"]), 100_000)
 
