@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from rich.filesize import decimal
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from tessera import encoders
 from tessera.encoders.errors import WeightsError
@@ -24,7 +23,7 @@ from tessera.pretrain.method_state import load_run
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.batch_norm import over_all_processes
 from tessera.pretrain.methods.method import Method
-from tessera.pretrain.preflight import blank_batch, dry_forward, state_bytes
+from tessera.pretrain.preflight import dry_forward, state_bytes
 from tessera.runtime.collectives import broadcast_object, patient_group, rank
 from tessera.runtime.machine import memory
 from tessera.runtime.settings import SettingsError
@@ -92,20 +91,6 @@ def check_memory(config: RunConfig, accelerator: Accelerator, *, sharded: bool) 
         raise SettingsError(
             f"{what} {decimal(needed)}, but {where} has {decimal(size)} of memory. Choose a smaller encoder{advice}."
         )
-
-
-def forward_flop(config: RunConfig) -> int | None:
-    """Return the floating-point operations of a forward pass of two images; None if the meta device cannot run it."""
-    try:
-        with torch.device("meta"):
-            method = _build(config, fresh=False, check=False)
-        batch = blank_batch(method, method.transform(), [(64, 64)] * 2).to("meta")
-        with FlopCounterMode(display=False) as counter:
-            method(batch, 0)
-        return counter.get_total_flops() or None
-    except Exception as error:  # a method of the user may fail in any way
-        log.debug("The operations of a step are not counted: %s", error)
-        return None
 
 
 def _build(config: RunConfig, *, fresh: bool, check: bool = True) -> Method:

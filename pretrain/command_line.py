@@ -33,8 +33,6 @@ from tessera.runtime.user_error import printable
 
 log = logging.getLogger(__name__)
 
-PRETRAINED = ",pretrained"
-"""End of `--encoder timm:NAME,pretrained`, which is short for `--encoder timm:NAME --init_from timm:NAME`."""
 CODE = ("augment", "stages")
 """Settings of section `data` that name code of the user."""
 SHARDS = {"data": ("shards",), "evaluation": ("train", "val", "maps_train", "maps_val")}
@@ -150,15 +148,13 @@ def _complete(
     """
     early_layer, config = Layer(origin, early), early.get("config")
     encoder, shards = early_layer.get("encoder.variant"), early_layer.get("data.shards")
-    if pretrained := str(encoder).endswith(PRETRAINED):
-        encoder = _pretrained(str(encoder), early.get("init_from"))
     run, file = _run_layer(early), _file_layer(config)
     files = Layers(RunConfig, run, file)
     method = _chosen_method(early.get("method") or files.get("method", "dino"))
     if config and not shards and files.layer_of("data.shards") is None:  # `shards: null` means the embedded digits
         raise SettingsError(f"{config} names no data. Give --data SHARDS.")
     preset = _digits_layer(method, used=not (shards or files.get("data.shards")))
-    source = encoder if pretrained else early.get("init_from") or files.get("init_from")
+    source = early.get("init_from") or files.get("init_from")
     # `validate` refuses other types
     start = started_encoder(source) if isinstance(source, str) and not run.values else {}
     described = {"data": start.pop("data"), "encoder": {"variant": start["variant"]}} if start else {}
@@ -176,8 +172,6 @@ def _complete(
     if variant != saved and config and settings_file(config).parent == PRESETS:
         file = replace(file, values=_without_others(file.values, model, variant, config))
     own = given(model, method)
-    if pretrained:
-        own = {**own, "init_from": encoder, "encoder": {**own["encoder"], "variant": encoder}}
     if not is_saved(file.values):
         check_method(file.values, method, f"{config}: ")
     check_method(own, method)
@@ -277,24 +271,6 @@ def _exists(shards: str) -> bool:
         return any(glob.glob(path) for path in [shards, *itertools.islice(braceexpand(shards), 1)])
     except ValueError:  # unbalanced braces
         return False
-
-
-def _pretrained(encoder: str, init_from: Any) -> str:
-    """Return the timm:NAME of `timm:NAME,pretrained`.
-
-    Raises:
-        SettingsError: the encoder is no model of timm, or other weights are given too.
-    """
-    name = encoder.removesuffix(PRETRAINED)
-    shown = printable(name[:200])
-    if not encoders.backbone(name):
-        raise SettingsError(
-            f"--encoder {shown}{PRETRAINED}: only models of timm have the ending {PRETRAINED}. Give --encoder {shown} "
-            "and --init_from WEIGHTS."
-        )
-    if init_from:
-        raise SettingsError(f"--encoder {shown}{PRETRAINED} loads weights of timm already. Remove --init_from.")
-    return name
 
 
 def refuse_code(layers: Layers) -> None:

@@ -35,8 +35,8 @@ class Forecast(Protocol):
         plan: Plan,
         *,
         fits: bool,
-    ) -> tuple[dict[str, str], list[str]]:
-        """Return the rows of a table, and sentences of advice. Collective. `method` cannot be used afterwards.
+    ) -> dict[str, str]:
+        """Return the rows of a table. Collective. `method` cannot be used afterwards.
 
         Args:
             config: Settings of the run.

@@ -45,7 +45,7 @@ from tessera.pretrain.monitoring.online import (
 from tessera.pretrain.monitoring.recorder import Recorder, earlier_contents, record_start
 from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
 from tessera.pretrain.origins import differing
-from tessera.pretrain.preflight import Plan, many_epochs, needs, print_plan, print_table, warn_of_memory
+from tessera.pretrain.preflight import Plan, many_epochs, needs, print_plan, print_table
 from tessera.pretrain.resolve import (
     agree,
     make_accelerator,
@@ -138,8 +138,6 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     plan = None
     if config.dry_run:
         plan = make_plan(prepared, accelerator, config, method, batches.buffered_bytes, position.step)
-    elif accelerator.device.type == "cpu" and not engine_class.sharded and not config.compile:
-        warn_of_memory(config, method, accelerator)
     accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
     if config.overwrite and not config.dry_run:
         run_on_all_ranks(lambda: delete_run(output) if accelerator.is_main_process else None)
@@ -301,10 +299,9 @@ def dry_run(
         return loader(small, method, prepared.sources, 0, accelerator)
 
     for name in FORECASTS.names():
-        rows, advice = FORECASTS[name].forecast(config, accelerator, engine, method, small_loader, plan, fits=fits)
+        rows = FORECASTS[name].forecast(config, accelerator, engine, method, small_loader, plan, fits=fits)
         if accelerator.is_main_process:
             print_table(name, rows)
-            print(*advice, sep="\n", end="\n" if advice else "")
 
 
 def first_batches(given: RunConfig) -> tuple[Prepared, Batches, torch.device]:

@@ -2,14 +2,12 @@
 
 import copy
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from rich.filesize import decimal
 from torch import Tensor
 
@@ -81,10 +79,6 @@ class Needs(NamedTuple):
 
     checkpoint: int
     """Weights, buffers and AdamW's two moments."""
-
-    @property
-    def total(self) -> int:
-        return self.state + (self.activations or 0)
 
 
 def dry_forward(method: Method) -> None:
@@ -324,28 +318,3 @@ def print_table(title: str, rows: Mapping[str, str]) -> None:
     print(f"{title}:")
     for quantity, value in rows.items():
         print(f"  {quantity:<{width}}  {printable(value)}")
-
-
-def warn_of_memory(config: RunConfig, method: Method, accelerator: Accelerator) -> None:
-    """Log a warning if a run on CPUs takes more memory than the machine has, because the system would kill the run.
-
-    Only the main process of the run does this.
-    """
-    if not accelerator.is_main_process:
-        return
-    each = config.batch_size // accelerator.num_processes // config.accumulate
-    need = needs(method, config.precision, each)
-    if need.activations is not None:
-        _fits(int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)) * need.total)
-
-
-def _fits(needed: int) -> bool:
-    """Return False, and log a warning, if a run needs more bytes than this machine has."""
-    if needed > memory():
-        log.warning(
-            "This run takes about %s, but this machine has %s of memory. Lower batch_size, or raise accumulate, or set "
-            "encoder.checkpoint_activations to true.",
-            decimal(needed),
-            decimal(memory()),
-        )
-    return needed <= memory()

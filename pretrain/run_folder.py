@@ -70,8 +70,6 @@ def _locked_folder(config: RunConfig) -> Iterator[Path]:
     output = Path(config.output or new_folder(config))
     made = [folder for folder in (output, *output.parents) if not os.path.exists(folder)]
     make_folder(output, exist_ok=config.output is not None)
-    if not config.overwrite:  # --overwrite deletes the parts of the old run, of any kind
-        _check_parts(output)
     try:
         with locked(output):
             yield output
@@ -99,8 +97,6 @@ def _check_folder(output: Path, config: RunConfig) -> None:
             raise SettingsError(f"{printable(str(folder))} cannot be written to. Choose another --output.")
         break
     if output.is_dir():
-        if not config.overwrite:
-            _check_parts(output)
         check_free(output)
 
 
@@ -119,17 +115,13 @@ def newest_checkpoint(config: RunConfig, output: Path) -> Path | None:
     Raises:
         SettingsError: the folder holds a run, but neither `--resume` nor `--overwrite` is given; both are given; or
             `--resume` finds no run to continue.
-        CheckpointError: `latest` is a folder that is not a copy of a checkpoint.
+        CheckpointError: `latest` is a folder that is not a checkpoint.
     """
     shown = printable(str(output))
-    checkpoints, copied = output / "checkpoints", None
-    if config.resume:
-        rename = not config.dry_run
-        copied = run_on_all_ranks(lambda: resume.adopt_latest(checkpoints, rename=rename) if rank() == 0 else None)
+    checkpoints = output / "checkpoints"
+    if config.resume and not config.dry_run:
+        run_on_all_ranks(lambda: resume.adopt_latest(checkpoints) if rank() == 0 else None)
     found = broadcast_object(resume.list_checkpoints(checkpoints))  # all processes use rank 0's list
-    copied = broadcast_object(copied)
-    if copied is not None and config.dry_run and (not found or int(copied.name[5:]) > int(found[-1].name[5:])):
-        found = [checkpoints / "latest"]
     holds_run = any((output / part).exists() for part in ("config.yaml", "metrics.jsonl", "checkpoints"))
     if config.overwrite and config.resume:
         raise SettingsError("--overwrite deletes the run that --resume would continue. Give only one of them.")
@@ -157,19 +149,6 @@ def make_folder(output: Path, *, exist_ok: bool = True) -> None:
         raise SettingsError(f"Cannot create {shown}: {error.strerror}. Choose another --output.") from error
     if not os.access(output, os.W_OK | os.X_OK):
         raise SettingsError(f"{shown} cannot be written to. Choose another --output.")
-
-
-def _check_parts(output: Path) -> None:
-    """Check that no part of a run is a folder instead of a file, or the reverse, or a pipe.
-
-    Raises:
-        SettingsError: a part is of the wrong kind.
-    """
-    for path in (output / name for name in PARTS):
-        is_file = bool(path.suffix)
-        if path.exists() and not (path.is_file() if is_file else path.is_dir()):
-            kind = "regular file" if is_file else "folder"
-            raise SettingsError(f"{printable(str(path))} is not a {kind}. Remove it, or choose another --output.")
 
 
 def delete_run(output: Path) -> None:

@@ -168,7 +168,6 @@ def parse(words: list[str]) -> None:
 
 def without_weights(words: list[str]) -> list[str]:
     """Return a command line without the weights from which it starts. Published names must be known to timm."""
-    words = [word.removesuffix(",pretrained") for word in words]
     if "--init_from" not in words:
         return words
     place = words.index("--init_from")

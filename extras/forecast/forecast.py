@@ -20,17 +20,15 @@ from rich.filesize import decimal
 from tessera.data.batch import Batch
 from tessera.data.batches import Batches
 from tessera.extras.forecast.fake_device import DEVICE, GPU, Counter, backward, counting, fake_copy
-from tessera.pretrain.build import forward_flop
-from tessera.pretrain.config import RunConfig, settings_model
+from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.ddp import DDP
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.preflight import Plan
-from tessera.pretrain.resolve import resolve
 from tessera.pretrain.step import finish_step, start_step, to_device
 from tessera.pretrain.training_run import TrainingRun
 from tessera.runtime.collectives import all_reduce_max
-from tessera.runtime.settings import SettingsError, validate
+from tessera.runtime.settings import SettingsError
 
 GPUS = {
     "h200": GPU("H200", memory=0.9 * 4.3e12, low=700e12, full=40e12, size=141 * 10**9),
@@ -49,11 +47,6 @@ FEW = 4
 """Number of images of the first measured steps."""
 REACHED = (0.4, 0.8)
 """Share of the counted bound that training reaches on a GPU: a guess, because this project did not run on a GPU yet."""
-LONG = 3600.0
-"""Length of a run on a CPU, in seconds, above which the forecast says what would make it shorter."""
-SHORT = 600.0
-"""Length of a run in seconds that this advice aims at."""
-SMALL_CROP, SMALL_ENCODER = 64, "vit_mini"
 LAUNCH = 8e-6
 """Seconds in which a process launches one kernel in PyTorch: a guess, too."""
 
@@ -138,14 +131,14 @@ def forecast(
     plan: Plan,
     *,
     fits: bool,
-) -> tuple[dict[str, str], list[str]]:
+) -> dict[str, str]:
     """Implement `Forecast.forecast`."""
     processes, workers, steps = accelerator.num_processes, plan.workers, config.steps - plan.step
     each, passes = config.batch_size // processes // config.accumulate, processes * config.accumulate
     reading = loader_speed(loader(min(each, LOADER_IMAGES) * passes))
     if config.gpu is not None:
         batch = next(iter(loader(config.batch_size // config.gpus)))
-        return counted(config, accelerator, method, batch, reading, steps), []
+        return counted(config, accelerator, method, batch, reading, steps)
     assert engine is not None
     run = bare_run(config, accelerator, method, engine)
     few = min(FEW, each)
@@ -162,14 +155,12 @@ def forecast(
     made = reading * max(workers, 1) * processes
     # without workers, a process reads and trains in turns
     whole = min(training, made) if workers else 1 / (1 / training + 1 / made)
-    duration, advice = steps * config.batch_size / whole, list[str]()
-    if accelerator.is_main_process and accelerator.device.type == "cpu" and duration > LONG and not plan.step:
-        advice = [shorter(config, plan.images, duration)]
+    duration = steps * config.batch_size / whole
     return {
         "training, images/s": f"{_speed(training)} ({1e3 * seconds:,.0f} ms per step, measured)",
         "loader, images/s": f"{_speed(made)} ({_speed(reading)} per worker, measured)",
         "time": f"{_time(duration)} at {_speed(whole)} images/s, without evaluations",
-    }, advice
+    }
 
 
 def counted(
@@ -204,45 +195,6 @@ def counted(
         sent = round(2 * (gpus - 1) / gpus * 4 * trained)
         rows["sent by a GPU in each step"] = f"{decimal(sent)} of gradients, during the backward pass (DDP)"
     return rows
-
-
-def shorter(config: RunConfig, images: int, seconds: float) -> str:
-    """Return a sentence that says how a run on a CPU would take minutes: smaller crops, a smaller encoder, fewer steps.
-
-    The time of a step is scaled by the floating-point operations of a forward pass.
-
-    Args:
-        config: the settings of the run.
-        images: number of training images.
-        seconds: time of the run.
-    """
-    parts, before = [f"{_time(seconds)} are long for a CPU."], forward_flop(config)
-    values = config.given.model_dump(exclude_unset=True, exclude={"dry_run", "gpu", "gpus"})
-    name = next((one for one in ("global_size", "size") if hasattr(config.method_config, one)), None)
-    section = dict(values.get(config.method) or {})
-    changes: list[tuple[str, dict[str, Any]]] = []
-    if name and (getattr(config.method_config, name) or 224) > SMALL_CROP:
-        section = {key: value for key, value in section.items() if key != "local_size"} | {name: SMALL_CROP}
-        changes.append((f"--{config.method}.{name} {SMALL_CROP}", {config.method: section}))
-    if config.init_from is None and config.encoder.variant not in (SMALL_ENCODER, "vit_micro"):
-        changes.append((f"--encoder {SMALL_ENCODER}", {"encoder": {"variant": SMALL_ENCODER}}))
-    flags, classes = list[str](), getattr(config.method_config, "classes", None)
-    for flag, change in changes if before else ():
-        values |= change
-        try:
-            model = settings_model(values.get("encoder", {}).get("variant", config.encoder.variant))
-            own = resolve(validate(model, values), images, config.data.preprocessing, classes)
-        except ValueError:
-            continue  # the settings of the user do not fit this change
-        if flop := forward_flop(own):
-            flags.append(flag)
-            seconds *= flop / before
-            before = flop
-            parts.append(f"About {_time(seconds)} with {' '.join(flags)}.")
-    if seconds > SHORT:
-        steps = max(int(config.steps * SHORT / seconds), 1)
-        parts.append(f"--steps {steps}{' in addition' if flags else ''} takes about {_time(SHORT)}.")
-    return " ".join(parts)
 
 
 def _speed(images: float) -> str:

@@ -192,11 +192,7 @@ def _damaged(path: Path, faults: list[str]) -> CheckpointError:
 def point_latest(checkpoints: Path, name: str) -> None:
     """Point the link `latest` to the checkpoint `name`, atomically.
 
-    If the disk does not support symlinks, only log a warning. Readers then use the checkpoint with the highest step. If
-    the run was copied without links, `latest` is a folder. This folder is removed if it is a copy of a checkpoint.
-
-    Raises:
-        CheckpointError: `latest` is a folder, but not a copy of a checkpoint.
+    If the disk does not support symlinks, only log a warning. Readers then use the checkpoint with the highest step.
     """
     latest, new = checkpoints / "latest", checkpoints / ".latest.part"
     if new.is_dir() and not new.is_symlink():
@@ -209,41 +205,25 @@ def point_latest(checkpoints: Path, name: str) -> None:
             raise
         log.warning("%s cannot be created, because the disk does not support symlinks (%s)", latest, error.strerror)
         return
-    if latest.is_dir() and not latest.is_symlink():
-        adopt_latest(checkpoints)
-        if latest.is_dir():  # a copy of a checkpoint that exists
-            latest.rename(checkpoints / ".copy.part")  # first renamed, so that a kill leaves no partial folder
-            shutil.rmtree(checkpoints / ".copy.part")
+    adopt_latest(checkpoints)
     os.replace(new, latest)
 
 
-def adopt_latest(checkpoints: Path, *, rename: bool = True) -> Path | None:
-    """Rename the folder `latest` to the name of its step, unless a checkpoint with that name already exists.
+def adopt_latest(checkpoints: Path) -> None:
+    """Give the folder `latest` the name of its step, or remove it if there is a checkpoint of this step.
 
-    `latest` is a folder instead of a link if a run was copied by a program that follows links. If `latest` is a link,
-    do nothing. Return the new path, or None if nothing is to be renamed.
-
-    Args:
-        rename: False to change nothing, and only check and return.
+    `latest` is a folder instead of a link if a run was copied by a program that follows links.
 
     Raises:
-        CheckpointError: `latest` is a folder without a checkpoint, or its checkpoint differs from the checkpoint that
-            already has this name.
+        CheckpointError: the folder is not a checkpoint.
     """
     latest = checkpoints / "latest"
     if latest.is_symlink() or not latest.is_dir():
-        return None
-    if not (latest / "trainer.json").exists():
-        raise CheckpointError(f"{latest} is a folder without a checkpoint. Move it away.")
+        return
     step = checkpoints / f"step-{_open(latest).step:08d}"
-    if not step.exists():
-        if rename:
-            latest.rename(step)
-            log.info("%s is a folder, not a link. It was renamed to %s.", latest, step.name)
-        return step
-    if (step / manifest.NAME).read_bytes() != (latest / manifest.NAME).read_bytes():
-        raise CheckpointError(
-            f"{latest} is a folder, not a link, and its checkpoint differs from {step.name} although both have the "
-            "same step. Move one of the two folders away."
-        )
-    return None
+    if step.exists():
+        latest.rename(checkpoints / ".copy.part")  # first renamed, so that a kill leaves no partial folder
+        shutil.rmtree(checkpoints / ".copy.part")
+    else:
+        latest.rename(step)
+        log.info("%s is a folder, not a link. It was renamed to %s.", latest, step.name)

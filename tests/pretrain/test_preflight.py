@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ from tessera.pretrain.preflight import (
     needs,
     print_plan,
     state_bytes,
-    warn_of_memory,
 )
 from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
@@ -106,19 +104,12 @@ def test_activations_equal_those_of_a_real_forward_pass() -> None:
     assert activation_bytes(dino(recomputed), recomputed.precision, 4) < 0.7 * real
 
 
-def test_the_memory_of_a_run_is_estimated_without_a_trace(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_memory_of_a_run_is_estimated_without_a_trace() -> None:
     config, method = settings("--batch_size", "8"), dino(settings())
-    needed = state_bytes(method) + activation_bytes(dino(config), config.precision, 4)
+    expected = state_bytes(method), activation_bytes(dino(config), config.precision, 4)
     before, random = {name: x.clone() for name, x in method.state_dict().items()}, torch.get_rng_state()
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    two: Any = SimpleNamespace(is_main_process=True, num_processes=2)
-    warn_of_memory(config, method, two)
-    assert caplog.text == ""
-    monkeypatch.setattr(preflight, "memory", lambda: needed - 1)
-    warn_of_memory(config, method, two)
-    assert "of memory. Lower batch_size" in caplog.text
+    found = needs(method, config.precision, 4)
+    assert (found.state, found.activations) == expected
     assert all(torch.equal(x, before[name]) for name, x in method.state_dict().items())
     assert method._last is None
     assert torch.equal(torch.get_rng_state(), random)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.command_line import load
 from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
@@ -14,7 +13,6 @@ from tessera.pretrain.run_folder import claimed, delete_run, newest_checkpoint
 from tessera.runtime.lock import LockedError, locked
 from tessera.runtime.settings import SettingsError
 from tests.launched import TINY, records
-from tests.pretrain.small import make, saver
 
 
 def settings(*arguments: str):
@@ -90,19 +88,6 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "pictures", "metrics.jsonl", "encoder.safetensors"])
-def test_a_part_of_the_wrong_kind_is_named_at_the_start(name: str, tmp_path: Path, capsys) -> None:
-    part = tmp_path / "run" / name
-    part.parent.mkdir()
-    if part.suffix:
-        os.mkfifo(part)
-    else:
-        part.touch()
-    for more in ([], ["--dry_run"]):
-        assert main([*TINY, "--output", str(part.parent), *more]) == 2
-        assert f"{name} is not a {'regular file' if part.suffix else 'folder'}. Remove it" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["file", "file/run", "n" * 300, "link"])
 def test_a_dry_run_refuses_the_folders_that_a_run_refuses(name: str, tmp_path: Path, capsys) -> None:
     (tmp_path / "file").touch()
@@ -124,14 +109,3 @@ def test_a_dry_run_refuses_a_folder_in_use_and_leaves_a_free_one_as_it_is(tmp_pa
         pass
     with claimed(settings("--dry_run", "--output", str(tmp_path / "new" / "run")), True):
         assert not (tmp_path / "new").exists()
-
-
-def test_a_dry_run_finds_a_copied_checkpoint_where_it_is(tmp_path: Path) -> None:
-    """A run that was copied without links has a folder `latest`. A run renames it, and a dry run only reads it."""
-    saver(tmp_path, *make()).save(TrainState(step=7), make()[1].method.trained_encoder())
-    checkpoints = tmp_path / "checkpoints"
-    (checkpoints / "latest").unlink()
-    (checkpoints / "step-00000007").rename(checkpoints / "latest")
-    resumed = ["--output", str(tmp_path), "--resume"]
-    assert newest_checkpoint(settings(*resumed, "--dry_run"), tmp_path) == checkpoints / "latest"
-    assert newest_checkpoint(settings(*resumed), tmp_path) == checkpoints / "step-00000007"

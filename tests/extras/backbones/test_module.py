@@ -325,13 +325,9 @@ def test_pretrained_weights_of_any_model_load(offline: None) -> None:
 def test_a_run_starts_from_pretrained_weights(offline: None) -> None:
     for words in (
         ["--init_from", "timm:test_resnet.r160_in1k"],
-        ["--encoder", "timm:test_resnet.r160_in1k,pretrained"],
+        ["--encoder", "timm:test_resnet.r160_in1k", "--init_from", "timm:test_resnet.r160_in1k"],
     ):
         config = load(["--data", "train.tar", *words])
         assert config.encoder.variant.startswith("timm:test_resnet")
         assert config.init_from == "timm:test_resnet.r160_in1k"
         assert config.data.mean is not None
-    with pytest.raises(SettingsError, match="Give --encoder vit_small and --init_from WEIGHTS"):
-        load(["--data", "train.tar", "--encoder", "vit_small,pretrained"])
-    with pytest.raises(SettingsError, match="Remove --init_from"):
-        load(["--data", "train.tar", "--encoder", "timm:test_resnet,pretrained", "--init_from", "other.safetensors"])
