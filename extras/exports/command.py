@@ -1,13 +1,11 @@
 """Export an encoder to the format of another library, with a certificate and a model card.
 
     tessera export SOURCE [OUTPUT] [--to ours|timm|transformers|onnx|torch] [--dynamic_size] [--set image_size=96]
-    tessera export RUN OUTPUT.safetensors --part encoder|encoder-NAME|student|teacher|method
+    tessera export RUN OUTPUT.safetensors --part encoder|encoder-NAME|student|teacher
 
 SOURCE is a run folder, a checkpoint, a weight file of this or another project, or `timm:NAME`. For a run folder, the
 newest checkpoint is exported, for any engine and any number of processes. `tessera.load` and `--init_from` read an
-encoder that was exported with `--to ours`, and `extras.exports.method_file.load` reads an exported method. The
-exported file of a method is its `state_dict`: student, teacher, heads and centre for DINO, encoder and decoder for MAE.
-The optimizer is not exported.
+encoder that was exported with `--to ours`.
 """
 
 import argparse
@@ -17,14 +15,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from tessera import encoders
 from tessera.encoders.base import Encoder
 from tessera.encoders.loading import Report
 from tessera.encoders.saving import as_saved, fitting
 from tessera.encoders.summary import setting
-from tessera.extras.exports import method_file
 from tessera.extras.exports.certificate import TOLERANCE
 from tessera.extras.exports.export import ENDINGS
 from tessera.extras.exports.export import export as export_encoder
@@ -38,7 +33,7 @@ from tessera.runtime.files import atomic_write
 from tessera.runtime.isolation import own_warnings
 from tessera.runtime.user_error import UserError
 
-PARTS = ("encoder", "encoder-NAME", "student", "teacher", "method")
+PARTS = ("encoder", "encoder-NAME", "student", "teacher")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -63,8 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         metavar="|".join(PARTS),
         default="encoder",
         help="encoder: the encoder that evaluations use (for DINO, the teacher's); encoder-NAME: the encoder NAME of "
-        "distill.students; student: the student's encoder; teacher: the teacher's encoder; method: all modules "
-        "(default: encoder)",
+        "distill.students; student: the student's encoder; teacher: the teacher's encoder (default: encoder)",
     )
     parser.add_argument("--encoder", metavar="VARIANT", help="variant to build (default: that of the weights)")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="changed settings of the encoder")
@@ -130,18 +124,11 @@ def export(
             raise ValueError(
                 f"{output} is inside the checkpoint. A checkpoint must contain no other files. Choose another folder."
             )
-        module, described = _part(checkpoint, part)
-        step = described["step"]
-        origin = f"{part} of {described['method']} after {step} steps, from {checkpoint}"
-        if not isinstance(module, Encoder):
-            if to != "ours":
-                raise ValueError(f"--part method has no equivalent in {to}. Export it with --to ours.")
-            with _made(output.parent):
-                method_file.save(module, described, output)
-            return f'wrote {output}: {origin}: tessera.extras.exports.method_file.load("{output}")'
-        run, chosen = checkpoint.parent.parent, module
+        chosen, method, step = _part(checkpoint, part)
+        origin = f"{part} of {method} after {step} steps, from {checkpoint}"
+        run = checkpoint.parent.parent
         if encoder is not None or settings:
-            chosen, report = _rebuilt(module, encoder, settings or {})
+            chosen, report = _rebuilt(chosen, encoder, settings or {})
     else:
         if part != "encoder":
             raise ValueError(f"--part {part} needs a run folder or a checkpoint, and {source} is neither.")
@@ -205,8 +192,8 @@ def _only_encoder(folder: Path, part: str) -> bool:
     return part == "encoder" and not has_checkpoint and (folder / encoders.WEIGHTS).is_file()
 
 
-def _part(checkpoint: Path, part: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a part of a checkpoint, with its weights, and the settings and the step of the checkpoint.
+def _part(checkpoint: Path, part: str) -> tuple[Encoder, str, int]:
+    """Return an encoder of a checkpoint, with its weights, and the name of the method and the step of the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or was written by another version of this program.
@@ -221,25 +208,20 @@ def _part(checkpoint: Path, part: str) -> tuple[nn.Module, dict[str, Any]]:
         raise CheckpointError(
             f"{checkpoint} lacks the setting {error}. Choose a checkpoint of this program."
         ) from error
-    described["step"] = opened.step
     method = on_meta(described, checkpoint)
     name = _module_name(method, part)
-    module = method.get_submodule(name)
-    fill(module, f"method.{name}." if name else "method.", checkpoint)
-    if isinstance(module, Encoder):
-        _, module.preprocessing = encoders.read_description(checkpoint / "encoder.json")
-        module = as_saved(module)
-    return module, described
+    module: Any = method.get_submodule(name)
+    fill(module, f"method.{name}.", checkpoint)
+    _, module.preprocessing = encoders.read_description(checkpoint / "encoder.json")
+    return as_saved(module), settings["method"], opened.step
 
 
 def _module_name(method: Method, part: str) -> str:
-    """Return the dotted name of the module that `part` selects, or an empty name for the whole method.
+    """Return the dotted name of the encoder that `part` selects.
 
     Raises:
         ValueError: the method has no module for `part`.
     """
-    if part == "method":
-        return ""
     modules = dict(method.named_modules())
     exported = {f"encoder-{name}": encoder for name, encoder in method.other_encoders().items()}
     exported["encoder"] = method.trained_encoder()
@@ -247,7 +229,7 @@ def _module_name(method: Method, part: str) -> str:
         return next(name for name, module in modules.items() if module is exported[part])
     if f"{part}.encoder" not in modules or part not in PARTS:
         uses = ", ".join(f"--part {name}" for name in reversed(exported))
-        raise ValueError(f"{type(method).__name__} has no {part}. Use {uses} or --part method.")
+        raise ValueError(f"{type(method).__name__} has no {part}. Use {uses}.")
     return f"{part}.encoder"
 
 

@@ -171,9 +171,10 @@ def to_transformers(encoder: Encoder, file: Path) -> Exported:
         file.with_name("preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
     _save(state, file)
     file.with_name("config.json").write_text(json.dumps(config | (processor or {}), indent=2) + "\n")
-    from transformers import AutoImageProcessor, AutoModel  # imported here, because the import takes seconds
+    with _one_sentence(encoder, "transformers"):
+        from transformers import AutoImageProcessor, AutoModel  # imported here, because the import takes seconds
 
-    model = AutoModel.from_pretrained(file.parent).eval()
+        model = AutoModel.from_pretrained(file.parent).eval()
     prepared = AutoImageProcessor.from_pretrained(file.parent, backend="pil") if processor else None
     prefix = encoder.num_prefix_tokens if isinstance(encoder, ViT) else 0
 

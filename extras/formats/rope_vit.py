@@ -10,11 +10,10 @@ from torch import Tensor
 
 from tessera.encoders import vit
 from tessera.encoders.base import Encoder
-from tessera.encoders.blocks import Block, MaskedKeyBiasLinear, NormedPatchEmbed, SwiGLU
+from tessera.encoders.blocks import Block, MaskedKeyBiasLinear, SwiGLU
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.layers import modules_of
 from tessera.encoders.loading import Report, Source, State
-from tessera.encoders.rope import RotaryPositions
 from tessera.encoders.vit import ViT
 from tessera.extras.formats.conversion import (
     NO_SCALE,
@@ -210,8 +209,11 @@ def to_timm(encoder: ViT) -> tuple[str, dict[str, Any], State]:
     Raises:
         WeightsError: timm has no equivalent model.
     """
-    _check_timm(encoder)
     first = modules_of(encoder.blocks, Block)[0]
+    eps = first.norm1.eps
+    differences = {NO_SCALE: not hasattr(first.ls1, "gamma"), f"norm_eps is {eps:g}, not 1e-5": eps != 1e-5}
+    differences["mask_key_bias is not set"] = first.attn.qkv.bias is not None and not has_masked_bias(encoder)
+    check_equivalent(differences, "timm")
     gated, bias = isinstance(first.mlp, SwiGLU), first.attn.qkv.bias is not None
     depth, heads = len(encoder.blocks), first.attn.heads
     known = TIMM.get((encoder.dim, depth, heads, gated))
@@ -228,57 +230,13 @@ def to_timm(encoder: ViT) -> tuple[str, dict[str, Any], State]:
     return name, options, _eva_names(encoder.state_dict(), gated)
 
 
-def rotary_positions(encoder: ViT) -> RotaryPositions:
-    """Return the rotary positions of an encoder that has them."""
-    assert encoder.rope_embed is not None
-    return encoder.rope_embed
-
-
 def rope_base(encoder: ViT) -> float:
     """Return the base of the periods of the encoder's rotations."""
-    periods = rotary_positions(encoder).periods
+    assert encoder.rope_embed is not None
+    periods = encoder.rope_embed.periods
     if periods.is_meta or len(periods) < 2:
         return encoder.settings["rope_base"]
     return round(float(periods[-1]) ** (len(periods) / (len(periods) - 1)), 2)
-
-
-def has_power_periods(encoder: ViT) -> bool:
-    """Return True if the periods of the rotations are powers of one base, up to the precision of bfloat16."""
-    periods = rotary_positions(encoder).periods
-    powers = rope_base(encoder) ** (torch.arange(len(periods)) / len(periods))
-    return periods.is_meta or torch.allclose(periods.cpu().float(), powers, rtol=2**-7)
-
-
-def _check_timm(encoder: ViT) -> None:
-    """Raise `WeightsError` if timm has no model equivalent to `encoder`."""
-    block = modules_of(encoder.blocks, Block)[0]
-    differences = unlike_dinov3(encoder) | {
-        f"norm_eps is {block.norm1.eps:g}, not 1e-5": block.norm1.eps != 1e-5,
-        "mask_key_bias is not set": block.attn.qkv.bias is not None and not has_masked_bias(encoder),
-    }
-    check_equivalent(differences, "timm")
-
-
-def unlike_dinov3(encoder: ViT) -> dict[str, bool]:
-    """Compare an encoder with the DINOv3 models of timm and transformers.
-
-    Return a map from the description of each possible difference to True if the difference exists.
-    """
-    block = modules_of(encoder.blocks, Block)[0]
-    rope = rotary_positions(encoder)
-    return {
-        NO_SCALE: not hasattr(block.ls1, "gamma"),
-        "class_token is not set": encoder.cls_token is None,
-        "distillation_token is set": encoder.dist_token is not None,
-        'pool is "all"': encoder.pool == "all",
-        "classes is set": encoder.head is not None,
-        "patch_norm is set": isinstance(encoder.patch_embed, NormedPatchEmbed),
-        "qk_norm is set": block.attn.qk_norm,
-        "qk_scale or head_dim is set": block.attn.scale != (encoder.dim // block.attn.heads) ** -0.5,
-        'rope_coordinates is not "separate"': rope.coordinates != "separate",
-        "cls_norm is set": encoder.cls_norm is not None,
-        "the periods of the rotations are not powers of one base": not has_power_periods(encoder),
-    }
 
 
 def _eva_names(state: State, gated: bool) -> State:

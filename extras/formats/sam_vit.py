@@ -120,15 +120,9 @@ def _of_vit(encoder: SAMViT, state: State, source: Source, report: Report) -> St
 
 
 def _check_size(encoder: SAMViT, state: State):
-    """Raise `WeightsError` unless the weights have the encoder's width, depth, patch size and heads."""
+    """Raise `WeightsError` unless the weights have the encoder's width, depth and patch size."""
     (dim, _, patch_size, _), own = state["patch_embed.proj.weight"].shape, encoder.patch_embed.proj.weight
     check_size((dim, depth_of(state), patch_size), (len(own), len(encoder.blocks), encoder.stride), sam_vit.VARIANTS)
-    heads, table = modules_of(encoder.blocks, PreNormBlock)[0].attn.heads, state.get("blocks.0.attn.rel_pos_h")
-    if table is not None and table.shape[1] * heads != dim:
-        raise WeightsError(
-            f"The checkpoint has heads of width {table.shape[1]}, and this encoder has heads of width {dim // heads}. "
-            f"Build the encoder with heads={dim // table.shape[1]}."
-        )
 
 
 def _fit_tables(encoder: SAMViT, state: State, report: Report) -> State:

@@ -62,7 +62,6 @@ def fit(encoder: Swin, state: State, source: Source, report: Report) -> State:
     state = _official_names(state)
     if "mask_token" in state:  # SimMIM stores the mask token as (1, 1, D)
         state["mask_token"] = state["mask_token"].reshape(1, -1)
-    _check_size(encoder, state)
     state[FIRST] = adapt_channels(state[FIRST], encoder.channels, FIRST, report)
     state = checked_names(encoder, state, report, DECIDES, left_out=("head", "mask_token"))
     state = _fit_biases(encoder, state, report)
@@ -186,20 +185,6 @@ def _nearest(settings: dict[str, Any], variants: list[str]) -> str:
     return max(variants, key=lambda variant: (alike(variant) == 3, "micro" not in variant, alike(variant)))
 
 
-def _check_size(encoder: Swin, state: State):
-    """Raise `WeightsError` unless the weights have the encoder's width, depths, heads and patch size."""
-    (dim, _, patch_size, _), (depths, heads) = state[FIRST].shape, _depths_and_heads(state)
-    own = encoder.patch_embed.proj.out_channels
-    if (dim, depths, heads, patch_size) != (own, encoder.depths, encoder.heads, encoder.patch_size):
-        names = {(v["dim"], v["depths"], v["heads"]): name for name, v in swin.VARIANTS.items()}
-        fitting = names.get((dim, depths, heads), f"an encoder with dim={dim}, depths={depths}, heads={heads}")
-        raise WeightsError(
-            f"The checkpoint has width {dim}, depths {depths}, heads {heads} and patches of {patch_size} pixels. "
-            f"This encoder has width {own}, depths {encoder.depths}, heads {encoder.heads} and patches of "
-            f"{encoder.patch_size} pixels. To load the checkpoint, build {fitting} with patch_size={patch_size}."
-        )
-
-
 def _windows(encoder: Swin) -> list[tuple[int, int]]:
     """Return the window size (rows, columns) of each stage, for images of the encoder's `image_size`."""
     grids = [encoder.stage_grid(stage, *encoder.image_size) for stage in range(len(encoder.depths))]
@@ -279,13 +264,7 @@ def _check_timm(encoder: Swin):
     block, (height, width) = modules_of(encoder.blocks, PreNormBlock)[0], encoder.image_size
     patch, window = encoder.patch_size, encoder.window_size
     grids = [encoder.stage_grid(stage, height, width) for stage in range(len(encoder.depths))]
-    differences = {
-        "absolute_positions is set": encoder.absolute_pos_embed is not None,
-        "patch_norm is not set": not isinstance(encoder.patch_embed.norm, torch.nn.LayerNorm),
-        f"norm_eps is {block.norm1.eps:g}, not 1e-5": block.norm1.eps != 1e-5,
-        "qk_scale is set": block.attn.scale != (len(block.norm1.weight) // block.attn.heads) ** -0.5,
-    }
-    check_equivalent(differences, "timm")
+    check_equivalent({f"norm_eps is {block.norm1.eps:g}, not 1e-5": block.norm1.eps != 1e-5}, "timm")
     multiple = patch * window * 2 ** (len(grids) - 1)
     if height % patch or width % patch:
         refuse_padding((height, width), f"fill patches of {patch}", multiple)

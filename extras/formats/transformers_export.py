@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tessera.encoders.base import Encoder
-from tessera.encoders.blocks import Block, NormedPatchEmbed, SwiGLU, swiglu_width
+from tessera.encoders.blocks import Block, SwiGLU
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.layers import modules_of
 from tessera.encoders.loading import State
@@ -14,7 +14,7 @@ from tessera.encoders.navit import NaViT
 from tessera.encoders.vit import ViT
 from tessera.extras.formats.conversion import NO_SCALE, check_equivalent
 from tessera.extras.formats.names import DINOV2, DINOV3, named_as
-from tessera.extras.formats.rope_vit import has_masked_bias, rope_base, unlike_dinov3
+from tessera.extras.formats.rope_vit import has_masked_bias, rope_base
 
 
 def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
@@ -33,11 +33,11 @@ def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
             f"transformers has no equivalent of {type(encoder).__name__}. Export it with --to ours, or try --to "
             f"{others}."
         )
-    rotary = encoder.rope_embed is not None
-    differences = unlike_dinov3(encoder) if rotary else _unlike_dinov2(encoder)
-    no_class = {"pool is not the class token": encoder.pool != "class" or encoder.cls_token is None}
-    check_equivalent(differences | no_class, "transformers")
-    block, size = modules_of(encoder.blocks, Block)[0], encoder.settings["image_size"]
+    rotary, block = encoder.rope_embed is not None, modules_of(encoder.blocks, Block)[0]
+    differences = {NO_SCALE: not hasattr(block.ls1, "gamma")}
+    differences["pool is not the class token"] = encoder.pool != "class" or encoder.cls_token is None
+    check_equivalent(differences, "transformers")
+    size = encoder.settings["image_size"]
     gated, registers = isinstance(block.mlp, SwiGLU), encoder.num_prefix_tokens - 1
     config: dict[str, Any] = {
         "hidden_size": encoder.dim,
@@ -63,28 +63,6 @@ def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
     config |= {"intermediate_size": hidden, "use_gated_mlp": gated, "hidden_act": "silu" if gated else "gelu"}
     config |= {"rope_theta": rope_base(encoder), "pos_embed_rescale": encoder.settings["rope_rescale"]}
     return config, named_as(state, DINOV3)
-
-
-def _unlike_dinov2(encoder: ViT) -> dict[str, bool]:
-    """Compare an encoder with the DINOv2 models of transformers.
-
-    Return a map from the description of each possible difference to True if the difference exists.
-    """
-    block, ratio = modules_of(encoder.blocks, Block)[0], encoder.settings["mlp_ratio"]
-    return {
-        NO_SCALE: not hasattr(block.ls1, "gamma"),
-        "distillation_token is set": encoder.dist_token is not None,
-        "patch_norm is set": isinstance(encoder.patch_embed, NormedPatchEmbed),
-        "qk_norm is set": block.attn.qk_norm,
-        "mask_key_bias is set": has_masked_bias(encoder),
-        "swiglu_multiple is not 8": (
-            isinstance(block.mlp, SwiGLU) and block.mlp.w3.in_features != swiglu_width(encoder.dim, ratio)
-        ),
-        "qk_scale or head_dim is set": block.attn.scale != (encoder.dim // block.attn.heads) ** -0.5,
-        "mlp_ratio is not a whole number": ratio % 1 != 0,
-        "classes is set": encoder.head is not None,
-        "image_size is not square": encoder.table_grid[0] != encoder.table_grid[1],
-    }
 
 
 def _split(encoder: ViT, gated: bool) -> State:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tessera.encoders import vit
 from tessera.encoders.base import Encoder
-from tessera.encoders.blocks import Block, MaskedKeyBiasLinear, NormedPatchEmbed
+from tessera.encoders.blocks import Block
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.layers import modules_of, resize_table, sincos_table
 from tessera.encoders.loading import Report, Source, State, check_names
@@ -319,7 +319,8 @@ def to_timm(encoder: ViT) -> tuple[str, dict[str, Any], State]:
     blocks = modules_of(encoder.blocks, Block)
     state = encoder.state_dict()
     state.pop("mask_token", None)
-    _check_timm(encoder, state)
+    eps = blocks[0].norm1.eps
+    check_equivalent({f"norm_eps is {eps:g}, not 1e-6": eps != 1e-6}, "timm")
     dim, depth, heads = encoder.dim, len(blocks), blocks[0].attn.heads
     names = TIMM.get((dim, depth, heads), ("", ""))
     size = {"embed_dim": dim, "depth": depth, "num_heads": heads}
@@ -353,21 +354,3 @@ def to_timm(encoder: ViT) -> tuple[str, dict[str, Any], State]:
     if encoder.pool == "all":
         options |= {"global_pool": "avg", "fc_norm": False, "pool_include_prefix": True}
     return name, options, state
-
-
-def _check_timm(encoder: ViT, state: State):
-    """Raise `WeightsError` if timm has no model equivalent to `encoder`."""
-    block = modules_of(encoder.blocks, Block)[0]
-    eps, head_dim = block.norm1.eps, len(state["blocks.0.attn.qkv.weight"]) // 3 // block.attn.heads
-    differences = {
-        f"norm_eps is {eps:g}, not 1e-6": eps != 1e-6,
-        "patch_norm is set": isinstance(encoder.patch_embed, NormedPatchEmbed),
-        "head_dim is not dim / heads": head_dim * block.attn.heads != encoder.dim,
-        "qk_scale is not 1 / sqrt(width of a head)": block.attn.scale != head_dim**-0.5,
-        "mask_key_bias is set": isinstance(block.attn.qkv, MaskedKeyBiasLinear),
-        "representation_size is set": len(encoder.pre_logits) > 0,
-        "distillation_token is combined with registers or with a pool other than the class token": (
-            encoder.dist_token is not None and (encoder.pool != "class" or encoder.reg_token is not None)
-        ),
-    }
-    check_equivalent(differences, "timm")

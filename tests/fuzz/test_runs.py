@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from tessera import encoders
 from tessera.encoders.weight_files import load_weights, read
 from tessera.extras.exports.command import export
-from tessera.extras.exports.method_file import load as load_method
 from tessera.extras.report.page import render, run_pictures
 from tessera.extras.report.run_folders import read_runs
 from tessera.extras.report.table import make_table, to_csv, to_markdown
@@ -164,8 +163,7 @@ def checkpoints(folder: Path) -> Callable[..., None]:
     state = TrainState(STEPS, 12, alarm=alarm, scores=found, unscored={"loss": 1.0})
     saver(folder / "run", accelerator, engine).save(state, engine.method.trained_encoder())
     good = folder / "run" / "checkpoints" / f"step-{STEPS:08d}"
-    export(good, folder / "method.safetensors", "method")
-    trainer, of_method = (json.loads(path.read_text()) for path in (good / "trainer.json", folder / "method.json"))
+    trainer = json.loads((good / "trainer.json").read_text())
     names = sorted(path.name for path in good.iterdir())
     copy = folder / "copy" / "step-00000003"
 
@@ -180,17 +178,13 @@ def checkpoints(folder: Path) -> Callable[..., None]:
         if signed and name != manifest.NAME:
             manifest.write(copy, manifest.describe([path for path in copy.iterdir() if path.name != manifest.NAME]))
         with refused:
-            export(copy, folder / "out.safetensors", "method")
+            export(copy, folder / "out.safetensors", "student")
         with refused:
             read_metadata(copy / ".metadata")
         with refused:
             checkpoint = resume.open_checkpoint(copy)
             resume.restore(checkpoint, accelerator, engine)
             go_on(checkpoint.trainer.position)
-        shutil.copy(folder / "method.safetensors", folder / "damaged.safetensors")
-        (folder / "damaged.json").write_text(json.dumps(changed(of_method, edits)))
-        with contextlib.suppress(ValueError, UserError):  # both are documented
-            load_method(folder / "damaged.safetensors")
 
     return case
 

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,12 @@ from tessera import encoders
 from tessera.data.decode import decode
 from tessera.encoders.base import Preprocessing
 from tessera.extras.exports import command as export
-from tessera.extras.exports import method_file
 from tessera.extras.exports.model_card import model_card
 from tessera.pretrain import method_state
 from tessera.pretrain.checkpoints import manifest
 from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.methods import METHODS
-from tests.pretrain.small import SECTIONS, STEPS, make, saver
+from tests.pretrain.small import make, saver
 
 
 @pytest.fixture(params=METHODS.names())
@@ -89,33 +87,6 @@ def test_each_method_exports_to_other_libraries(run, tmp_path: Path) -> None:
     export.export(folder, tmp_path / "encoder.pt2", to="torch")
 
 
-def test_a_whole_method_goes_on_where_it_was(run, tmp_path: Path) -> None:
-    folder, name, held = run
-    output = tmp_path / "method.safetensors"
-    export.export(folder / "checkpoints" / "latest", output, "method")
-    described = json.loads(output.with_suffix(".json").read_text())
-    assert (described["method"], described["steps"], described["step"]) == (name, STEPS, 6)
-    chosen = METHODS[described["method"]]
-    config = chosen.Config(**described[name])
-    assert config.model_dump() == SECTIONS[name].model_dump()
-    method = chosen(encoders.build(**described["encoder"]), config, described["steps"])
-    method.load_state_dict(load_file(output), strict=True)
-    assert equal(dict(method.state_dict()), held)
-    assert equal(dict(method_file.load(output).state_dict()), held)
-    assert output.stat().st_mode & 0o777 == 0o666 & ~_mask()
-    if "center" in held:
-        assert held["center"].abs().min() > 0
-    output.with_suffix(".json").unlink()
-    with pytest.raises(ValueError, match=r"and method\.json are not an exported method"):
-        method_file.load(output)
-
-
-def _mask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 @pytest.mark.parametrize("run", ["dino"], indirect=True)
 def test_what_cannot_be_is_said_in_a_line(run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _, _ = run
@@ -134,7 +105,6 @@ def test_what_cannot_be_is_said_in_a_line(run, tmp_path: Path, capsys: pytest.Ca
     assert "is not a folder. Make it first" in said(folder, tmp_path / "no" / "out.safetensors")
     assert "contains no checkpoint: neither" in said(tmp_path, output)
     assert "--part student needs a run folder" in said(newest / "encoder.safetensors", output, "--part", "student")
-    assert "--part method has no equivalent in timm" in said(folder, output, "--part", "method", "--to", "timm")
     assert "must contain no other files. Choose another folder" in said(
         folder, folder / "checkpoints" / "latest" / "x.safetensors"
     )

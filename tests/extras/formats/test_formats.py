@@ -1,5 +1,6 @@
 """What the weight format of every family promises: into timm, from its own weights, and described by them."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -127,34 +128,18 @@ def test_published_variants_are_timms_own(variant, name, options):
     ("variant", "settings", "message"),
     [
         ("vit_small", {"norm_eps": 1e-5}, r"norm_eps is 1e-05, not 1e-6"),
-        ("vit_small", {"patch_norm": True}, "patch_norm is set"),
-        ("vit_small", {"head_dim": 20}, r"head_dim is not dim / heads"),
-        ("vit_small", {"qk_scale": 0.5}, "qk_scale is not"),
-        ("vit_small", {"classes": 3, "representation_size": 10}, "representation_size is set"),
-        ("vit_small", {"distillation_token": True, "registers": 1}, "distillation_token is combined"),
-        ("vit_small", {"distillation_token": True, "pool": "mean"}, "distillation_token is combined"),
         ("rope_vit_small", {"norm_eps": 1e-6}, "norm_eps is 1e-06, not 1e-5"),
         ("rope_vit_small", {"mask_key_bias": False}, "mask_key_bias is not set"),
-        ("rope_vit_small", {"rope_coordinates": "max"}, 'rope_coordinates is not "separate"'),
-        ("rope_vit_small", {"cls_norm": True}, "cls_norm is set"),
         ("rope_vit_small", {"layer_scale": None}, "it has no layer scale"),
         ("sam_vit_b", {"norm_eps": 1e-3}, r"norm_eps is 0.001, not 1e-6 or 1e-5"),
-        ("swin_tiny", {"absolute_positions": True}, "absolute_positions is set"),
-        ("swin_tiny", {"patch_norm": False}, "patch_norm is not set"),
         ("swin_tiny", {"norm_eps": 1e-6}, "norm_eps is 1e-06"),
-        ("swin_tiny", {"qk_scale": 0.5}, "qk_scale is set"),
         (
             "swin_tiny",
             {"image_size": 66},
             "66 x 66 pixels .* need padding to fill patches of 4. Choose a multiple of 64",
         ),
         ("swin_tiny", {"image_size": 72}, "72 x 72 pixels .* to fill windows of 4. .* such as --set image_size=64"),
-        (
-            "twins_svt_small",
-            {"qkv_bias": False, "qk_scale": 0.1, "head_dim": 16, "norm_eps": 1e-5, "window_size": 1},
-            "qkv_bias is not set, qk_scale is set, head_dim is set, norm_eps is 1e-05, .*, window_size is 1. "
-            "Export the encoder with --to ours",
-        ),
+        ("twins_svt_small", {"norm_eps": 1e-5}, "norm_eps is 1e-05, not 1e-6. Export the encoder with --to ours"),
         ("twins_svt_small", {"image_size": (64, 72)}, "64 x 72 pixels .* need padding .* multiple of 32 pixels"),
         ("twins_svt_small", {"image_size": 80}, "multiple of 32 pixels, .*, such as --set image_size=64"),
         ("twins_svt_small", {"image_size": 64, "reductions": (3, 1)}, "a multiple of 96 pixels"),
@@ -187,9 +172,8 @@ def test_our_weights_come_back(variant):
 
 ANTIALIAS = {"interpolation": "antialias"}  # what weights with registers or a class head are assumed to need
 DESCRIBED: list[tuple[str, dict[str, Any]]] = [
-    *((variant, {}) for variant in SMALL if variant not in ("vit_small", "twins_svt_vit_pytorch")),
+    *((variant, {}) for variant in SMALL if variant not in ("vit_small", "twins_svt_vit_pytorch", "navit_small")),
     ("vit_small", {"dim": 192}),  # fewer channels do not tell the number of heads
-    ("twins_svt_vit_pytorch", {"window_size": 7}),  # weights do not tell another size
     ("vit_small", {"dim": 192, "layer_scale": 0.1, "qk_norm": True, "registers": 3, **ANTIALIAS}),
     ("vit_small", {"dim": 192, "pool": "mean", "mlp_ratio": 2.0, "channels": 2}),
     (
@@ -207,9 +191,6 @@ DESCRIBED: list[tuple[str, dict[str, Any]]] = [
     ("sam_vit_b", {"absolute_positions": False, "qkv_bias": False, "channels": 2}),
     ("sam_vit_b", {"mlp_ratio": 2.0, "out_dim": 7, "global_blocks": (0, 2), "heads": 6}),
     ("sam_vit_b", {"image_size": 12, "window_size": 5}),
-    ("navit_small", {"pool": "mean", "mask_token": True, "channels": 1, "patch_size": 8, "image_size": (32, 8)}),
-    ("navit_small", {"channels": 5}),
-    ("navit_small", {"depth": 1}),
     ("swin_tiny", {"window_size": 3, "channels": 1}),
     ("swin_tiny", {"mlp_ratio": 2.7, "patch_norm": False, "patch_size": 2}),
     ("twins_svt_small", {"channels": 5, "qkv_bias": False, "mlp_ratios": (2.0, 3.0)}),
@@ -233,7 +214,7 @@ def test_described_weights_build_their_encoder(variant, settings):
 @pytest.mark.parametrize(
     ("variant", "settings"),
     [
-        *((name, {}) for name in encoders.VARIANTS if "rope" not in name and "dinov2" not in name),
+        *((name, {}) for name in encoders.VARIANTS if not re.search("rope|dinov2|navit|vit_pytorch", name)),
         ("sam_vit_h", {"image_size": (512, 640), "absolute_positions": False}),
         ("sam_vit_b", {"relative_positions": False}),
         ("sam_vit_b", {"image_size": 224}),  # windows are as large as the grid
@@ -245,7 +226,6 @@ def test_described_weights_build_their_encoder(variant, settings):
         ("twins_svt_micro", {"channels": 5, "reductions": (4, 2), "qkv_bias": False, "mlp_ratios": (2.0, 3.0)}),
         ("twins_svt_small", {"mask_token": True, "depths": (1, 2, 3, 1)}),
         ("twins_svt_base", {"dims": (64, 192, 384, 768), "heads": (2, 6, 12, 24), "patch_size": 8}),
-        ("twins_svt_vit_pytorch", {"patch_size": 2, "depths": (1, 1, 2, 3), "reductions": (4, 2, 2, 1)}),
     ],
 )
 def test_weights_are_described_by_their_variant(variant, settings):
@@ -254,8 +234,6 @@ def test_weights_are_described_by_their_variant(variant, settings):
         described = format_of(encoder).describe(encoder.state_dict())
         again = build(**described)
     assert described["variant"] == variant
-    if variant.startswith("navit"):  # its tables say how many rows and columns, also of a square
-        again.settings["image_size"] = encoder.settings["image_size"]
     assert again.settings == encoder.settings
 
 
@@ -300,11 +278,8 @@ def test_weights_that_do_not_fit_change_nothing(variant, settings, change, messa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dim": 48}, r"build an encoder with dim=24, depths=\(2, 2, 3\), heads=\(1, 2, 4\) with patch_size=4"),
-        ({"depths": (2, 2, 2)}, r"This encoder has width 24, depths \(2, 2, 2\)"),
-        ({"depths": (2, 2), "heads": (1, 2)}, "build an encoder with dim=24"),
-        ({"heads": (2, 4, 8)}, r"heads \(1, 2, 4\) and patches of 4"),
-        ({"patch_size": 2}, "with patch_size=4"),
+        ({"dim": 48}, r"patch_embed.proj.weight \(24, 3, 4, 4\), not \(48, 3, 4, 4\)"),
+        ({"depths": (2, 2, 2)}, r"Unknown to the encoder: layers.2.blocks.2.attn.proj.bias"),
         ({"mlp_ratio": 2.0}, "encoder settings: mlp_ratio"),
         ({"qkv_bias": False}, "encoder settings: qkv_bias"),
         ({"patch_norm": False}, "encoder settings: patch_norm"),

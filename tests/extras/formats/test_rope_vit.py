@@ -289,8 +289,7 @@ def test_transformers_gives_the_same_features(tmp_path, variant, settings, capsy
     ("variant", "settings", "message"),
     [
         ("vit_small", {}, r"it has no layer scale \(give --encoder.layer_scale 1e-5 to the training"),
-        ("vit_small", {"layer_scale": 1.0, "qk_norm": True}, "qk_norm is set"),
-        ("rope_vit_small", {"cls_norm": True}, "cls_norm is set"),
+        ("rope_vit_small", {"pool": "mean"}, "pool is not the class token"),
         ("swin_micro", {}, "no equivalent of Swin"),
     ],
 )
