@@ -84,6 +84,8 @@ class Encoder(nn.Module):
     """True if `forward` supports `drop=True`, which excludes hidden tokens from the computation."""
     takes_packed: bool = False
     """True if the encoder accepts `PackedImages` as input."""
+    takes_fewer_channels: bool = False
+    """True if the encoder accepts images in which some channels are missing. All pixels of these channels are NaN."""
     no_weight_decay: tuple[str, ...] = ()
     """Substrings of parameter names. A matrix whose name contains one of these substrings has no weight decay, as in
     the paper of the encoder. Vectors never have weight decay."""

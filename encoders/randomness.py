@@ -45,6 +45,7 @@ class _Keys:
         self.samples = samples
         self.shared = shared
         self.calls = 0
+        self.repeated: tuple[Tensor, int] | None = None  # arguments of `repeated_keys`
 
 
 _current: ContextVar[_Keys | None] = ContextVar("random_keys", default=None)
@@ -85,6 +86,27 @@ def restarted_draws() -> Iterator[None]:
         _current.reset(token)
 
 
+@contextmanager
+def repeated_keys(owners: Tensor, images: int) -> Iterator[None]:
+    """Give all inputs that belong to one image the keys of this image, until this context ends.
+
+    For an encoder that splits an image into several inputs of another encoder, such as its channels. Outside of a
+    `random_keys` context, this context changes nothing.
+
+    Args:
+        owners: index of the image of each input, (M,) int64 on the CPU.
+        images: number of images (n * B).
+    """
+    keys = _current.get()
+    if keys is not None:
+        keys.repeated = owners, images
+    try:
+        yield
+    finally:
+        if keys is not None:
+            keys.repeated = None
+
+
 def next_keys(images: int) -> Tensor | None:
     """Return a random key for each image of an encoder call with n crops of B samples: (n * B,) int64 on the CPU.
 
@@ -96,6 +118,9 @@ def next_keys(images: int) -> Tensor | None:
     keys = _current.get()
     if keys is None:
         return None
+    owners = None
+    if keys.repeated is not None:
+        owners, images = keys.repeated
     crops, rest = divmod(images, len(keys.samples))
     if rest:
         raise EncoderError(
@@ -104,7 +129,7 @@ def next_keys(images: int) -> Tensor | None:
         )
     drawn = hashed(hashed(keys.samples, torch.tensor(keys.calls)), torch.arange(crops)[:, None])  # (n, B)
     keys.calls += 1
-    return drawn.flatten()
+    return drawn.flatten() if owners is None else drawn.flatten()[owners]
 
 
 def shared_noise(words: Tensor) -> Tensor:
