@@ -21,7 +21,6 @@ import os
 import random
 import shutil
 import stat
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -31,7 +30,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from tessera.data.failures import EXHAUSTED, ResourceError
-from tessera.runtime.machine import file_system, process_fields
+from tessera.runtime.machine import file_system
 from tessera.runtime.preemption import check_wait
 
 SPARE_BYTES = 2**28
@@ -46,7 +45,6 @@ PART = ".part"
 INDEX = ".index"
 """Ending of the names of indices. An index is small, but may take a download of its shard to make."""
 INDEX_LEAD = 30 * 86400 * 10**9  # nanoseconds by which an index counts as used later than it was
-FROZEN = 20.0  # seconds without progress after which a waiting process checks whether the lock holder is suspended
 POLL = 0.05  # maximum number of seconds between two attempts to get a lock
 RECENT = 10**10  # nanoseconds in which a further use of an entry is not recorded, because every record is a write
 CHECKSUM = 4  # size in bytes of the CRC-32 at the end of an entry
@@ -181,11 +179,7 @@ class Cache:
                 descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
                 made = False
                 try:
-                    if not _lock(descriptor, part):
-                        os.close(descriptor)
-                        part = path.with_name(f"{name}.{os.getpid()}-{threading.get_ident()}{PART}")
-                        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                        fcntl.flock(descriptor, fcntl.LOCK_EX)
+                    _lock(descriptor)
                     if _names(part, descriptor):  # another process may have renamed or removed the part file
                         made = self._make(descriptor, part, path, fill, size)
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -333,47 +327,16 @@ class Sink:
         os.ftruncate(self._descriptor, 0)
 
 
-def _lock(descriptor: int, path: Path) -> bool:
-    """Lock a file and return True.
-
-    Return False if the process that holds the lock is suspended, for example by SIGSTOP, and the file has not changed
-    for `FROZEN` seconds.
-    """
-    start = changed = time.monotonic()
-    seen, pause = None, 0.001
+def _lock(descriptor: int) -> None:
+    """Lock a file. Wait for the process that holds the lock, but not if this process was asked to stop."""
+    start, pause = time.monotonic(), 0.001
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pass
-        check_wait(start)
-        status = os.fstat(descriptor)
-        now = (status.st_size, status.st_mtime_ns)
-        if now != seen:
-            seen, changed = now, time.monotonic()
-        if time.monotonic() - changed > FROZEN and (holder := _stopped_holder(status.st_ino)):
-            log.warning(
-                "The lock of %s is held by process %d, which is suspended. This process continues without the lock.",
-                path,
-                holder,
-            )
-            return False
+            check_wait(start)
         time.sleep(pause)
         pause = min(2 * pause, POLL)
-
-
-def _stopped_holder(number: int) -> int | None:
-    """Return the id of the process that locks the file with inode `number`; None if that process is not suspended."""
-    try:
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return None
-    for fields in (line.split() for line in lines):
-        if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(number):
-            holder = int(fields[4])
-            return holder if process_fields(holder)[:1] in (["T"], ["t"]) else None
-    return None
 
 
 def _names(path: Path, descriptor: int) -> bool:

@@ -58,7 +58,7 @@ BLOCK = tarfile.BLOCKSIZE
 REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE)
 LINKS = (tarfile.LNKTYPE, tarfile.SYMTYPE)
 _WITHOUT_CONTENT = (*b"123456",)  # links, devices, folders and pipes; their size field is ignored
-_LONG_NAME, _LONG_LINK, _PAX_GLOBAL, _SPARSE = b"L", b"K", b"g", b"S"
+_LONG_NAME, _LONG_LINK, _PAX_GLOBAL = b"L", b"K", b"g"
 _PAX = (b"x", b"X")
 _ADDITIONAL = (_LONG_NAME, _LONG_LINK, _PAX_GLOBAL, *_PAX)
 _RECORD = re.compile(rb"([0-9]{1,20}) ([^=]{0,4096})=")
@@ -76,7 +76,7 @@ class Member(NamedTuple):
 
     name: bytes
     type: bytes
-    """One byte: the type field of the header, or `S` for a sparse file."""
+    """One byte: the type field of the header."""
     offset: int
     """Byte of the tar at which the content begins."""
     size: int
@@ -91,18 +91,9 @@ class Member(NamedTuple):
 def is_header(block: bytes) -> bool:
     """Return True if a block of 512 bytes has the checksum of a tar header."""
     try:
-        return len(block) == BLOCK and _number(block[148:156]) in _checksums(block)
+        return len(block) == BLOCK and _number(block[148:156]) == sum(block) - sum(block[148:156]) + _SUM
     except TarError:
         return False
-
-
-def _checksums(block: bytes) -> tuple[int, int]:
-    """Return the checksum of a header, computed from unsigned bytes and, as in old tars, from signed bytes."""
-    unsigned = sum(block) - sum(block[148:156]) + _SUM
-    if block.isascii():
-        return unsigned, unsigned
-    high = sum(byte > 127 for byte in block[:148]) + sum(byte > 127 for byte in block[156:])
-    return unsigned, unsigned - 256 * high
 
 
 def _number(field: bytes) -> int:
@@ -128,15 +119,15 @@ def plain_member(block: bytes, offset: int) -> Member:
 
 
 def _pax(content: bytes) -> dict[bytes, bytes]:
-    """Return the records `path` and `size` of a pax header, and a record `sparse` if the header marks a sparse file."""
+    """Return the records `path` and `size` of a pax header."""
     found, place = {}, 0
     while place < len(content) and content[place]:
         record = _RECORD.match(content, place)
         end = place + int(record[1]) if record else 0
         if record is None or not record.end() < end <= len(content) or content[end - 1 : end] != b"\n":
             raise TarError("a pax header is damaged")
-        if record[2] in (b"path", b"size") or record[2].startswith(b"GNU.sparse."):
-            found[b"sparse" if record[2].startswith(b"GNU") else record[2]] = content[record.end() : end - 1]
+        if record[2] in (b"path", b"size"):
+            found[record[2]] = content[record.end() : end - 1]
         place = end
     return found
 
@@ -148,8 +139,7 @@ def _with_records(member: Member, records: dict[bytes, bytes]) -> Member:
         if not text.isdigit() or len(text) > 20:
             raise TarError(f"the size in a pax header is damaged: {text[:40]!r}")
         size = 0 if member.type[0] in _WITHOUT_CONTENT else int(text)
-    kind = _SPARSE if b"sparse" in records else member.type
-    return Member(records.get(b"path") or member.name, kind, member.offset, size)
+    return Member(records.get(b"path") or member.name, member.type, member.offset, size)
 
 
 class Headers:
@@ -190,8 +180,7 @@ class Headers:
             member = plain_member(block, place)
             if member.type not in _ADDITIONAL:
                 member = _with_records(member, records)
-                offset = self._after_sparse(block, member.offset) if member.type == _SPARSE else member.offset
-                return member._replace(name=name or member.name, offset=offset)
+                return member._replace(name=name or member.name)
             if not 0 <= member.size <= LARGEST_HEADER:
                 raise TarError(f"a header of {member.size} bytes is too large")
             content = os.pread(self._descriptor, member.size, member.offset)
@@ -205,17 +194,6 @@ class Headers:
             elif member.type in _PAX:
                 records = self._global | _pax(content)
             place = member.offset + -(-member.size // BLOCK) * BLOCK
-
-    def _after_sparse(self, block: bytes, offset: int) -> int:
-        """Return the byte at which the content of an old GNU sparse file begins, after its additional header blocks.
-
-        `block` is the header of the file, and `offset` is the byte after this header.
-        """
-        more = block[482:483] if block[156:157] == _SPARSE else b"\0"
-        while more not in (b"\0", b""):
-            more = os.pread(self._descriptor, BLOCK, offset)[504:505]
-            offset += BLOCK
-        return offset
 
 
 def member_before(descriptor: int, offset: int) -> Member | None:

@@ -95,17 +95,6 @@ def test_headers_are_those_of_tarfile(tmp_path, format):
         assert headers.rest == bytes(512)
 
 
-def test_sparse_files_are_passed_over(tmp_path, png):
-    old = bytearray(header(b"s.png", 512, b"S"))
-    old[482] = 1  # one more block of the map follows
-    old[148:156] = b" " * 8
-    old[148:156] = b"%06o\0 " % sum(old)
-    new = pax([(b"GNU.sparse.major", b"1"), (b"GNU.sparse.name", b"n.png")]) + header(b"n.png", 512) + bytes(512)
-    path = tmp_path / "t.tar"
-    path.write_bytes(bytes(old) + bytes(512) + bytes(512) + new + header(b"a.png", len(png(0))) + padded(png(0)))
-    assert read_all(path) == [("t.tar/a", png(0))]
-
-
 @pytest.mark.parametrize(
     "raw",
     [

@@ -5,7 +5,6 @@ import fcntl
 import multiprocessing
 import os
 import resource
-import signal
 import time
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from tessera.data.loader import Reading, evaluation_batches
 from tessera.data.shards import ShardError, open_shards, remote, tar_shard
 from tessera.data.shards import cache as caches
 from tessera.data.shards.access import Access, SourceConfig
-from tessera.data.shards.cache import Cache, CacheError, cache_folder
+from tessera.data.shards.cache import CacheError, cache_folder
 from tessera.data.shards.open import shard_at
 from tessera.data.workers import WorkersError
 from tests.data.made import picture
@@ -84,31 +83,6 @@ def _hold(path, ready):
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     ready.set()
     time.sleep(60)
-
-
-def test_a_stopped_holder_of_a_lock_is_passed_by(tmp_path, monkeypatch, caplog):
-    if not Path("/proc/locks").exists():
-        pytest.skip("this system does not list locks")
-    monkeypatch.setattr(caches, "FROZEN", 0.3)
-    folder, name = tmp_path / "c", "ab" * 16
-    path = folder / "ab" / f"{name}.part"
-    path.parent.mkdir(parents=True)
-    fork = multiprocessing.get_context("fork")
-    ready = fork.Event()
-    holder = fork.Process(target=_hold, args=(path, ready))
-    holder.start()
-    ready.wait()
-    os.kill(holder.pid, signal.SIGSTOP)
-    try:
-        start = time.monotonic()
-        descriptor = Cache(folder, 10**6).open(name, lambda sink: sink.write(b"content"))
-        assert os.pread(descriptor, 9, 0) == b"content"
-        assert time.monotonic() - start < 5
-        assert f"is held by process {holder.pid}, which is suspended" in caplog.text
-        assert Cache(folder, 10**6).find(name) is not None
-    finally:
-        holder.kill()
-        holder.join()
 
 
 def test_too_few_files_are_no_corrupt_data(write_shards, few_files):
