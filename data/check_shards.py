@@ -12,7 +12,6 @@ other reasons, such as images of a format that is not read, is counted, and does
 
 import hashlib
 import json
-import math
 import os
 import sys
 from collections import Counter
@@ -31,7 +30,7 @@ from tessera.data.dataset import cure_of_bands
 from tessera.data.decode import FORMATS, ImageError, decode
 from tessera.data.decoders import decoder_of
 from tessera.data.failures import CORRECT_INDEX, REPLACE_INDEX, RESTORE_SHARD, SampleError, ShardError, merged
-from tessera.data.maps import IGNORED, checked_map
+from tessera.data.maps import checked_map
 from tessera.data.shards.access import Access, SourceConfig
 from tessera.data.shards.index import (
     CLASSES,
@@ -44,7 +43,7 @@ from tessera.data.shards.index import (
     write_folder,
     write_table,
 )
-from tessera.data.shards.notes import DAMAGE, Note, describe, named_notes, parse_notes, shown_classes
+from tessera.data.shards.notes import DAMAGE, Note, describe, named_notes, parse_notes
 from tessera.data.shards.open import ENDINGS, expand, load_folder_index, missing_parts, sets_in, shard_at
 from tessera.data.shards.remote import PIPE, is_remote, without_query
 from tessera.data.shards.samples import SampleKeys
@@ -138,13 +137,6 @@ class Facts:
     """Histogram of image sizes. Maps an upper bound of the longer side, a power of two, to the number of images."""
     classes: Counter[int] = field(default_factory=Counter)
     """Number of samples of each class number."""
-    class_names: Counter[str] = field(default_factory=Counter)
-    """Number of samples of each class that has a name."""
-    map_values: Counter[int] = field(default_factory=Counter)
-    """Number of pixels of each value of the decoded segmentation maps."""
-    depths: Counter[int] = field(default_factory=Counter)
-    """Histogram of the largest depth of each decoded depth map. Maps an upper bound, a power of two, to the number of
-    maps; 0 is the bound of maps without any depth."""
     pixels: np.ndarray = field(default_factory=lambda: np.zeros((1, 256), dtype=np.int64))
     """Histogram of the pixel values of each channel: (C, 256) int64; (1, 256) zeros if no image was decoded."""
     sha256: str | None = None
@@ -171,7 +163,7 @@ class Facts:
     def report(self) -> dict[str, Any]:
         """Return the results as a dict that can be written as JSON."""
         facts = {name: value for name, value in vars(self).items() if name not in ("path", "sha256", "stored_notes")}
-        for name in ("longer_side", "classes", "map_values", "depths"):
+        for name in ("longer_side", "classes"):
             facts[name] = {str(key): count for key, count in sorted(facts[name].items())}
         found = moments(self.pixels)
         return {
@@ -224,7 +216,7 @@ def check(settings: CheckShards) -> dict[str, Any]:
         except ShardError as error:
             total.refused.append(str(error))
     usable = [found[path] for path in paths if not found[path].refused]
-    total.bad_labels += _compare_classes(usable, settings.access, total.class_names)
+    total.bad_labels += _compare_classes(usable, settings.access)
     return {"shards": len(paths), **total.report()}
 
 
@@ -310,13 +302,7 @@ def _check_samples(facts: Facts, shard: Shard, index: Index, settings: CheckShar
         if index.map_place(sample)[0] < 0:
             continue
         try:
-            values = checked_map(shard.target(index, sample), size)
-            if values.is_floating_point():
-                facts.depths[1 << (math.ceil(values.max()) - 1).bit_length() if values.any() else 0] += 1
-            else:
-                facts.map_values.update(
-                    dict(zip(*(one.tolist() for one in values.unique(return_counts=True)), strict=True))
-                )
+            checked_map(shard.target(index, sample), size)
         except ImageError as error:
             facts.bad_maps.append(f"{name}: {error}")
 
@@ -388,9 +374,8 @@ def _compare_index(folder: str, shards: list[Facts], source: SourceConfig) -> li
     return differences + [f"{path} lists the shard {url}, which does not exist. {REPLACE_INDEX}" for url in missing]
 
 
-def _compare_classes(shards: list[Facts], access: Access, counts: Counter[str]) -> list[str]:
-    """Return messages if folders or files number their classes differently, or a label has no class name. Add the
-    number of samples of each class name to `counts`."""
+def _compare_classes(shards: list[Facts], access: Access) -> list[str]:
+    """Return messages if folders or files number their classes differently, or a label has no class name."""
     groups: dict[str, list[Facts]] = {}
     for facts in shards:
         groups.setdefault(folder_of(facts.path) if _is_tar(facts.path) else facts.path, []).append(facts)
@@ -401,8 +386,6 @@ def _compare_classes(shards: list[Facts], access: Access, counts: Counter[str]) 
             names, largest = named[-1].class_names(), max((one for facts in group for one in facts.classes), default=-1)
         except ShardError as error:
             return [str(error)]
-        for label, name in enumerate(names or ()):
-            counts[name] += sum(facts.classes[label] for facts in group)
         if names is not None and largest >= len(names):
             where = named[-1].names_classes
             where, cure = (f"{where or '.'}/{CLASSES}", " of the file") if _is_tar(group[0].path) else (where, "")
@@ -429,16 +412,8 @@ def _show(report: dict[str, Any], channels: int) -> None:
             values = ", ".join(f"{value:.4f}" for value in report["pixels"][name])
             say(name, f"{values}  (each channel, in [0, 1], over all pixels)")
     say("labels", f"{report['labelled']:,} images, {_describe_classes(report['classes'])}")
-    if report["class_names"]:
-        say("class names", shown_classes(report["class_names"].items()))
-    if report["depths"]:
-        bounds = ", ".join(f"{count:,} up to {bound}" for bound, count in report["depths"].items())
-        say("largest depth", f"{bounds}, in the unit of the maps")
-    elif report["mapped"]:
-        values = {int(value): count for value, count in report["map_values"].items()}
-        ignored, pixels = values.pop(IGNORED, 0), sum(report["map_values"].values())
-        say("maps", f"{report['mapped']:,} images, {_describe_classes(values)}")
-        say("", f"{100 * ignored / max(pixels, 1):.1f} % of the pixels are ignored ({IGNORED})")
+    if report["mapped"]:
+        say("maps", f"{report['mapped']:,} images")
     for line in report["notes"]:
         say("left out", line)
     print()

@@ -1,10 +1,10 @@
-"""Make shards from the images in a folder, a list or a manifest.
+"""Make shards from the images in a folder or a manifest.
 
     tessera make_shards IMAGES SHARDS [options]
 
-IMAGES is a folder of images or of class folders, a list, or a CSV or Parquet manifest. A list is a text file with one
-path per line, optionally followed by a tab and a label. An image x.jpg may have a map of classes or of depth:
-x.seg.png, x.depth.png or x.depth.npy in the folder of the image, or x.png or x.npy in the folder given by --maps.
+IMAGES is a folder of images or of class folders, or a manifest: a CSV with the columns path and label. An image x.jpg
+may have a map of classes or of depth: x.seg.png, x.depth.png or x.depth.npy in the folder of the image, or x.png or
+x.npy in the folder given by --maps.
 SHARDS is a folder. The command writes the shards NAME-000000.tar and so on to this folder, a table beside each shard,
 and these files:
 
@@ -28,11 +28,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tarfile import BLOCKSIZE
-from typing import Self
 
 import numpy as np
 import PIL
-from pydantic import Field, model_validator
+from pydantic import Field
 from rich.filesize import decimal
 
 from tessera.data.failures import ShardError
@@ -65,7 +64,7 @@ class MakeShards(Recipe):
     """Make shards from images. After an interruption, the same command continues with the missing shards."""
 
     images: Positional[Path]
-    """folder of images or of class folders, list (.txt), or manifest (.csv, .parquet)"""
+    """folder of images or of class folders, or manifest (.csv, .tsv)"""
     shards: Positional[Path]
     """folder to which shards are written; it must not hold shards made from other images or with other settings"""
     name: str = Field(default="shard", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
@@ -73,14 +72,14 @@ class MakeShards(Recipe):
     shard_size_mb: float = Field(default=256, gt=0)
     """approximate size of a shard in megabytes (10^6 bytes)"""
     shuffle: bool = True
-    """true: distribute the images over the shards in random order; false: keep the order of names or of the list"""
+    """true: distribute the images over the shards in random order; false: keep the order of names or of the manifest"""
     seed: int = Field(default=0, ge=0)
     """seed of the shuffle"""
     workers: int = Field(default=cores(), ge=1)
     """number of worker processes"""
     labels: str = "auto"
     """labels of the images in a folder: a CSV (docs/own_images.md); folders: the first folder of a path is the class;
-    none: no labels; auto: for a list or manifest, the labels in the file; for a folder, like `folders` if there are
+    none: no labels; auto: for a manifest, the labels in the file; for a folder, like `folders` if there are
     several folders and every image is exactly one folder deep, otherwise like `none`; auto refuses a folder with
     subfolders such as train and val, which are sets, not classes"""
     classes: Path | None = None
@@ -89,15 +88,7 @@ class MakeShards(Recipe):
     """folder of maps, such as ADE20K's annotations/training: the map of the image a/x.jpg is a/x.png or a/x.npy;
     default: the map is x.seg.png, x.depth.png or x.depth.npy, in the folder of the image"""
     root: Path | None = None
-    """folder to which the paths in a list or manifest are relative; default: the folder of the list or manifest"""
-
-    @model_validator(mode="after")
-    def _fit(self) -> Self:
-        if self.quality is not None and (not self.encodes or self.format == "png"):
-            raise ValueError("quality is only for encoding to JPEG or WebP. Set resize or format, or leave quality out")
-        if self.encodes and not self.verify:
-            raise ValueError("resize and format decode every image, so verify cannot be false. Leave verify out")
-        return self
+    """folder to which the paths in a manifest are relative; default: the folder of the manifest"""
 
 
 class Folder:
@@ -209,15 +200,15 @@ def _list_images(settings: MakeShards) -> Listing:
     images = settings.images
     if images.is_dir():
         if settings.root is not None:
-            raise ShardError(f"--root is for lists and manifests, but {images} is a folder. Leave the option out.")
+            raise ShardError(f"--root is for manifests, but {images} is a folder. Leave the option out.")
         table = settings.labels not in ("auto", "folders", "none")
         listing = list_folder(images, labels="auto" if table else settings.labels, besides=settings.shards)
         if table:
             add_labels(listing, Path(settings.labels))
-    elif images.is_file() and images.suffix.lower() in (".txt", ".parquet", *MANIFESTS):
+    elif images.is_file() and images.suffix.lower() in MANIFESTS:
         listing = list_file(images, root=settings.root, labels=settings.labels)
     elif images.exists():
-        raise ShardError(f"{images} is not a folder, a list (.txt) or a manifest (.csv, .parquet). Give one of these.")
+        raise ShardError(f"{images} is neither a folder nor a manifest (.csv, .tsv). Give one of these.")
     else:
         raise ShardError(f"{images} does not exist. Correct the path.")
     # The search calls `stat` for every image, so skip the search if `list_folder` found no maps beside the images.
@@ -242,7 +233,7 @@ def _check_plan(settings: MakeShards, folder: Folder, listing: Listing) -> None:
         ShardError: the folder holds shards that were made with other settings or from other images.
     """
     plan = settings.model_dump(mode="json", exclude={"images", "shards", "workers", "root", "classes", "maps"})
-    plan["the version of Pillow"] = PIL.__version__ if settings.encodes else None
+    plan["the version of Pillow"] = None if settings.resize is None else PIL.__version__
     plan["images (names, sizes, dates or labels)"] = listing.fingerprint()
     if not folder.plan.exists():
         with atomic_write(folder.plan, sync=True) as path:
@@ -281,7 +272,7 @@ def split(listing: Listing, order: np.ndarray, shard_bytes: float, ratio: float)
 
 def encoded_ratio(listing: Listing, recipe: Recipe, workers: int) -> float:
     """Estimate the ratio of stored image sizes to file sizes. The ratio is 1 if images are not encoded again."""
-    if not recipe.encodes:
+    if recipe.resize is None:
         return 1.0
 
     def probe(entry: int) -> tuple[int, int]:

@@ -18,15 +18,11 @@ import numpy as np
 from tessera.data.failures import ShardError, is_exhausted
 from tessera.data.shards.index import composed
 from tessera.data.shards.notes import (
-    ALIKE,
     BARE,
     HIDDEN,
     LOST,
     MASK,
-    MASKS,
     OTHER_IMAGES,
-    PAIR,
-    SINGLE,
     UNUSABLE,
     Note,
 )
@@ -161,36 +157,15 @@ class Listing:
 
     def notes(self) -> list[Note]:
         """Return notes on the files that are left out, and on files that may not be images of their class."""
-        of_folders = (LOST, MASKS)
-        named = [
-            note if self.classes else note._replace(group="") for note in self.found if note.kind not in of_folders
-        ]
-        classes = [note for note in self.found if note.kind in of_folders and self.classes]
+        named = [note if self.classes else note._replace(group="") for note in self.found if note.kind != LOST]
+        classes = [note for note in self.found if note.kind == LOST and self.classes]
         left_out = []
         # `manifest.add_labels` names the images that have no label in the manifest
         for code in np.unique(self.sizes[(self.sizes <= 0) & (self.sizes != UNLABELLED)]).tolist():
             entries = np.flatnonzero(self.sizes == code)
             first = os.fsdecode(self.path(int(entries[0])))
             left_out.append(Note(UNUSABLE, len(entries), first, REASONS[code]))
-        return [*left_out, *named, *classes, *self._class_notes()]
-
-    def class_counts(self) -> list[tuple[str, int]]:
-        """Return (name, number of usable images) of each class; nothing if the classes have no names."""
-        labels = self.labels[self.usable]
-        counts = np.bincount(labels[labels >= 0], minlength=len(self.classes or ()))
-        return [(name, int(count)) for name, count in zip(self.classes or (), counts, strict=False)]
-
-    def _class_notes(self) -> list[Note]:
-        """Return notes on names of classes that may be misspelt."""
-        alike: dict[str, list[str]] = {}
-        counts = [(name, count) for name, count in self.class_counts() if count]
-        for name, _ in counts:
-            alike.setdefault("".join(name.split()).casefold(), []).append(name)
-        notes = [Note(ALIKE, 1, group=" and ".join(map(repr, names))) for names in alike.values() if len(names) > 1]
-        single = [name for name, count in counts if count == 1]
-        if 2 * len(single) < len(counts):  # otherwise the whole set is small, not a label misspelt
-            notes += [Note(SINGLE, 1, group=name) for name in single]
-        return notes
+        return [*left_out, *named, *classes]
 
     def fingerprint(self) -> str:
         """Return a hash of all relative paths, sizes, modification times, labels and maps, without the root folder."""
@@ -294,9 +269,6 @@ def list_folder(folder: Path, *, labels: str, besides: Path | None = None, manif
     if labels == "folders" or (labels == "auto" and depths == [1] and len(names) > 1):
         read = {os.fsdecode(path.partition(b"/")[0]) for path in paths}
         listing.found += [Note(LOST, 1, group=name) for name in sorted({*walk.folders, *names} - read)]
-        noted = {note.group for note in listing.found if note.kind == MASK}
-        of_masks = (one for one in sorted(names - noted) if os.fsencode(one.lower()) in OF_MASKS)
-        listing.found += [Note(MASKS, 1, group=one) for one in of_masks]
         listing.number_classes(sorted(names, key=class_order))
         return listing
     listing.labels = np.full(len(listing), NO_LABEL)
@@ -369,16 +341,13 @@ class _Walk:
         self.other_files["folders that cannot be read"] += 1
 
     def _note_images(self, prefix: bytes, images: list[bytes], label: str | None, masks: bool) -> None:
-        """Note the images of one folder that may be maps or copies of other images, by their names."""
+        """Note the images of one folder that may be maps of other images, by their names."""
         stems = [os.path.splitext(name.lower())[0] for name in images]
-        every, seen = {*stems}, set[bytes]()
+        every = {*stems}
         for name, stem in zip(images, stems, strict=True):
             matched = _MASK.fullmatch(stem)
             if masks or (matched and (matched[1] or matched[2]) in every):
                 self._note(MASK, prefix + name, label)
-            if stem in seen:
-                self._note(PAIR, prefix + name, label)
-            seen.add(stem)
 
     def _note_other(self, path: bytes, lower: bytes, label: str | None) -> None:
         """Count a file that is not an image."""

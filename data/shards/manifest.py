@@ -1,4 +1,4 @@
-"""Files that list images with their labels: manifests (.csv, .tsv, .parquet) and lists (.txt).
+"""Manifests (.csv, .tsv): files that list images with their labels.
 
 A manifest has a column with the paths (`PATHS`) and a column with the labels (`LABELS`). Paths are relative to the
 folder of the file. If all labels are integers, they are the class numbers. Otherwise the classes are numbered in the
@@ -16,7 +16,7 @@ import numpy as np
 from tessera.data.failures import ShardError, warn_once
 from tessera.data.shards.index import composed
 from tessera.data.shards.listing import MISSING, NO_LABEL, UNLABELLED, File, Listing, file_facts
-from tessera.data.shards.notes import LOST, MASKS
+from tessera.data.shards.notes import LOST
 from tessera.data.shards.tar_index import LARGEST_LABEL, whole_number
 from tessera.runtime.user_error import printable
 
@@ -25,42 +25,35 @@ PATHS = ("path", "file", "filename", "file_name", "image")
 LABELS = ("label", "class", "class_name", "category")
 """Names of the column with the labels."""
 MANIFESTS = (".csv", ".tsv")
-"""Endings of manifests that hold text."""
+"""Endings of manifests."""
 MOST_NAMED = 3
 """Number of images that a warning names."""
-
-ROWS_AT_ONCE, LARGEST_ROWS = 64, 2**24
-"""Number of rows of a Parquet manifest that are expanded at once, and their maximum size in bytes."""
 
 Row = tuple[str, str | None]
 """Path of an image, and its label (None if the image has no label)."""
 
 
 def list_file(path: Path, *, root: Path | None, labels: str, only: bool = False, inside: bool = True) -> Listing:
-    """List the images in a list or manifest.
-
-    A list has one path per line, optionally followed by a tab and a label.
+    """List the images in a manifest.
 
     Args:
-        path: a list, or a CSV or Parquet manifest with a column `path` and optionally a column `label`.
-        root: root folder, to which the paths are relative; None for the folder of the list or manifest.
+        path: a manifest with a column `path` and optionally a column `label`.
+        root: root folder, to which the paths are relative; None for the folder of the manifest.
         labels: "auto" reads the labels, and "none" ignores them.
         only: leave out the images that have no label, if others have one.
         inside: refuse paths outside the root folder, because names in shards are relative to it.
 
     Raises:
-        ShardError: the list or manifest cannot be read or contains no existing images; a column is missing; a path lies
+        ShardError: the manifest cannot be read or contains no existing images; a column is missing; a path lies
             outside the root folder (if `inside` is true) or occurs twice; a label is negative or too large; or
             `labels` has another value.
     """
     if labels not in ("auto", "none"):
-        raise ShardError(
-            f"--labels {labels} is for a folder of images, but {path} is a list or manifest. Leave --labels out."
-        )
+        raise ShardError(f"--labels {labels} is for a folder of images, but {path} is a manifest. Leave --labels out.")
     folder = os.path.realpath(os.fsencode(root or path.parent))
     listing = Listing.of(folder, _files(path, folder, inside))
     missing = [listing.path(int(entry)) for entry in np.flatnonzero(listing.sizes == MISSING)]
-    absent = f" These files do not exist: {_some(missing)}.{_spelling(folder, missing)}" if missing else ""
+    absent = f" These files do not exist: {_some(missing)}." if missing else ""
     listing.refuse_empty(f"{path} lists no existing images below {os.fsdecode(folder)}.{absent}".removesuffix("."))
     if absent:
         warn_once(f"{path}:{absent}")
@@ -99,18 +92,14 @@ def add_labels(listing: Listing, path: Path, *, only: bool = False) -> None:
         raise ShardError(
             f"{path} has a label of no image in {shown}. Its first labelled entry is {example}, and the first image is "
             f"{printable(os.fsdecode(full[int(listing.usable[0])]))}. Paths in the file are relative to the folder of "
-            f"the file. Move the file, or correct the paths.{_spelling(root, list(known)[:MOST_NAMED])}"
+            "the file. Move the file, or correct the paths."
         )
     if unlabelled:
         fate = "They are left out" if only else "They are used without a label"
         warn_once(f"Images in {shown} without a label in {path}: {_some(unlabelled)}. {fate}.")
     if lost := [one for one in known.keys() - set(full) if one.startswith(root + b"/") and not os.path.exists(one)]:
-        warn_once(
-            f"Entries of {path} whose image does not exist: {_some(sorted(lost))}.{_spelling(root, sorted(lost))}"
-        )
-    listing.found = [  # folders are no classes
-        note._replace(group="") for note in listing.found if note.kind not in (LOST, MASKS)
-    ]
+        warn_once(f"Entries of {path} whose image does not exist: {_some(sorted(lost))}.")
+    listing.found = [note._replace(group="") for note in listing.found if note.kind != LOST]  # folders are no classes
     if only:
         listing.sizes[(listing.labels < 0) & (listing.sizes > 0)] = UNLABELLED
     _set_labels(listing, path, "auto")
@@ -122,19 +111,6 @@ def _some(paths: Sequence[bytes]) -> str:
     return f"{len(paths):,} ({named}{', ...' if len(paths) > MOST_NAMED else ''})"
 
 
-def _spelling(root: bytes, paths: Sequence[bytes]) -> str:
-    """Return advice if files do not exist because of backslashes or capital letters; empty for no advice."""
-    listed = functools.lru_cache(maxsize=None)(functools.partial(_names, form=str.lower))
-    for path in paths[:MOST_NAMED]:
-        full = os.path.join(root, path)
-        if b"\\" in path and not os.path.exists(full):
-            return " Write the paths with `/` in place of backslashes."
-        found = _spelled(full, listed, str.lower)
-        if found != full and os.path.exists(found):
-            return f" There is {printable(os.fsdecode(found))}: write the capital letters of the name alike."
-    return ""
-
-
 @functools.lru_cache(maxsize=4)
 def _label_table(path: Path, size: int, modified: int) -> tuple[tuple[str, ...], dict[bytes, int]]:
     """Return the texts of all labels, and a dictionary from the real path of an image to the index of its text.
@@ -144,8 +120,8 @@ def _label_table(path: Path, size: int, modified: int) -> tuple[tuple[str, ...],
     Raises:
         ShardError: the file cannot be read, has no column of labels, or names an image twice.
     """
-    if path.suffix.lower() not in (*MANIFESTS, ".parquet"):
-        raise ShardError(f"--labels {path} must be a .csv, .tsv or .parquet file with the columns path and label.")
+    if path.suffix.lower() not in MANIFESTS:
+        raise ShardError(f"--labels {path} must be a .csv or .tsv file with the columns path and label.")
     texts: dict[str, int] = {}
     known: dict[bytes, int] = {}
     real, listed = functools.lru_cache(maxsize=None)(os.path.realpath), functools.lru_cache(maxsize=None)(_names)
@@ -158,32 +134,30 @@ def _label_table(path: Path, size: int, modified: int) -> tuple[tuple[str, ...],
     return tuple(texts), {full: label for full, label in known.items() if label >= 0}
 
 
-def _names(folder: bytes, form: Callable[[str], str] = composed) -> dict[str, list[bytes]]:
-    """Return the names in a folder by a form, such as Unicode's NFC. Return an empty dict if it cannot be listed."""
+def _names(folder: bytes) -> dict[str, list[bytes]]:
+    """Return the names in a folder by their form NFC of Unicode. Return an empty dict if it cannot be listed."""
     names: dict[str, list[bytes]] = {}
     try:
         for name in os.listdir(folder):
-            names.setdefault(form(os.fsdecode(name)), []).append(name)
+            names.setdefault(composed(os.fsdecode(name)), []).append(name)
     except OSError:
         pass  # the file is reported as missing
     return names
 
 
-def _spelled(
-    path: bytes, listed: Callable[[bytes], dict[str, list[bytes]]], form: Callable[[str], str] = composed
-) -> bytes:
-    """Return the path of the file whose path has the same form, if there is exactly one, else `path`.
+def _spelled(path: bytes, listed: Callable[[bytes], dict[str, list[bytes]]]) -> bytes:
+    """Return the path of the file whose path has the same form NFC of Unicode, if there is exactly one, else `path`.
 
-    The usual form is Unicode's NFC: macOS writes a letter with its accent as two characters, and other systems as one.
-    `listed` returns the names in a folder by this form (`_names`).
+    macOS writes a letter with its accent as two characters, and other systems as one. `listed` returns the names in a
+    folder by this form (`_names`).
     """
-    if b"\0" in path or os.path.lexists(path):
+    if b"\0" in path or path.isascii() or os.path.lexists(path):
         return path
     folder, name = os.path.split(path)
-    if not name or (form is composed and path.isascii()):
+    if not name:
         return path
-    folder = _spelled(folder, listed, form)
-    same = listed(folder).get(form(os.fsdecode(name)), [])
+    folder = _spelled(folder, listed)
+    same = listed(folder).get(composed(os.fsdecode(name)), [])
     return os.path.join(folder, same[0] if len(same) == 1 else name)
 
 
@@ -232,21 +206,12 @@ def _class_number(text: str) -> int | None:
 
 
 def _rows(path: Path, *, need_labels: bool = False) -> Iterator[Row]:
-    """Yield the path and the label of each entry of a list or manifest."""
+    """Yield the path and the label of each entry of a manifest."""
     if path.exists() and not path.is_file():
         raise ShardError(f"{path} is not a regular file. Give a file that is stored on a disk.")
     try:
-        if path.suffix.lower() in MANIFESTS:
-            yield from _csv_rows(path, need_labels)
-        elif path.suffix.lower() == ".parquet":
-            yield from _parquet_rows(path, need_labels)
-        else:
-            with path.open(encoding="utf-8", errors="surrogateescape") as lines:
-                for line in lines:
-                    name, _, label = line.rstrip("\r\n").partition("\t")
-                    if name:
-                        yield name, label.strip()
-    except (OSError, csv.Error, UnicodeDecodeError) as error:
+        yield from _csv_rows(path, need_labels)
+    except (OSError, csv.Error) as error:
         raise ShardError(f"cannot read {path}: {error}. Correct the file.") from error
 
 
@@ -275,24 +240,6 @@ def _csv_rows(path: Path, need_labels: bool) -> Iterator[Row]:
             if not label.isascii() and any("\udc80" <= letter <= "\udcff" for letter in label):
                 raise ShardError(f"{path}: the label in line {rows.line_num} is not UTF-8. Save it as `CSV UTF-8`.")
             yield row[at], label
-
-
-def _parquet_rows(path: Path, need_labels: bool) -> Iterator[Row]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise ShardError(f'{path}: Parquet needs pyarrow. Install it: pip install "tessera-ssl[parquet]"') from None
-    try:
-        with parquet.ParquetFile(path) as file:
-            at, label_at = _columns(path, file.schema_arrow.names, need_labels)
-            for batch in file.iter_batches(ROWS_AT_ONCE, columns=[at] if label_at is None else [at, label_at]):
-                if batch.nbytes > LARGEST_ROWS:  # a dictionary stores a value once, however many rows have it
-                    raise ShardError(f"{path} has {batch.nbytes:,} bytes in {len(batch)} rows. Correct the file.")
-                for row in batch.to_pylist():
-                    label = None if label_at is None else row[label_at]
-                    yield str(row[at]), None if label is None else str(label)
-    except ArrowException as error:
-        raise ShardError(f"cannot read {path}: {error}. Correct the file.") from error
 
 
 def _columns(path: Path, names: Sequence[str], need_labels: bool) -> tuple[str, str | None]:

@@ -20,15 +20,12 @@ MOST_KINDS = 10
 """Maximum number of kinds of notes that are printed."""
 MOST_GROUPS = 5
 """Maximum number of classes that are printed for each kind of notes."""
-MOST_CLASSES = 10
-"""Maximum number of class names that are printed."""
 OTHER = "."
 """First character of the kinds that are file name extensions."""
 OTHER_IMAGES = ("bmp", "dib", "gif", "heic", "heif", "avif", "jp2", "jxl", "j2k", "ppm", "pgm", "tga", "exr", "dcm")
 """File name extensions of images that are not supported. Such images in a shard cause a warning."""
 NAME, LINK, ORPHAN, TWICE, REST, CHOSEN, MAPPED = "name", "link", "orphan", "twice", "rest", "chosen", "maps"
-LOST, PAIR, MASK, PARTS, UNUSABLE, LABELS = "class", "pair", "mask", "parts", "unusable", "labels"
-HIDDEN, BARE, MASKS, ALIKE, SINGLE = "hidden", "bare", "masks", "alike", "single"
+LOST, MASK, PARTS, UNUSABLE, LABELS, HIDDEN, BARE = "class", "mask", "parts", "unusable", "labels", "hidden", "bare"
 DAMAGE = (ORPHAN, TWICE, REST)
 """Kinds that a tar has if it was joined, updated or sorted wrongly. A run warns of them, and a check fails."""
 SENTENCES = {
@@ -47,8 +44,6 @@ SENTENCES = {
     MAPPED: "{count} [sample has|samples have] several maps. Only the first of KEY.seg.png, KEY.depth.png, "
     "KEY.depth.npy is read",
     LOST: "{count} of the class folders [holds|hold] no image that can be read: {groups}",
-    PAIR: "{count} [image has|images have] the name of another image but another extension. Both are read. If one is a "
-    "map or a copy, move it out of the folder",
     MASK: "{count} [image looks like a mask of another image, by its name. It is read as an image. Move it out of the "
     "folder if it is a mask|images look like masks of other images, by their names. They are read as images. Move them "
     "out of the folder if they are masks]",
@@ -58,11 +53,6 @@ SENTENCES = {
     HIDDEN: "{count} hidden [file or folder is|files or folders are] left out, because [its name begins|their names "
     "begin] with a dot",
     BARE: "{count} [file|files] without an extension [is|are] left out",
-    MASKS: "{count} class [folder has|folders have] a name of folders of masks: {groups}. [It is|They are] read as "
-    "[a class|classes]. Move [it|them] out of the folder if [it holds|they hold] masks",
-    ALIKE: "class names are equal except for capitals and spaces: {groups}. They are different classes. If this is a "
-    "mistake, correct the labels",
-    SINGLE: "{count} [class has|classes have] one image only: {groups}",
 }
 """Maps the kind of a note to its sentence. `[one|several]` is the text for a count of one, and for other counts.
 A kind that begins with `OTHER` has the sentence `OF_OTHER_KIND`."""
@@ -115,13 +105,6 @@ def _sentence(kind: str, count: int, groups: Counter[str], first: str) -> str:
     )
     of_first = "Its name is" if count == 1 else "The first is"
     return f"{sentence}. {of_first} {printable(first)}." if first else f"{sentence}."
-
-
-def shown_classes(counts: Iterable[tuple[str, int]]) -> str:
-    """Return the names of the first classes, each with its number of images."""
-    found = [*counts]
-    shown = [f"{printable(name)} ({count:,})" for name, count in found[:MOST_CLASSES]]
-    return ", ".join(shown) + (", ..." if len(found) > MOST_CLASSES else "")
 
 
 def named_notes(shard: str, notes: Iterable[Note]) -> tuple[Note, ...]:

@@ -35,7 +35,7 @@ from tessera.data.shards.access import DEFAULT, Access, SourceConfig
 from tessera.data.shards.folder import ImageFolder, holds_images
 from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, ShardEntry, parse_folder
 from tessera.data.shards.manifest import MANIFESTS
-from tessera.data.shards.notes import OTHER_IMAGES, PARTS, Note, describe, named_notes, shown_classes, valid_notes
+from tessera.data.shards.notes import OTHER_IMAGES, PARTS, Note, describe, named_notes, valid_notes
 from tessera.data.shards.registry import OBJECTS, SOURCES, endings, scheme_of, source_of
 from tessera.data.shards.source import Shard, Source
 from tessera.data.shards.tar_index import IMAGES
@@ -188,11 +188,6 @@ def _open_patterns(shards: Shards, progress: bool, source: Access) -> Source:
     if os.environ.get("RANK", "0") == "0":
         for line in describe(notes):
             warn_once(f"{shown_paths(paths)}: {line}")
-        for one in found:
-            if isinstance(one.shard, ImageFolder) and (counts_of := one.shard.class_counts):
-                warn_once(
-                    f"{one.shard.path}: {len(counts_of):,} classes: {shown_classes(counts_of)}", level=logging.INFO
-                )
     return Source(
         [one.shard for one in found],
         counts,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -33,8 +33,8 @@ from tessera.data.statistics import histogram
 from tessera.runtime.files import atomic_write
 from tessera.runtime.settings import Settings
 
-Format = Literal["keep", "jpeg", "png", "webp"]
-
+QUALITY = 90
+"""Quality of JPEG and WebP images that are encoded again."""
 EXTENSIONS = {"jpeg": "jpg", "png": "png", "webp": "webp"}
 
 
@@ -45,21 +45,10 @@ class LeftOut(Exception):  # noqa: N818
 class Recipe(Settings):
     """Settings for checking and encoding each image."""
 
-    format: Format = "keep"
-    """format in which images are stored; images of other formats are converted; keep: keep the format of each image"""
     resize: int | None = Field(default=None, ge=8)
     """maximum length of the shorter side in pixels; larger images are downscaled and encoded again"""
-    quality: int | None = Field(default=None, ge=1, le=100)
-    """quality of JPEG and WebP images that are encoded again; default: 90"""
-    verify: bool = True
-    """decode every image, leave out damaged and too large images, and compute pixel statistics"""
     max_pixels: int = Field(default=178_956_970, ge=1)
-    """maximum number of pixels of an image, if images are decoded; larger images are left out"""
-
-    @property
-    def encodes(self) -> bool:
-        """True if the recipe can change the size or format of an image, which is then encoded again."""
-        return self.format != "keep" or self.resize is not None
+    """maximum number of pixels of an image; larger images are left out"""
 
 
 class Prepared(NamedTuple):
@@ -124,7 +113,7 @@ def _read(path: bytes, size: int, modified: int) -> bytes:
 
 
 def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) -> Prepared:
-    """Check an image file and its map, and encode the image again if the recipe requires another size or format.
+    """Check an image file and its map, and encode the image again if the recipe requires another size.
 
     If the image is not encoded again, the content of the file is kept unchanged. Otherwise the stored image is upright
     and RGB, has no metadata, and shows white where the original was transparent; formats of the registry become PNG. A
@@ -136,9 +125,7 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
     """
     found = _format(content)
     try:
-        if not recipe.encodes and not recipe.verify:
-            return Prepared(content, _extension(found), None, encoded_map)
-        if found not in EXTENSIONS and not recipe.encodes:
+        if found not in EXTENSIONS and recipe.resize is None:
             image = decoders.read(found, content, most_bands=MOST_CHANNELS, max_pixels=recipe.max_pixels)
             size = image.values.shape[:2] if image.orientation < 5 else image.values.shape[1::-1]  # upright (H, W)
             return Prepared(content, _extension(found), None, _prepare_map(encoded_map, size, size[::-1]))
@@ -146,8 +133,7 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
     except (ImageError, HeaderError) as error:
         raise LeftOut(str(error)) from error
     height, width = map(int, pixels.shape[1:])
-    wanted = found if recipe.format == "keep" else recipe.format
-    wanted = wanted if wanted in EXTENSIONS else "png"
+    wanted = found if found in EXTENSIONS else "png"
     shrinks = recipe.resize is not None and min(height, width) > recipe.resize
     if wanted == found and not shrinks:
         checked = _prepare_map(encoded_map, (height, width), (width, height))
@@ -159,7 +145,7 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
         picture = picture.resize(size, Image.Resampling.BICUBIC)
     file = BytesIO()
     try:
-        picture.save(file, wanted, **({} if wanted == "png" else {"quality": recipe.quality or 90}))
+        picture.save(file, wanted, **({} if wanted == "png" else {"quality": QUALITY}))
     except (OSError, ValueError) as error:  # for example, an image that is too wide for the format
         raise_lack_of_memory(error)
         raise LeftOut(f"the image cannot be written as {wanted}: {error}") from error

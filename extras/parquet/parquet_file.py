@@ -26,12 +26,7 @@ from tessera.runtime.user_error import printable
 
 LARGEST_GROUP = 2**31
 """Maximum size in bytes of the images of a row group, all of which are in memory while the row group is decoded."""
-USUAL_GROUP, MOST_EXPANDED = 2**28, 16
-"""The images of a row group may always have `USUAL_GROUP` bytes. Above this size, they may have `MOST_EXPANDED` times
-the bytes that the file stores for them, because encoded images can hardly be compressed."""
 ROWS_AT_ONCE = 4  # number of rows that are expanded before their size is checked
-HUGE = 2**63 - 1
-"""Stands for labels that are too large for int64."""
 KEPT_METADATA = 16
 """Maximum number of Parquet files whose metadata a process keeps in memory."""
 
@@ -42,8 +37,6 @@ class ParquetFile(Shard):
 
     ends: tuple[int, ...] = field(default=(), repr=False, compare=False)
     """Number of the row at which each row group ends."""
-    limits: tuple[int, ...] = field(default=(), repr=False, compare=False)
-    """Maximum size in bytes of the images of each row group."""
     column: str = ""
     """Name of the column that holds the encoded images: `image.bytes`, or `image` if the column is binary."""
     label_column: str | None = None
@@ -87,13 +80,11 @@ class ParquetFile(Shard):
         reason = _unread_label(schema, present, access.keys.label)
         notes = (Note(LABELS, metadata.num_rows, group=reason),) if reason else ()
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        limits = tuple(_most_bytes(_column_bytes(group, column, "total_compressed_size")) for group in groups)
-        for group, limit in zip(groups, limits, strict=True):
-            if (size := _column_bytes(group, column, "total_uncompressed_size")) > limit:
-                raise _too_large(path, f"{size:,}", limit)
+        if (size := max(_column_bytes(group, column) for group in groups)) > LARGEST_GROUP:
+            raise _too_large(path, f"{size:,}")
         ends = np.cumsum([group.num_rows for group in groups]).tolist()
         classes = None if label is None else _class_names(path, schema.metadata, label)
-        facts = (path, status.st_size, version, access, None, tuple(ends), limits, column, label, classes)
+        facts = (path, status.st_size, version, access, None, tuple(ends), column, label, classes)
         return cls(*facts, notes=notes)
 
     @property
@@ -131,8 +122,6 @@ class ParquetFile(Shard):
                 f"{self.name}/{sample} has no label, but labels are needed. Labels are integers in the column label or "
                 "cls, if the file has only one of them; name another column with data.label."
             )
-        if label == HUGE:
-            raise SampleError(f"the label of {self.name}/{sample} is above {HUGE}. Number the classes from 0.")
         return label
 
     def image(self, index: Index, sample: int) -> bytes:
@@ -179,8 +168,8 @@ class ParquetFile(Shard):
         for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[self.column], use_threads=False):
             values = batch.column(0)
             values = values.field("bytes") if str(values.type).startswith("struct") else values
-            if (total := total + values.nbytes) > self.limits[group]:
-                raise _too_large(self.path, f"more than {total:,}", self.limits[group])
+            if (total := total + values.nbytes) > LARGEST_GROUP:
+                raise _too_large(self.path, f"more than {total:,}")
             images += [value.as_py() or b"" for value in values]  # a missing image counts as corrupt
             if any(len(image) > LARGEST_MEMBER for image in images[-ROWS_AT_ONCE:]):
                 raise ShardError(
@@ -264,21 +253,16 @@ def _image_column(schema: Any, path: str, given: str | None) -> str:
     return found[0]
 
 
-def _column_bytes(group: Any, column: str, size: str) -> int:
-    """Return the sum of a property, such as `total_compressed_size`, over the chunks of a column of a row group."""
+def _column_bytes(group: Any, column: str) -> int:
+    """Return the uncompressed size in bytes of a column of a row group."""
     columns = (group.column(number) for number in range(group.num_columns))
-    return sum(getattr(one, size) for one in columns if one.path_in_schema == column)
+    return sum(one.total_uncompressed_size for one in columns if one.path_in_schema == column)
 
 
-def _most_bytes(stored: int) -> int:
-    """Return the maximum size in bytes of images that take `stored` bytes in the file."""
-    return min(max(MOST_EXPANDED * stored, USUAL_GROUP), LARGEST_GROUP)
-
-
-def _too_large(path: str, found: str, limit: int) -> ShardError:
+def _too_large(path: str, found: str) -> ShardError:
     return ShardError(
-        f"{path} has a row group with {found} bytes of images, but at most {limit:,} are supported. Write the file "
-        "again with smaller row groups, such as 100 rows, or remove it."
+        f"{path} has a row group with {found} bytes of images, but at most {LARGEST_GROUP:,} are supported. Write "
+        "the file again with smaller row groups, such as 100 rows, or remove it."
     )
 
 
@@ -301,15 +285,13 @@ def _unread_label(schema: Any, columns: list[str], given: str | None) -> str:
 
 
 def _labels(file: Any, column: str | None) -> np.ndarray:
-    """Return the labels in a column: (N,) int64. A missing label is -1, and a label above `HUGE` is `HUGE`."""
-    from pyarrow import compute, scalar, types
+    """Return the labels in a column: (N,) int64. A missing label is -1."""
+    from pyarrow import types
 
     kind = file.schema_arrow.field(column).type
     if not types.is_integer(kind):
         return np.full(file.metadata.num_rows, -1, dtype=np.int64)
     values = file.read([column], use_threads=False).column(0)
-    if types.is_uint64(kind):
-        values = compute.min_element_wise(values, scalar(HUGE, kind), skip_nulls=False)  # pyright: ignore[reportAttributeAccessIssue]
     return np.asarray(values.cast("int64").fill_null(-1))
 
 

@@ -166,8 +166,8 @@ def test_shards_in_the_folder_of_images(animals):
 def test_other_settings_and_other_images_are_named(animals, tmp_path, capsys):
     make(animals, tmp_path / "out", SMALL)
     before = content(tmp_path / "out")
-    make(animals, tmp_path / "out", SMALL, "--seed=3", "--verify=false", status=2)
-    assert "made with other verify, seed. Make these shards in another folder" in capsys.readouterr().err
+    make(animals, tmp_path / "out", SMALL, "--seed=3", "--max_pixels=9", status=2)
+    assert "made with other max_pixels, seed. Make these shards in another folder" in capsys.readouterr().err
     os.utime(animals / "ant" / "ant_00.jpg", ns=(0, 0))
     make(animals, tmp_path / "out", SMALL, status=2)
     assert "made with other images (names, sizes, dates or labels)." in capsys.readouterr().err
@@ -244,12 +244,9 @@ def test_a_worker_that_is_killed(animals, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--quality=80"], "Set resize or format"),
-        (["--format=png", "--quality=80"], "Set resize or format"),
-        (["--verify=false", "--resize=64"], "Leave verify out"),
         (["--resize=4"], "greater than or equal to 8"),
         (["--name=../x"], "name"),
-        (["--root=x"], "--root is for lists"),
+        (["--root=x"], "--root is for manifests"),
         (["--sed=1"], "did you mean '--seed'?"),
     ],
 )

@@ -159,22 +159,10 @@ def test_blank_rows_and_rows_without_a_label_are_left_out(photos: Path, caplog: 
         as_shards(photos, text + "photos/c.png\n")
 
 
-@pytest.mark.parametrize(
-    ("entry", "advice"),
-    [
-        ("photos/A.PNG", "There is .*photos/a.png: write the capital letters"),
-        ("Photos/DEEP/d.png", "There is .*photos/deep/d.png: write the capital letters"),
-        ("photos\\a.png", "`/` in place of backslashes"),
-        ("elsewhere/x.png", r"do not exist: 1 \(elsewhere/x.png\)"),
-    ],
-)
-def test_files_that_do_not_exist_are_named(photos: Path, entry: str, advice: str) -> None:
-    with pytest.raises(ShardError, match=advice) as caught:
-        as_shards(photos, f"path,label\n{entry},cat\n")
+def test_files_that_do_not_exist_are_named(photos: Path) -> None:
+    with pytest.raises(ShardError, match=r"do not exist: 1 \(elsewhere/x.png\)") as caught:
+        as_shards(photos, "path,label\nelsewhere/x.png,cat\n")
     assert "1 of 1 shards" not in str(caught.value)
-    if entry[0] == "p":
-        with pytest.raises(ShardError, match=advice):
-            opened(photos, f"path,label\n{entry},cat\n")
 
 
 @needs_extra("map_style")
@@ -185,21 +173,10 @@ def test_a_list_of_images_with_labels_is_a_data_set(photos: Path) -> None:
         open_shards([("a.png", 0)])
 
 
-@pytest.mark.parametrize("name", ["x.csv", "x.tsv", pytest.param("x.parquet", marks=needs_extra("parquet"))])
-def test_only_regular_files_of_bounded_texts_are_read(photos: Path, name: str) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    file = photos.parent / name
+def test_only_regular_files_are_read(photos: Path) -> None:
+    file = photos.parent / "x.csv"
     os.mkfifo(file)
     form = Access(keys=SampleKeys(labels=str(file)))
     for shards, source in ((str(photos), form), (str(file), DEFAULT)):
-        with pytest.raises(ShardError, match=rf"{name} is not a regular file"):
+        with pytest.raises(ShardError, match=r"x\.csv is not a regular file"):
             open_shards(shards, source=source)
-    if name == "x.parquet":
-        file.unlink()
-        table = pa.table({"path": ["x" * 2**19] * 64, "label": ["cat"] * 64})
-        parquet.write_table(table, file, compression="zstd")
-        assert file.stat().st_size < 4000
-        with pytest.raises(ShardError, match=r"x.parquet has 33,.* bytes in 64 rows"):
-            open_shards(str(photos), source=form)

@@ -4,7 +4,6 @@ import io
 import os
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from tests.data.batches import saved
@@ -28,43 +27,16 @@ def test_resize_makes_only_large_images_smaller(photos, tmp_path):
     assert np.array_equal(decoded(found["large"]), expected)
 
 
-@pytest.mark.parametrize("format", ["jpeg", "png", "webp"])
-def test_formats(photos, tmp_path, format):
-    gradient = Image.radial_gradient("L").resize((48, 32)).convert("RGB")
-    folder = photos({f"{kind}.{kind}": saved(gradient, kind) for kind in ("jpeg", "png", "webp")})
-    make(folder, tmp_path / "out", f"--format={format}", *([] if format == "png" else ["--quality=100"]))
-    for key, image, _ in samples(tmp_path / "out"):
-        assert Image.open(io.BytesIO(image)).format == format.upper()
-        source = (folder / f"{key}.{key}").read_bytes()
-        if key == format:
-            assert image == source
-        else:
-            difference = np.abs(decoded(image).astype(int) - decoded(source))
-            assert difference.mean() < (0.01 if format == "png" else 2)
-
-
 def test_encoded_images_stand_upright_on_white(photos, tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
-    turned = picture(0, (24, 16), "PNG", exif=exif)
+    turned = picture(0, (12, 10), "PNG", exif=exif)
     clear = saved(Image.new("RGBA", (16, 16), (9, 9, 9, 0)), "PNG")
     folder = photos({"turned.png": turned, "clear.png": clear})
-    make(folder, tmp_path / "out", "--format=webp", "--quality=95")
+    make(folder, tmp_path / "out", "--resize=8")
     found = {key: decoded(image) for key, image, _ in samples(tmp_path / "out")}
-    assert found["turned"].shape == (24, 16, 3)
+    assert found["turned"].shape == (10, 8, 3)
     assert (found["clear"] > 250).all()
-
-
-def test_quality_and_size_of_encoded_images(photos, tmp_path):
-    folder = photos({f"{n}.png": picture(n, (128, 128), "PNG") for n in range(40)})  # about 49 kB
-    sizes = {}
-    for quality in (30, 95):
-        out = tmp_path / str(quality)
-        make(folder, out, "--format=jpeg", f"--quality={quality}", "--shard_size_mb=0.1")
-        sizes[quality] = [path.stat().st_size for path in shards(out)]
-        assert max(sizes[quality]) < 130_000
-        assert min(sizes[quality]) > 50_000
-    assert len(sizes[30]) < len(sizes[95])
 
 
 def test_keys_are_unique_and_without_dots(photos, tmp_path):

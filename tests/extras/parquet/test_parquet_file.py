@@ -229,26 +229,18 @@ def test_columns_that_may_be_meant(tmp_path):
     assert open_shards(file([image, pa.nulls(1)], ["image", "label"])).notes == ()
 
 
-@pytest.mark.parametrize(("label", "kind"), [(2**63 + 1, pa.uint64()), (2**64 - 1, pa.uint64())])
-def test_labels_above_int64(tmp_path, label, kind):
-    opened = open_shards(write(tmp_path / "data" / "0.parquet", [picture(0), picture(1)], pa.array([1, label], kind)))
-    assert opened.label(0) == 1
-    with pytest.raises(ShardError, match=r"label of 0.parquet/1 is above 9223372036854775807"):
-        opened.label(1)
-
-
 def test_images_that_expand(tmp_path, monkeypatch):
     options = {"use_dictionary": True, "store_schema": False, "group": 1000}
     image = picture(0) + bytes(10_000)
     path = write(tmp_path / "data" / "0.parquet", [image] * 40, [0] * 40, compression="zstd", **options)
     assert os.path.getsize(path) < 10_000
     with monkeypatch.context() as patch:
-        patch.setattr("tessera.extras.parquet.parquet_file.USUAL_GROUP", 200_000)
+        patch.setattr("tessera.extras.parquet.parquet_file.LARGEST_GROUP", 200_000)
         opened = open_shards(path)  # the metadata count the value once
         with pytest.raises(ShardError, match=r"0.parquet has a row group with more than 2\d\d,\d\d\d bytes of images"):
             opened.image(0)
     assert open_shards(path).image(39) == image
-    monkeypatch.setattr("tessera.extras.parquet.parquet_file.USUAL_GROUP", 200_000)
+    monkeypatch.setattr("tessera.extras.parquet.parquet_file.LARGEST_GROUP", 200_000)
     path = write(tmp_path / "data" / "1.parquet", [bytes(300_000)], [0], compression="zstd", use_dictionary=False)
     with pytest.raises(ShardError, match=r"has a row group with 300,.* bytes of images, but at most 200,000"):
         open_shards(path)
