@@ -8,7 +8,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -24,6 +24,7 @@ from tessera.data.sampler import MixtureSampler, sample_rng
 from tessera.data.shards import ShardError, Source
 from tessera.data.shards.source import Shard
 from tessera.data.user_code import Augment
+from tessera.encoders.base import PixelType, Preprocessing
 
 MOST_SKIPPED = 100
 """Number of consecutive corrupt images after which a run stops."""
@@ -47,13 +48,25 @@ read, so several large images could be in memory at the same time."""
 
 @dataclass(frozen=True)
 class Decoding:
-    """Limits on accepted images, the number of channels of decoded images, and the kind of maps."""
+    """Limits on accepted images, the form of decoded images, and the kind of maps."""
 
     channels: int = 3
     max_pixels: int = MAX_PIXELS
     """Maximum number of pixels of an image. Larger images count as corrupt."""
     maps: MapKind | None = None
     """Kind of the maps; None if maps are not read."""
+    pixel_type: PixelType = "uint8"
+    """Type of the data set."""
+    nodata: float | Literal["auto"] | None = None
+    """Value of pixels without data; `auto` for the value that each file names."""
+    fill: tuple[float, ...] | None = None
+    """Value of each channel for pixels without data; None leaves their values as they are."""
+
+    @classmethod
+    def of(cls, preprocessing: Preprocessing, max_pixels: int = MAX_PIXELS, maps: MapKind | None = None) -> "Decoding":
+        """Return the decoding of the images that a preprocessing describes."""
+        form = {"pixel_type": preprocessing.pixel_type, "nodata": preprocessing.nodata, "fill": preprocessing.fill}
+        return cls(preprocessing.channels, max_pixels, maps, **form)
 
     def picture(self, image: Undecoded) -> Picture:
         """Read the header of an encoded image, or convert a decoded image.
@@ -61,7 +74,8 @@ class Decoding:
         Raises:
             ImageError: the image is damaged, too large or of an unsupported format.
         """
-        return Picture(image, max_pixels=self.max_pixels, channels=self.channels)
+        form = {"pixel_type": self.pixel_type, "nodata": self.nodata, "fill": self.fill}
+        return Picture(image, max_pixels=self.max_pixels, channels=self.channels, **form)
 
 
 class Address(NamedTuple):

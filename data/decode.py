@@ -1,4 +1,4 @@
-"""Decode images into upright tensors with C channels.
+"""Decode images into upright tensors with C channels, in the type of the data set.
 
 Images have H x W pixels. simplejpeg (with libjpeg-turbo) decodes upright JPEGs with one or three components, the usual
 images in most data sets. Pillow decodes the remaining JPEGs, and all PNGs and WebPs. Pillow decodes a JPEG to the same
@@ -6,7 +6,9 @@ pixels as simplejpeg, but more slowly. Other formats have decoders in a registry
 """
 
 import warnings
+from collections.abc import Sequence
 from io import BytesIO
+from typing import Literal
 
 import numpy as np
 import simplejpeg
@@ -14,7 +16,7 @@ import torch
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from tessera.data.decoders import decoder_of, known_formats, read
+from tessera.data.decoders import DECODERS, Decoded, decoder_of, known_formats
 from tessera.data.headers import (
     HeaderError,
     check_png,
@@ -26,6 +28,9 @@ from tessera.data.headers import (
     read_jpeg,
 )
 from tessera.data.levels import check_range, eight_bits
+from tessera.data.nodata import filled, missing
+from tessera.data.values import PNG_MODES, WHITE, fitted, mixed, read_png, to_channels, type_of
+from tessera.encoders.base import PixelType
 from tessera.runtime.user_error import printable
 
 FORMATS = ("JPEG", "PNG", "WEBP")
@@ -42,8 +47,15 @@ ROWS_AT_ONCE = 2**21
 """Number of pixels that are converted at once. Converting all pixels at once would need several times the memory."""
 LARGEST_EXIF = 2**18
 """Maximum size in bytes of EXIF data. Larger data are ignored, because Pillow copies the data for each tag."""
-_REFUSED_MODES = ("F", "LAB")
-"""Modes of Pillow images that are refused: floating-point values, and a colour space that Pillow does not convert."""
+_ARRAY_TYPES = ("uint8", "uint16", "int16", "float32", "uint32", "int32", "int64", "float16")
+"""Types of arrays and tensors that are accepted as images. The type of the data set must hold all values."""
+_WIDE_MODES = ("I", "F")
+"""First letters of the modes of Pillow images with values of more than 8 bits."""
+_TURNS = (b"eXIf", b"Raw profile", b"xmp")
+"""Bytes in PNGs that may state an orientation."""
+COLOUR_KEY = "a 16-bit PNG with a transparent colour, which is not supported. Save it with alpha"
+MOST_BANDS = 2**10
+"""Maximum number of bands of an image whose number of channels is not given."""
 _STRAIGHT = {"La": "LA", "RGBa": "RGBA"}
 """Modes of Pillow with premultiplied alpha, and the modes to which Pillow converts them."""
 _CHANNELS = (1, 3, 4)
@@ -52,7 +64,7 @@ _CHANNELS = (1, 3, 4)
 
 Undecoded = bytes | bytearray | memoryview | Image.Image | np.ndarray | Tensor
 """An image as data sets return it: an encoded file, also as a uint8 array or tensor (N,); a Pillow image; an array
-(H, W) or (H, W, C) uint8; or a tensor (H, W) or (C, H, W) uint8."""
+(H, W) or (H, W, C); or a tensor (H, W) or (C, H, W). Arrays and tensors hold numbers (`_ARRAY_TYPES`)."""
 
 
 class ImageError(ValueError):
@@ -62,53 +74,92 @@ class ImageError(ValueError):
         super().__init__(printable(reason))  # escape bytes of the file that a library's message may quote
 
 
-def decode(encoded: Undecoded, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Tensor:
-    """Decode an image file to an upright image (C, H, W) uint8. Decoded images are only converted.
+def decode(
+    encoded: Undecoded,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    channels: int = 3,
+    pixel_type: PixelType = "uint8",
+    nodata: float | Literal["auto"] | None = None,
+    fill: Sequence[float] | None = None,
+) -> Tensor:
+    """Decode an image file to an upright image (C, H, W) of the type `pixel_type`. Decoded images are only converted.
 
     The image is turned upright according to its EXIF orientation. The memory format is channels-last. With three
     channels, the image is RGB, and transparent parts show a white background. With one channel, the image is the
-    luminance of the RGB image. With four channels, the image is RGBA, and alpha is 255 if the file has no transparency.
-    A TIFF with C bands keeps its bands, for any C.
+    luminance of the RGB image. With four channels, the image is RGBA, and alpha is the largest value of the type if the
+    file has no transparency. A TIFF with C bands keeps its bands, for any C.
 
-    Values of 16-bit gray images and 16-bit TIFFs are divided by 257. In 16-bit colour PNGs, only the upper byte of
-    each value is kept. The result differs from division by 257 by at most one level. A 16-bit image is refused if it
-    does not use the range of 16 bits (`data.levels`). Only the first picture of an animation is decoded. The size in
-    the header is compared with `max_pixels`, `data.headers.MAX_SIDE` and Pillow's own limit before any pixel is
-    decoded.
+    With the type uint8, values of 16-bit gray images and 16-bit TIFFs are divided by 257. In 16-bit colour PNGs, only
+    the upper byte of each value is kept. The result differs from division by 257 by at most one level. A 16-bit image
+    is refused if it does not use the range of 16 bits (`data.levels`). With any other type, all values are kept, and
+    images of 8 bits are refused.
+
+    Only the first picture of an animation is decoded. The size in the header is compared with `max_pixels`,
+    `data.headers.MAX_SIDE` and Pillow's own limit before any pixel is decoded.
 
     The EXIF orientation of a Pillow image is applied only if Pillow has opened this object from a file. Other Pillow
     images, such as the result of `rotate`, keep the EXIF data of their file, but may be upright already. They are taken
     as they are, with a warning.
 
+    Args:
+        encoded: content of the image file, or a decoded image.
+        max_pixels: maximum number of pixels of the image.
+        channels: number of channels (C).
+        pixel_type: type of the data set.
+        nodata: value of pixels without data; `auto` for the value that the file names.
+        fill: value of each channel for pixels without data; None leaves their values as they are.
+
     Raises:
         ImageError: the file is damaged, truncated or of another format, has more than `max_pixels` pixels or a side
-            above the limit, cannot be converted to `channels` channels, or has values outside 8 and 16 bits.
+            above the limit, cannot be converted to `channels` channels, has values that `pixel_type` does not hold, or
+            has no pixel with data.
         MemoryError: this process runs out of memory. The file may be intact.
     """
-    return Picture(encoded, max_pixels=max_pixels, channels=channels).pixels()
+    options = {"pixel_type": pixel_type, "nodata": nodata, "fill": fill}
+    return Picture(encoded, max_pixels=max_pixels, channels=channels, **options).pixels()
+
+
+def stored_type(image: Undecoded, *, max_pixels: int = MAX_PIXELS) -> PixelType:
+    """Return the smallest type of pixels that holds the values of an image.
+
+    The pixels of images of 8 bits, and of 16-bit PNGs, are not decoded.
+
+    Raises:
+        ImageError: the image is damaged, or its values are not numbers that a type holds.
+    """
+    encoded = image if isinstance(image, bytes) else _encoded(image)
+    try:
+        if encoded is None:
+            return "uint8" if _has_bytes(image) else type_of(_array(image))
+        if (name := decoder_of(encoded)) is not None:
+            return type_of(DECODERS[name].read(encoded, most_bands=MOST_BANDS, max_pixels=max_pixels).values)
+    except HeaderError as error:
+        raise ImageError(str(error)) from error
+    if _plain_jpeg(encoded) is None:
+        _open(encoded, 3, max_pixels)
+    return "uint16" if _has_16_bits(encoded) else "uint8"
 
 
 def check_kind(image: object) -> None:
     """Check that an object is an image of a supported type (`Undecoded`). Its content is not checked.
 
     Raises:
-        TypeError: the object is not an image, or its values are not uint8. The message says what to do.
+        TypeError: the object is not an image, or its values are of another type. The message says what to do.
     """
-    if isinstance(image, Image.Image) and image.mode in _REFUSED_MODES:
-        raise TypeError(
-            f"it is a Pillow image of the mode {image.mode}, whose values have no range that maps to 0 to 255. Scale "
-            "the values of the data set by one range, and return 8-bit images."
-        )
+    if isinstance(image, Image.Image) and image.mode == "LAB":
+        raise TypeError("it is a Pillow image of the mode LAB, which Pillow does not convert. Return RGB images.")
     if isinstance(image, bytes | bytearray | memoryview | Image.Image):
         return
     if not isinstance(image, np.ndarray | Tensor):
         raise TypeError(
-            f"it is a {type(image).__name__}. Return a Pillow image, an encoded file, or a uint8 array or tensor."
+            f"it is a {type(image).__name__}. Return a Pillow image, an encoded file, an array or a tensor."
         )
-    if str(image.dtype).removeprefix("torch.") != "uint8":
+    name = str(image.dtype).removeprefix("torch.")
+    if name not in _ARRAY_TYPES or (image.ndim == 1 and name != "uint8"):
         raise TypeError(
-            f"its values are {image.dtype}, not uint8. Return values from 0 to 255: leave out transforms such as "
-            "ToTensor and Normalize, because the run converts and normalises the pixels itself."
+            f"its values are {image.dtype}. Return values of the type uint8, uint16, int16 or float32 as they were "
+            "measured: leave out transforms such as Normalize, because the run normalises the pixels itself."
         )
     if not 1 <= image.ndim <= 3:
         form = "(H, W, C)" if isinstance(image, np.ndarray) else "(C, H, W)"
@@ -129,6 +180,9 @@ class Picture:
         image: content of the image file, or a decoded image (`Undecoded`).
         max_pixels: maximum number of pixels of the image.
         channels: number of channels of the decoded image (C).
+        pixel_type: type of the data set.
+        nodata: as in `decode`.
+        fill: as in `decode`.
 
     Raises:
         ImageError: the image cannot be decoded or is not accepted, for the reasons that `decode` lists. For a damaged
@@ -141,20 +195,91 @@ class Picture:
     """True for a JPEG with one or three components that is stored upright."""
     size: tuple[int, int]
     """Height and width of the upright image."""
+    absent: Tensor | None
+    """True for values without data, (C, H, W) bool; None if all values hold data."""
 
-    def __init__(self, image: Undecoded, *, max_pixels: int = MAX_PIXELS, channels: int = 3) -> None:
+    def __init__(
+        self,
+        image: Undecoded,
+        *,
+        max_pixels: int = MAX_PIXELS,
+        channels: int = 3,
+        pixel_type: PixelType = "uint8",
+        nodata: float | Literal["auto"] | None = None,
+        fill: Sequence[float] | None = None,
+    ) -> None:
         self._max_pixels, self._channels, self._pixels = max_pixels, channels, None
-        self.plain = False
+        self.plain, self.absent = False, None
         encoded = image if isinstance(image, bytes) else _encoded(image)
         self.encoded = encoded or b""
+        if encoded is not None and not encoded:
+            raise ImageError("the file is empty")
+        name = None if encoded is None else decoder_of(encoded)
+        if name is None and pixel_type == "uint8" and not isinstance(nodata, int | float):
+            self._read(image, encoded)
+            return
+        try:
+            self._read_values(image, encoded, name, pixel_type, nodata)
+        except HeaderError as error:
+            raise ImageError(str(error)) from error
+        assert self._pixels is not None
+        self.size = self._pixels.shape[1], self._pixels.shape[2]
+        if self.absent is not None and fill is not None:
+            self._pixels = filled(self._pixels, self.absent, fill)
+
+    def _read_values(
+        self,
+        image: Undecoded,
+        encoded: bytes | None,
+        name: str | None,
+        pixel_type: PixelType,
+        nodata: float | Literal["auto"] | None,
+    ) -> None:
+        """Read an image whose values have more than 8 bits, or pixels without data.
+
+        `name` is the name of its decoder; None if no decoder of the registry reads it.
+
+        Raises:
+            HeaderError: the image does not fit the data set, or no pixel holds data.
+        """
+        channels, limits = self._channels, {"max_pixels": self._max_pixels}
+        if name is not None and encoded is not None:
+            stored = DECODERS[name].read(encoded, most_bands=max(channels, *_CHANNELS), **limits)
+        elif pixel_type == "uint8":
+            if encoded is not None and is_jpeg(encoded):
+                raise ImageError(
+                    "a JPEG in a data set with data.nodata. JPEG changes values, so it cannot mark pixels. Leave out "
+                    "data.nodata, or save the images as PNG"
+                )
+            self._read(image, encoded)
+            assert self._pixels is not None
+            mask = missing(self._pixels.permute(1, 2, 0).numpy(), None if nodata == "auto" else nodata)
+            self.absent = None if mask is None else _upright(mask, 1)
+            return
+        else:
+            stored = _stored(image, encoded, pixel_type, channels, self._max_pixels)
+        values, mark = stored.values, stored.nodata if nodata == "auto" else nodata
+        bands = values.shape[2]
+        if bands != channels and (stored.mode is None or channels not in _CHANNELS):
+            raise ImageError(
+                f"a {(name or 'decoded').upper()} image with {bands} bands cannot be converted to {channels} channels. "
+                f"Read its bands with data.channels {bands}"
+            )
+        mask = missing(values, mark)
+        if pixel_type == "uint8":
+            values = _converted_bands(_eight_bits_of(values), channels)
+        else:
+            values = to_channels(fitted(values, pixel_type, mask), stored.mode or "", channels)
+        if mask is not None:
+            mask = mask if bands == channels else np.repeat(mask.any(2, keepdims=True), channels, axis=2)
+            self.absent = _upright(mask, stored.orientation)
+        self._pixels = _upright(values, stored.orientation)
+
+    def _read(self, image: Undecoded, encoded: bytes | None) -> None:
+        """Read an image of 8 bits, or convert an image to 8 bits. A JPEG is decoded later."""
+        channels, max_pixels = self._channels, self._max_pixels
         if encoded is None:
             self._pixels = _decoded_pixels(image, channels, max_pixels)
-            self.size = self._pixels.shape[1], self._pixels.shape[2]
-            return
-        if not encoded:
-            raise ImageError("the file is empty")
-        if (name := decoder_of(encoded)) is not None:
-            self._pixels = _pixels_by(name, encoded, channels, max_pixels)
             self.size = self._pixels.shape[1], self._pixels.shape[2]
             return
         plain = _plain_jpeg(encoded)
@@ -174,7 +299,7 @@ class Picture:
     @property
     def held_bytes(self) -> int:
         """Size in bytes of the encoded image and of its pixels, if they are decoded already."""
-        return len(self.encoded) + (0 if self._pixels is None else self._pixels.numel())
+        return len(self.encoded) + (0 if self._pixels is None else self._pixels.nbytes)
 
     def fraction(self, shrink: int) -> int:
         """Return the largest factor, at most `shrink`, by which the decoder can shrink the image.
@@ -190,7 +315,7 @@ class Picture:
         return shrink
 
     def pixels(self, shrink: int = 1) -> Tensor:
-        """Return the decoded pixels (C, H, W) uint8, in the form that `decode` describes.
+        """Return the decoded pixels (C, H, W), in the form that `decode` describes.
 
         A JPEG is decoded at 1 / `shrink` of its size, where `shrink` is 1, 2, 4 or 8. Sides are rounded up. Decoding at
         a smaller size is faster, because libjpeg transforms only the lower frequencies of each block. Each decoded
@@ -249,6 +374,11 @@ def _decoded_pixels(image: Undecoded, channels: int, max_pixels: int) -> Tensor:
             raise ImageError(f"a damaged image: {error}") from error
         return _upright(_converted(image, channels), _orientation_of_object(image))
     pixels = np.asarray(image)
+    if pixels.dtype != np.uint8:
+        raise ImageError(
+            f"an image of the type {pixels.dtype} in a data set of the type uint8. Return values from 0 to 255, "
+            "without transforms such as ToTensor and Normalize, or set data.pixel_type"
+        )
     pixels = pixels if pixels.flags.writeable else pixels.copy()  # torch warns of arrays that are read-only
     if isinstance(image, Tensor) and pixels.ndim == 3:
         pixels = pixels.transpose(1, 2, 0)
@@ -380,7 +510,7 @@ def _check_png_values(image: Image.Image, encoded: bytes) -> None:
         image.info["transparency"] = key * (255 // (2**bits - 1))  # as Pillow scales the pixels
     if bits == 16 and image.mode in ("RGB", "RGBA", "LA"):
         if key is not None:
-            raise ImageError("a 16-bit PNG with a transparent colour, which is not supported. Save it with alpha")
+            raise ImageError(COLOUR_KEY)
         try:
             check_range(np.asarray(image)[..., : 1 if image.mode == "LA" else 3], upper_bytes=True)
         except HeaderError as error:
@@ -394,21 +524,95 @@ def _ends_black(image: Image.Image, encoded: bytes) -> bool:
     return interlaced or last.getbbox(alpha_only=False) is None
 
 
-def _pixels_by(name: str, encoded: bytes, channels: int, max_pixels: int) -> Tensor:
-    """Decode a file by a decoder of the registry. Return upright pixels (C, H, W) uint8."""
+def _has_bytes(image: Undecoded) -> bool:
+    """Return True if a decoded image has values of 8 bits."""
+    if isinstance(image, Image.Image):
+        return not image.mode.startswith(_WIDE_MODES)
+    return isinstance(image, np.ndarray | Tensor) and str(image.dtype).removeprefix("torch.") == "uint8"
+
+
+def _has_16_bits(encoded: bytes) -> bool:
+    """Return True if a file is a PNG of 16 bits."""
+    return is_png(encoded) and encoded[24:25] == bytes([16])
+
+
+def _array(image: Undecoded) -> np.ndarray:
+    """Return the values of a decoded image as an array, (H, W) or (H, W, bands)."""
+    values = np.asarray(image)
+    return values.transpose(1, 2, 0) if isinstance(image, Tensor) and values.ndim == 3 else values
+
+
+def _stored(image: Undecoded, encoded: bytes | None, pixel_type: PixelType, channels: int, max_pixels: int) -> Decoded:
+    """Return the values of a decoded image or of a PNG, in their own type.
+
+    Raises:
+        HeaderError: the file is an image of 8 bits.
+        ImageError: the file is damaged, or is not accepted.
+    """
+    if encoded is None:
+        size = image.size if isinstance(image, Image.Image) else _array(image).shape[1::-1]
+        try:
+            check_sides(*size, max_pixels)
+        except HeaderError as error:
+            raise ImageError(str(error)) from error
+        if isinstance(image, Image.Image):
+            _load(image)
+        values = _array(image)
+        values = values if values.flags.writeable else values.copy()  # torch warns of arrays that are read-only
+        values = values[..., None] if values.ndim == 2 else values
+        orientation = _orientation_of_object(image) if isinstance(image, Image.Image) else 1
+        return Decoded(values, orientation, {1: "L", 3: "RGB", 4: "RGBA"}.get(values.shape[2]))
+    opened = _open(encoded, channels, max_pixels)
+    if not _has_16_bits(encoded):
+        raise mixed("uint8", pixel_type)
+    mode, key = PNG_MODES[encoded[25]], opened.info.get("transparency")
+    if mode == "L":
+        pixels = _loaded_values(opened, encoded)
+        if isinstance(key, int):
+            pixels, mode = np.stack([pixels, np.where(pixels == key, 0, WHITE).astype(np.uint16)], axis=2), "LA"
+        return Decoded(pixels.reshape(*pixels.shape[:2], -1), _orientation(opened), mode)
+    if key is not None:
+        raise ImageError(COLOUR_KEY)
+    if any(part in encoded for part in _TURNS):
+        _load(opened)  # the EXIF data may follow the pixels
+    return Decoded(read_png(encoded), _orientation(opened), mode)
+
+
+def _loaded_values(image: Image.Image, encoded: bytes) -> np.ndarray:
+    """Return the values (H, W) uint16 of a 16-bit gray PNG that Pillow has opened."""
+    _load(image)
+    if _ends_black(image, encoded) and not holds_all_pixels(encoded):
+        raise ImageError("a damaged PNG: the pixel data is truncated")
+    return np.array(image, dtype=np.uint16)
+
+
+def _load(image: Image.Image) -> None:
+    """Decode the pixels of an image that Pillow has opened."""
     try:
-        found = read(name, encoded, most_bands=max(channels, *_CHANNELS), max_pixels=max_pixels)
-    except HeaderError as error:
-        raise ImageError(str(error)) from error
-    pixels, bands = found.values, found.values.shape[2]
-    if bands != channels:
-        if found.mode is None or channels not in _CHANNELS:
-            raise ImageError(
-                f"a {name.upper()} image with {bands} bands cannot be converted to {channels} channels. Read its bands "
-                f"with data.channels {bands}"
-            )
-        pixels = _converted(Image.fromarray(pixels[..., 0] if bands == 1 else pixels), channels)
-    return _upright(pixels, found.orientation)
+        image.load()
+    except Exception as error:  # Pillow raises many kinds of errors for damaged files
+        raise_lack_of_memory(error)
+        raise ImageError(f"a damaged image: {error}") from error
+
+
+def _eight_bits_of(values: np.ndarray) -> np.ndarray:
+    """Return values (H, W, bands) as 8 bits.
+
+    Raises:
+        HeaderError: the values are neither uint8 nor uint16, or do not use the range of 16 bits.
+    """
+    if values.dtype == np.uint16:
+        check_range(values)
+        return eight_bits(values)
+    return fitted(values, "uint8")
+
+
+def _converted_bands(pixels: np.ndarray, channels: int) -> np.ndarray:
+    """Convert gray or RGB pixels (H, W, bands) uint8, with or without alpha, to `channels` channels."""
+    bands = pixels.shape[2]
+    if bands == channels:
+        return pixels
+    return _converted(Image.fromarray(pixels[..., 0] if bands == 1 else np.ascontiguousarray(pixels)), channels)
 
 
 def _orientation_of_object(image: Image.Image) -> int:
@@ -452,6 +656,11 @@ def _converted(image: Image.Image, channels: int) -> np.ndarray:
     Raises:
         ImageError: the image has values outside 16 bits, or does not use the range of 16 bits.
     """
+    if image.mode == "F":
+        raise ImageError(
+            "a Pillow image of the mode F (float32) in a data set of the type uint8. Set data.pixel_type float32, or "
+            "scale the values of the data set by one range, and save its images with 8 bits"
+        )
     if image.mode.startswith("I"):
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:

@@ -17,11 +17,14 @@ class Decoded(NamedTuple):
     """Image of a file."""
 
     values: np.ndarray
-    """Values (H, W, bands) uint8 or uint16 as stored in the file, not turned upright."""
+    """Values (H, W, bands) as stored in the file, not turned upright: uint8, uint16, int16 or float32. Values of other
+    types of numbers are accepted if the type of the data set holds each of them."""
     orientation: int
     """EXIF orientation; 1 is upright."""
     mode: str | None
     """Pillow's name of the mode for gray or RGB bands, with or without alpha; None for other bands."""
+    nodata: float | None = None
+    """Value that marks pixels without data, if the file names one, such as in GDAL's tag."""
 
 
 class Decoder(Protocol):

@@ -112,7 +112,7 @@ class Reading:
     source: Access = DEFAULT
     """Settings and knowledge for the access to shards."""
     preprocessing: Preprocessing = IMAGENET
-    """Mean and standard deviation that are stored in each batch for its normalisation.
+    """Type of the images, and their range, mean and standard deviation, which each batch holds for its normalisation.
 
     Decoded images have one channel per mean.
     """
@@ -127,8 +127,8 @@ class Reading:
 
     @property
     def decoding(self) -> Decoding:
-        """Limits on accepted images, the number of channels of decoded images, and the kind of maps."""
-        return Decoding(self.preprocessing.channels, self.loader.max_pixels, self.maps)
+        """Limits on accepted images, the form of decoded images, and the kind of maps."""
+        return Decoding.of(self.preprocessing, self.loader.max_pixels, self.maps)
 
 
 def training_batches(

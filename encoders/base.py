@@ -4,7 +4,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, NamedTuple
+from math import isfinite
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +18,35 @@ from tessera.encoders.images import Images, Mask, PackedImages, can_pack, pack
 from tessera.encoders.layers import Recompute
 from tessera.encoders.randomness import drop_path_scales, next_keys
 
+PixelType = Literal["uint8", "uint16", "int16", "float32"]
+"""Type of pixel values."""
+PIXEL_TYPES: tuple[PixelType, ...] = get_args(PixelType)
+
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Normalisation of images for an encoder: `(pixels - mean) / std` per channel, with pixel values from 0 to 1."""
+    """Preparation of images for an encoder: the type of their pixels, and the normalisation per channel.
+
+    A value `v` of an image becomes `x = (v - low) / (high - low)`, limited to the range 0 to 1, and then
+    `(x - mean) / std`.
+    """
 
     mean: tuple[float, ...]
-    """Mean of each channel."""
+    """Mean of each channel, of values `x` from 0 to 1."""
     std: tuple[float, ...]
-    """Standard deviation of each channel. All values must be positive."""
+    """Standard deviation of each channel, of values `x` from 0 to 1. All values must be positive."""
+    pixel_type: PixelType = "uint8"
+    """Type of the values `v` of decoded images."""
+    low: tuple[float, ...] | None = None
+    """Value of each channel that becomes 0; None for 0, which only uint8 allows."""
+    high: tuple[float, ...] | None = None
+    """Value of each channel that becomes 1; None for 255, which only uint8 allows."""
+    nodata: float | Literal["auto"] | None = None
+    """Value of pixels without data; `auto` for the value that each file names, None for no such value. NaN and infinite
+    values never hold data."""
 
     def __post_init__(self) -> None:
+        self._check_range()
         if len(self.mean) != len(self.std) or not self.mean:
             raise EncoderError(
                 f"mean has {len(self.mean)} values and std has {len(self.std)} values. Give one value per channel."
@@ -35,10 +54,48 @@ class Preprocessing:
         if not all(0 < value < float("inf") for value in self.std):
             raise EncoderError(f"All values of std must be positive and finite, not {list(self.std)}.")
 
+    def _check_range(self) -> None:
+        if self.pixel_type not in PIXEL_TYPES:
+            raise EncoderError(f"The pixel type is {self.pixel_type!r}. Use one of {', '.join(PIXEL_TYPES)}.")
+        if self.low is None or self.high is None:
+            if self.low is not None or self.high is not None or self.pixel_type != "uint8":
+                raise EncoderError(f"Images of the type {self.pixel_type} need a range. Give low and high.")
+        elif not len(self.low) == len(self.high) == len(self.mean):
+            raise EncoderError(
+                f"low has {len(self.low)} values and high has {len(self.high)} values, but there are "
+                f"{len(self.mean)} channels. Give one value per channel."
+            )
+        elif not all(isfinite(a) and isfinite(b) and a < b for a, b in zip(self.low, self.high, strict=True)):
+            raise EncoderError(
+                f"The range is {list(self.low)} to {list(self.high)}. Each low must be less than its high, and both "
+                "must be finite."
+            )
+        if isinstance(self.nodata, int | float) and not isfinite(self.nodata):
+            raise EncoderError(f"nodata is {self.nodata}. Give a finite value: NaN and infinity never hold data.")
+
     @property
     def channels(self) -> int:
         """Number of image channels, equal to the number of values in `mean` and in `std`."""
         return len(self.mean)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the pixels of decoded images."""
+        return getattr(torch, self.pixel_type)
+
+    @property
+    def range(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Values of each channel that become 0 and 1."""
+        return self.low or (0.0,) * self.channels, self.high or (255.0,) * self.channels
+
+    @property
+    def fill(self) -> tuple[float, ...]:
+        """Mean of each channel as a value of an image. In integer types, it is rounded.
+
+        Pixels without data get these values, so they are about 0 after normalisation.
+        """
+        values = (low + mean * (high - low) for mean, low, high in zip(self.mean, *self.range, strict=True))
+        return tuple(values) if self.pixel_type == "float32" else tuple(float(round(value)) for value in values)
 
 
 IMAGENET = Preprocessing(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
