@@ -222,8 +222,8 @@ def test_refused_at_once(message):
 
 WRONG = {
     "Items/0 cannot be read: IndexError: list index out of range (test_map_style.py, line": lambda n: [][n],
-    "its values are torch.float32, not uint8": lambda n: torch.zeros(3, 8, 8),
-    "Pillow image of the mode F": lambda n: Image.fromarray(np.full((8, 8), np.nan, np.float32)),
+    "its values are torch.float64. Return values of": lambda n: torch.zeros(3, 8, 8, dtype=torch.float64),
+    "Pillow image of the mode LAB": lambda n: Image.new("LAB", (8, 8)),
     "it is a str. Return a Pillow image": lambda n: "a/path.jpg",
     "it has the shape (1, 3, 8, 8)": lambda n: torch.zeros(1, 3, 8, 8, dtype=torch.uint8),
     "Items/0 has no image under 'image' or 'img'": lambda n: {"pixel_values": pixels(n), "text": "x"},
