@@ -5,7 +5,7 @@
 
 The step is that of a run: the loader's batch is copied to the device, its colours are changed, and
 `pretrain.step.start_step` runs on it through the engine. The tensors on the device are fake
-(`extras/forecast/fake_device.py`). For each kernel, the least time is the longest of three: its bytes over the memory
+(`fake_device.py`). For each kernel, the least time is the longest of three: its bytes over the memory
 bandwidth, its FLOP over the rate of matrix products, and the time of a launch. The bound on the images per second
 assumes that all kernels reach these rates, and that only the copy of the batch runs beside them.
 Times are not measured. Images are 375 x 500 pixels. If the method draws new crop
@@ -22,14 +22,13 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
+from fake_device import GPUS, Count, Counter, backward, fake_run
 from pydantic import Field
 from torch import nn
 from training import loader_batch, make_config
 
 from tessera import encoders
 from tessera.data.augment import to_model_input
-from tessera.extras.forecast.fake_device import Count, Counter, backward
-from tessera.extras.forecast.forecast import GPUS, fake_run
 from tessera.pretrain import step
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.optim.adamw import clip_gradients

@@ -1,39 +1,49 @@
 """The forecast of `--dry_run`: how fast a run trains, how long it takes, and what it needs of its loader.
 
-On the device that is there, a few steps of the run are measured. For a GPU that is named, the work of a step is counted
-on fake tensors (`fake_device`), which gives a bound: no step can be faster than its memory traffic and its products.
+On the device that is there, a few steps of the run are measured. For a GPU that is named, the FLOP of a step are
+counted.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
 from rich.filesize import decimal
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from tessera.data.batch import Batch
 from tessera.data.batches import Batches
-from tessera.extras.forecast.fake_device import DEVICE, GPU, Counter, backward, counting, fake_copy
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines import Engine
-from tessera.pretrain.engines.ddp import DDP
 from tessera.pretrain.methods.method import Method
-from tessera.pretrain.preflight import Plan
+from tessera.pretrain.preflight import Plan, blank_batch
 from tessera.pretrain.step import finish_step, start_step, to_device
 from tessera.pretrain.training_run import TrainingRun
 from tessera.runtime.collectives import all_reduce_max
 from tessera.runtime.settings import SettingsError
 
+
+class GPU(NamedTuple):
+    """Rates that matrix products reach on a GPU, in FLOP per second. They are lower than those of the data sheet."""
+
+    name: str
+    low: float
+    """Rate in bfloat16."""
+    full: float
+    """Rate in float32."""
+    size: int = 80 * 10**9
+    """Size of the memory in bytes."""
+
+
 GPUS = {
-    "h200": GPU("H200", memory=0.9 * 4.3e12, low=700e12, full=40e12, size=141 * 10**9),
-    "h100": GPU("H100", memory=0.9 * 3.0e12, low=650e12, full=40e12),
-    "a100": GPU("A100", memory=0.9 * 1.9e12, low=250e12, full=18e12),
+    "h200": GPU("H200", low=700e12, full=40e12, size=141 * 10**9),
+    "h100": GPU("H100", low=650e12, full=40e12),
+    "a100": GPU("A100", low=250e12, full=18e12),
 }
 LOADER_IMAGES = 32
 """Largest number of images in a batch of the loader that is measured."""
@@ -45,10 +55,13 @@ MOST_SECONDS = 30.0
 """Time after which no further step is measured. A slow machine measures one step."""
 FEW = 4
 """Number of images of the first measured steps."""
-REACHED = (0.4, 0.8)
-"""Share of the counted bound that training reaches on a GPU: a guess, because this project did not run on a GPU yet."""
+REACHED = (0.2, 0.4)
+"""Share of the rate of matrix products that training reaches on a GPU: a guess, because this project did not run on a
+GPU yet. Memory traffic limits a step (benchmarks/roofline.py)."""
 LAUNCH = 8e-6
 """Seconds in which a process launches one kernel in PyTorch: a guess, too."""
+COUNTED = 2
+"""Number of images of the passes whose FLOP are counted."""
 
 
 def loader_speed(batches: Batches) -> float:
@@ -98,24 +111,6 @@ def gpu_memory(config: RunConfig, processes: int) -> tuple[str, int]:
     return f"an {gpu.name} of {gpu.size / 1e9:.0f} GB", gpu.size
 
 
-@contextmanager
-def fake_run(
-    config: RunConfig, accelerator: Accelerator, method: Method, gpu: GPU
-) -> Iterator[tuple[Counter, TrainingRun]]:
-    """Return a context with a run on a fake GPU, and the counter of its work. The weights of `method` are lost."""
-    with (
-        mock.patch.dict(PartialState._shared_state, device=DEVICE),
-        mock.patch.dict(AcceleratorState._shared_state, device=DEVICE),
-        counting(gpu) as counter,
-    ):
-        fake_copy(method)
-        method.to = lambda *_, **__: method  # torch cannot move fake parameters, which are on the device already
-        accelerator.backward = backward
-        run = bare_run(config, accelerator, method, DDP(accelerator, method, config.optim))
-        counter.clear()
-        yield counter, run
-
-
 def bare_run(config: RunConfig, accelerator: Accelerator, method: Method, engine: Engine) -> TrainingRun:
     """Return a run without evaluation, records and checkpoints."""
     nothing: Any = None
@@ -137,8 +132,7 @@ def forecast(
     each, passes = config.batch_size // processes // config.accumulate, processes * config.accumulate
     reading = loader_speed(loader(min(each, LOADER_IMAGES) * passes))
     if config.gpu is not None:
-        batch = next(iter(loader(config.batch_size // config.gpus)))
-        return counted(config, accelerator, method, batch, reading, steps)
+        return counted(config, method, reading, steps)
     assert engine is not None
     run = bare_run(config, accelerator, method, engine)
     few = min(FEW, each)
@@ -163,33 +157,60 @@ def forecast(
     }
 
 
-def counted(
-    config: RunConfig, accelerator: Accelerator, method: Method, batch: Batch, reading: float, steps: int
-) -> dict[str, str]:
+class _Kernels(TorchDispatchMode):
+    """Counts the operations that launch a kernel, which are all except views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **kwargs or {})
+
+
+def step_work(method: Method) -> tuple[float, int]:
+    """Return the FLOP per image and the number of kernels of a forward and a backward pass, which compute no values.
+
+    The weights of `method` are lost.
+
+    Raises:
+        SettingsError: the method does not run on the meta device.
+    """
+    method = method.to("meta")
+    batch = blank_batch(method, method.transform(), [(64, 64)] * COUNTED).to("meta")
+    try:
+        with FlopCounterMode(display=False) as counter, _Kernels() as kernels:
+            loss, _ = method(batch, 0)
+            loss.backward()
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        raise SettingsError(f"--gpu cannot count a step of {type(method).__name__}: {error}. Remove --gpu.") from error
+    return counter.get_total_flops() / COUNTED, kernels.count
+
+
+def counted(config: RunConfig, method: Method, reading: float, steps: int) -> dict[str, str]:
     """Return the rows of the forecast for the GPUs that `config.gpu` names. The weights of `method` are lost.
 
     Args:
-        batch: Batch of the loader for one forward pass of one GPU.
+        config: Settings of the run.
+        method: Method of the run.
         reading: Images/s of one loader worker of this machine.
         steps: Number of steps that the run still has to do.
     """
     gpus, gpu = config.gpus, GPUS[config.gpu or ""]
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
-    with fake_run(config, accelerator, method, gpu) as (counter, run):
-        start_step(run, 0, [to_device(run, batch) for _ in range(config.accumulate)])
-    most = config.batch_size / counter.seconds()
+    flop, kernels = step_work(method)
+    rate = gpu.full if config.precision == "fp32" else gpu.low
     # with small encoders, a process launches kernels more slowly than the GPU runs them
-    launched = config.batch_size / (LAUNCH * counter.total().kernels)
-    low, high = (min(share * most, launched) for share in REACHED)
+    launched = config.batch_size / (LAUNCH * kernels * config.accumulate)
+    low, high = (min(share * gpus * rate / flop, launched) for share in REACHED)
     shortest, longest = (_time(steps * config.batch_size / speed) for speed in (high, low))
     likely, hours = f"{low:,.0f} to {high:,.0f}", f"{shortest} to {longest}"
     if low == high:
         likely, hours = f"{low:,.0f}, limited by the launch of kernels", longest
-    workers = math.ceil(high / gpus / reading)
     rows = {
-        f"images/s of {gpus} {gpu.name}": f"at most {most:,.0f} (counted), likely {likely} (a guess)",
+        f"images/s of {gpus} {gpu.name}": f"{likely} (a guess from {flop / 1e9:,.1f} GFLOP an image)",
         "time": f"{hours}, without evaluations",
-        "loader workers that feed a GPU": f"--workers {workers}, if each reads {reading:,.0f} images/s as here",
+        "loader workers that feed a GPU": f"--workers {math.ceil(high / gpus / reading)}, if each reads "
+        f"{reading:,.0f} images/s as here",
     }
     if gpus > 1:
         sent = round(2 * (gpus - 1) / gpus * 4 * trained)

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import fake_device
 import pytest
 import roofline
 import torch
 from torch import nn
 
-from tessera.extras.forecast import fake_device
 from tessera.pretrain.methods.cross_entropy import crop_loss
-from tests.extras.forecast.streams import StreamChecks
+from tests.benchmarks.streams import StreamChecks
 
 GPU = roofline.GPUS["h200"]
 

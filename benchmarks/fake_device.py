@@ -13,12 +13,21 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
+
+from tessera.extras.forecast.forecast import GPUS as RATES
+from tessera.extras.forecast.forecast import bare_run
+from tessera.pretrain.config import RunConfig
+from tessera.pretrain.engines.ddp import DDP
+from tessera.pretrain.methods.method import Method
+from tessera.pretrain.training_run import TrainingRun
 
 DEVICE = torch.device("cuda")
 FREE = {
@@ -46,13 +55,15 @@ class GPU:
     """Rate of copies from pinned host memory, in bytes per second."""
     launch: float = 2.5e-6
     """Shortest time of a kernel, in seconds."""
-    size: int = 80 * 10**9
-    """Size of the memory in bytes."""
 
     def kernel(self, size: int, flop: int = 0, *, low: bool = False) -> "Count":
         """Return the count of a kernel that moves `size` bytes and computes `flop` FLOP. `low` is True for bfloat16."""
         memory, arithmetic = size / self.memory, flop / (self.low if low else self.full)
         return Count(1, size, flop, memory, arithmetic, max(memory, arithmetic, self.launch))
+
+
+MEMORY = {"h200": 0.9 * 4.3e12, "h100": 0.9 * 3.0e12, "a100": 0.9 * 1.9e12}
+GPUS = {name: GPU(one.name, MEMORY[name], one.low, one.full) for name, one in RATES.items()}
 
 
 @dataclass
@@ -355,3 +366,21 @@ def counting(gpu: GPU) -> Iterator[Counter]:
         stack.enter_context(_CountOperations(counter))
         stack.enter_context(_Replace(counter))
         yield counter
+
+
+@contextlib.contextmanager
+def fake_run(
+    config: RunConfig, accelerator: Accelerator, method: Method, gpu: GPU
+) -> Iterator[tuple[Counter, TrainingRun]]:
+    """Return a context with a run on a fake GPU, and the counter of its work. The weights of `method` are lost."""
+    with (
+        mock.patch.dict(PartialState._shared_state, device=DEVICE),
+        mock.patch.dict(AcceleratorState._shared_state, device=DEVICE),
+        counting(gpu) as counter,
+    ):
+        fake_copy(method)
+        method.to = lambda *_, **__: method  # torch cannot move fake parameters, which are on the device already
+        accelerator.backward = backward
+        run = bare_run(config, accelerator, method, DDP(accelerator, method, config.optim))
+        counter.clear()
+        yield counter, run

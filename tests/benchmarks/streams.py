@@ -1,16 +1,15 @@
-"""Check that work on the streams of a fake GPU (`extras.forecast.fake_device`) has no race, and waits for no copy."""
+"""Check that work on the streams of a fake GPU (`benchmarks/fake_device.py`) has no race, and waits for no copy."""
 
 from dataclasses import dataclass, field
 from typing import Any, Self
 from unittest import mock
 
+from fake_device import DEVICE, FREE, Counter, Stream
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
-
-from tessera.extras.forecast.fake_device import DEVICE, FREE, Counter, Stream
 
 
 @dataclass

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 import training
+from fake_device import GPUS, fake_run
 
-from tessera.extras.forecast.forecast import GPUS, fake_run
 from tessera.pretrain.build import build_method
 from tessera.pretrain.methods import METHODS, pretraining_methods
 from tessera.pretrain.resolve import gpu_defaults
 from tessera.pretrain.step import start_step, to_device
 from tessera.runtime.processes import make_accelerator
-from tests.extras.forecast.streams import StreamChecks
+from tests.benchmarks.streams import StreamChecks
 
 ENCODERS = [
     *(f"{family}_micro" for family in ("vit", "rope_vit", "swin", "twins_svt", "navit", "sam_vit")),
