@@ -25,7 +25,7 @@ from tessera.data.workers import free_cores
 from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.splits import check_training_images
 from tessera.pretrain.build import build_method, check_memory
-from tessera.pretrain.checkpoints.continuing import continue_run, warn_of_size
+from tessera.pretrain.checkpoints.continuing import continue_run
 from tessera.pretrain.checkpoints.resume import Checkpoint, restore
 from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.checkpoints.trainer_json import TrainState
@@ -146,8 +146,6 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     # Methods that draw from torch's generator need different random numbers on each process. Drop path does not use
     # this generator (encoders/randomness.py).
     torch.manual_seed(config.seed + 1 + accelerator.process_index)
-    if checkpoint:
-        warn_of_size(checkpoint, config, method)
     if checkpoint and engine:
         restore(checkpoint, accelerator, engine, point=not config.dry_run)
         how = "continues" if plan else "resumed"

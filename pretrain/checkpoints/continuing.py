@@ -1,4 +1,4 @@
-"""Compare a run with the checkpoint that it continues: the order of its samples, its settings and its schedules."""
+"""Compare a run with the checkpoint that it continues: the order of its samples, and its settings."""
 
 import hashlib
 import inspect
@@ -16,13 +16,9 @@ from tessera.data.shards.folder import ImageFolder
 from tessera.data.shards.open import shown_paths
 from tessera.pretrain.checkpoints.resume import Checkpoint, CheckpointError, open_checkpoint
 from tessera.pretrain.config import RunConfig, with_older_defaults
-from tessera.pretrain.methods import METHODS
-from tessera.pretrain.methods.method import Method, RunSize
-from tessera.pretrain.optim.adamw import OptimConfig
-from tessera.pretrain.optim.schedules import cosine
 from tessera.pretrain.resolve import fingerprint
 from tessera.runtime.collectives import broadcast_object, rank, run_on_all_ranks
-from tessera.runtime.settings import SettingsError, flattened, validate
+from tessera.runtime.settings import flattened
 
 log = logging.getLogger(__name__)
 NOT_COMPARED = (
@@ -58,8 +54,6 @@ def continue_run(
     settings["samples"] = notice_other_samples(sources, checkpoint, same.get("shards", order))
     if checkpoint:
         check_fits(checkpoint, settings | same)
-        for line in changed_schedules(checkpoint.settings, config, images, checkpoint.step):
-            log.info("%s", line)
     return config, checkpoint, settings
 
 
@@ -214,44 +208,6 @@ def notice_other_samples(sources: Sources, checkpoint: Checkpoint | None, order:
     return found
 
 
-def changed_schedules(saved: dict[str, Any], config: RunConfig, images: int, step: int) -> list[str]:
-    """Return sentences about a run that continues with another length or batch size: its learning rate, and settings
-    that keep the values that follow from the old length and batch size.
-
-    Args:
-        saved: settings of the checkpoint.
-        config: settings of the run.
-        images: number of training images.
-        step: number of steps done.
-    """
-    before, now = ((one["steps"], one["batch_size"]) for one in (saved, config.model_dump()))
-    try:
-        past = validate(OptimConfig, saved["optim"])
-    except (SettingsError, KeyError):  # an older version, with other settings
-        return []
-    if before == now and past == config.optim:
-        return []
-    peaks = [optim.scaled_lr(size) for optim, (_, size) in ((past, before), (config.optim, now))]
-    rates = [
-        cosine(step, steps, peak, optim.min_lr, optim.warmup_steps, reach_in_warmup=optim.reach_lr_in_warmup)
-        for optim, peak, (steps, _) in zip((past, config.optim), peaks, (before, now), strict=True)
-    ]
-    peak = f"stays {peaks[0]:.3g}" if peaks[0] == peaks[1] else f"is {peaks[1]:.3g} instead of {peaks[0]:.3g}"
-    said = [f"The peak learning rate {peak}{config.optim.scaling_rule(config.batch_size)}."]
-    if step < min(before[0], now[0]):
-        said.append(f"That of step {step + 1} is {rates[1]:.3g} instead of {rates[0]:.3g}.")
-    values: list[dict[str, Any]] = []
-    for steps, size in (before, now):
-        run = RunSize(images, size, steps, getattr(config.method_config, "classes", None), config.accumulate)
-        method, optim = METHODS[config.method].resolve(type(config.method_config)(), OptimConfig(), run)
-        values.append({f"optim.{n}": v for n, v in optim} | {f"{config.method}.{n}": v for n, v in method})
-    own = {f"optim.{n}": v for n, v in config.optim} | {f"{config.method}.{n}": v for n, v in config.method_config}
-    kept = [f"{n} {own[n]} (a new run: {values[1][n]})" for n in own if own[n] == values[0][n] != values[1][n]]
-    if kept:
-        said.append(f"Settings that follow from the old length or batch size keep their values: {', '.join(kept)}.")
-    return [" ".join(said)]
-
-
 def check_fits(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
     """Check that a checkpoint has the method and encoder of the run, and warn about other changed settings.
 
@@ -329,16 +285,3 @@ def _encoder_defaults(variant: object) -> dict[str, Any]:
     parameters = inspect.signature(encoders.family(variant)).parameters
     settings = {name: encoders.VARIANTS[variant].get(name, parameter.default) for name, parameter in parameters.items()}
     return json.loads(json.dumps({k: v for k, v in settings.items() if v is not inspect.Parameter.empty}))
-
-
-def warn_of_size(checkpoint: Checkpoint, config: RunConfig, method: Method) -> None:
-    """Say if the size of the crops changed since the checkpoint, because the encoder keeps its own size."""
-    past = checkpoint.settings.get(config.method) or {}
-    for name in ("size", "global_size"):
-        old, new = past.get(name), getattr(config.method_config, name, None)
-        if old != new and None not in (old, new):
-            log.info(
-                "Training crops have %s instead of %s pixels (%s.%s). Evaluations during the run use %s pixels. The "
-                "exported encoder keeps encoder.image_size %s.",
-                *(new, old, config.method, name, method.image_size, config.encoder.model_dump().get("image_size")),
-            )

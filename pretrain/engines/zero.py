@@ -141,8 +141,7 @@ def complete_config(accelerator: Accelerator, precision: str, accumulate: int) -
             "--precision fp16 is not supported under DeepSpeed, because it would also cast the teacher. "
             "Use --precision bf16."
         )
-    _check_sections(config)
-    _check_batch_sizes(config, accumulate)
+    _check_sections(config, accumulate)
     _check_zero_section(zero)
     # No module is marked as safe for low precision, so DeepSpeed reduces gradients and gathers weights in float32.
     autocast = {"enabled": precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": []}
@@ -174,14 +173,26 @@ def _config(accelerator: Accelerator) -> dict[str, Any]:
     return plugin.deepspeed_config
 
 
-# Sections that a DeepSpeed file may have. A section either cannot change the results of a run, or is checked by
-# `complete_config`.
-SECTIONS = {
-    "zero_optimization", "fp16", "bf16", "torch_autocast", "gradient_clipping", "gradient_accumulation_steps",
-    "train_batch_size", "train_micro_batch_size_per_gpu", "communication_data_type", "data_types", "steps_per_print",
-    "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "flops_profiler", "tensorboard", "wandb",
-    "csv_monitor", "comet", "aio", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+# Sections that a DeepSpeed file may have, which cannot change the results of a run.
+LOGGING = {
+    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "flops_profiler",
+    "tensorboard", "wandb", "csv_monitor", "comet", "aio", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "zero_optimization",
 }  # fmt: skip
+
+# Other sections with the values that do not differ from what the run sets, and the flag that takes their place.
+SECTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "fp16": ((False, "auto"), "--precision"),
+    "bf16": ((False, "auto"), "--precision"),
+    "torch_autocast": ((False, "auto"), "--precision"),
+    "gradient_clipping": (("auto", 0), "--optim.clip"),
+    "gradient_accumulation_steps": (("auto", 1), "--accumulate"),  # accelerate sets 1 if no value is given
+    "train_batch_size": (("auto",), "--batch_size"),
+    "train_micro_batch_size_per_gpu": (("auto",), "--batch_size"),
+    "communication_data_type": ((None, "fp32", "auto"), "--precision"),
+    "optimizer": ((), "--optim"),
+    "scheduler": ((), "--optim"),
+}
 
 # Options of zero_optimization, each with the only supported value. Other values would change the layout or precision
 # of parameters, on which checkpoints and the EMA rely.
@@ -197,37 +208,14 @@ FIXED = {
 }
 
 
-def _check_sections(config: dict[str, Any]) -> None:
+def _check_sections(config: dict[str, Any], accumulate: int) -> None:
     """Raise `SettingsError` for DeepSpeed sections that this project sets itself or does not support."""
-    unknown = sorted(set(config) - SECTIONS)
-    if unknown:
-        hint = " and use the settings under --optim" if {"optimizer", "scheduler"} & set(unknown) else ""
-        raise SettingsError(f"The DeepSpeed file has '{unknown[0]}', which is not supported. Remove it{hint}.")
-    for section in ("fp16", "bf16", "torch_autocast"):
-        if str(config.get(section, {}).get("enabled", False)).lower() != "false":
-            raise SettingsError(f"The DeepSpeed file enables '{section}'. Remove it and set --precision.")
-    types = {config.get("communication_data_type"), *config.get("data_types", {}).values()}
-    if not types <= {None, "fp32", "float32", "auto"}:
-        raise SettingsError(
-            "The DeepSpeed file reduces gradients in low precision. Remove communication_data_type and data_types."
-        )
-    if config.get("gradient_clipping", "auto") not in ("auto", 0, 0.0):
-        raise SettingsError(
-            "The DeepSpeed settings clip gradients. Remove gradient_clipping, and set --optim.clip and --optim.clip_by."
-        )
-
-
-def _check_batch_sizes(config: dict[str, Any], accumulate: int) -> None:
-    """Raise `SettingsError` if the DeepSpeed file sets a batch size, or an accumulation that differs from the run's."""
-    passes = config.get("gradient_accumulation_steps", "auto")
-    if passes not in ("auto", 1, accumulate):  # accelerate sets 1 if no value is given
-        raise SettingsError(
-            f"The DeepSpeed settings have gradient_accumulation_steps {passes}, but the run has --accumulate "
-            f"{accumulate}. Remove gradient_accumulation_steps and set --accumulate {passes}."
-        )
-    for name in ("train_batch_size", "train_micro_batch_size_per_gpu"):
-        if config.get(name, "auto") != "auto":
-            raise SettingsError(f"The DeepSpeed file has '{name}'. Remove it, or write \"auto\", and set --batch_size.")
+    for name in sorted(config.keys() - LOGGING):
+        allowed, flag = SECTIONS.get(name, ((), ""))
+        value = config[name].get("enabled", False) if isinstance(config[name], dict) else config[name]
+        if value not in allowed and (name, value) != ("gradient_accumulation_steps", accumulate):
+            cure = f", and use {flag}" if flag else ""
+            raise SettingsError(f"The DeepSpeed settings have '{name}', which is not supported. Remove it{cure}.")
 
 
 def _check_zero_section(zero: dict[str, Any]) -> None:
@@ -241,7 +229,5 @@ def _check_zero_section(zero: dict[str, Any]) -> None:
             raise SettingsError(f"zero_optimization.{name} is not supported. Remove it from the DeepSpeed file.")
     for part in ("offload_optimizer", "offload_param"):
         offload = zero.get(part) or {}
-        if offload.get("device") == "nvme":
-            raise SettingsError(f"zero_optimization.{part} to NVMe is not supported. Use device cpu.")
-        if offload.get("ratio", 1) != 1 or offload.get("super_offload"):
-            raise SettingsError(f"zero_optimization.{part} must offload everything. Remove ratio and super_offload.")
+        if offload.get("device") == "nvme" or offload.get("ratio", 1) != 1 or offload.get("super_offload"):
+            raise SettingsError(f"zero_optimization.{part} must offload everything to the CPU: use only device cpu.")

@@ -1,6 +1,5 @@
-"""A run that continues is compared with its checkpoint: encoder, order of samples, settings and schedules."""
+"""A run that continues is compared with its checkpoint: encoder, order of samples and settings."""
 
-import math
 import tarfile
 from io import BytesIO
 from pathlib import Path
@@ -13,14 +12,12 @@ from tessera import encoders
 from tessera.data.shards import open_sources
 from tessera.pretrain.checkpoints.continuing import (
     _only_renamed,
-    changed_schedules,
     check_fits,
     notice_other_samples,
 )
 from tessera.pretrain.checkpoints.resume import Checkpoint, CheckpointError
 from tessera.pretrain.checkpoints.trainer_json import Trainer, TrainState
-from tessera.pretrain.command_line import load
-from tessera.pretrain.resolve import fingerprint, resolve
+from tessera.pretrain.resolve import fingerprint
 from tests.pretrain.small import method, settings
 
 
@@ -135,28 +132,6 @@ def test_other_samples_of_equal_names_and_counts_are_noticed(tmp_path, caplog):
         for older in (None, [], ["index:0"]):  # runs of older versions, and data that now have another index
             notice_other_samples(sources, saved(older), "order")
         assert caplog.messages == []
-
-
-def test_what_a_changed_length_or_batch_size_changes_is_computed() -> None:
-    past = resolve(load(["--data", "x.tar", "--method", "dino", "--steps", "300", "--batch_size", "64"]), 1000)
-    saved = past.model_dump(mode="json")
-    assert changed_schedules(saved, past, 1000, 202) == []
-    (said,) = changed_schedules(saved, past.model_copy(update={"batch_size": 128}), 1000, 202)
-    peak = past.optim.lr * 64 / 256
-    assert f"The peak learning rate is {2 * peak:.3g} instead of {peak:.3g}" in said
-    unscaled = past.optim.model_copy(update={"lr_scaling": "none"})
-    both = [past.model_copy(update={"optim": unscaled, "batch_size": size}) for size in (64, 128)]
-    (said,) = changed_schedules(both[0].model_dump(mode="json"), both[1], 1000, 202)
-    assert f"The peak learning rate stays {past.optim.lr:.3g}." in said
-    (said,) = changed_schedules(saved, past.model_copy(update={"steps": 600}), 1000, 202)
-    longer = resolve(load(["--data", "x.tar", "--method", "dino", "--steps", "600", "--batch_size", "64"]), 1000)
-    warm = past.optim.warmup_steps
-    assert warm != longer.optim.warmup_steps
-    assert f"optim.warmup_steps {warm} (a new run: {longer.optim.warmup_steps})" in said
-    shares = [(202 - warm) / (steps - warm) for steps in (300, 600)]
-    low = past.optim.min_lr
-    old, new = (low + 0.5 * (peak - low) * (1 + math.cos(math.pi * share)) for share in shares)
-    assert f"That of step 203 is {new:.3g} instead of {old:.3g}." in said
 
 
 def test_a_folder_of_another_name_keeps_the_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
