@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from io import BufferedReader, BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
@@ -27,7 +27,7 @@ from pydantic import Field
 from rich.filesize import decimal
 
 from tessera.data.dataset import cure_of_bands
-from tessera.data.decode import FORMATS, ImageError, decode
+from tessera.data.decode import FORMATS, ImageError, Picture, stored_type
 from tessera.data.decoders import decoder_of
 from tessera.data.failures import CORRECT_INDEX, REPLACE_INDEX, RESTORE_SHARD, SampleError, ShardError, merged
 from tessera.data.maps import checked_map
@@ -39,6 +39,7 @@ from tessera.data.shards.index import (
     TABLE,
     FolderIndex,
     ShardEntry,
+    Statistics,
     parse_table,
     write_folder,
     write_table,
@@ -50,8 +51,10 @@ from tessera.data.shards.samples import SampleKeys
 from tessera.data.shards.source import Shard, shared_class_names
 from tessera.data.shards.tar_index import LARGEST_LABEL, Index, scan_tar
 from tessera.data.shards.tar_shard import Tar, folder_of, name_of
-from tessera.data.statistics import histogram, moments
+from tessera.data.statistics import ONE_TYPE, statistics_of
 from tessera.data.tools.offline import run_command, say, spread
+from tessera.data.value_range import ValueCounts, shown_range
+from tessera.encoders.base import PixelType
 from tessera.runtime import stdio
 from tessera.runtime.files import atomic_write
 from tessera.runtime.machine import cores
@@ -83,6 +86,10 @@ class CheckShards(Settings):
     """maximum number of pixels of an image; larger images count as corrupt"""
     channels: int = Field(default=3, ge=1)
     """number of channels of decoded images; images that cannot be converted count as corrupt"""
+    pixel_type: Literal["auto", PixelType] = "auto"
+    """type of decoded images, as data.pixel_type of a run; auto: the type of each image"""
+    nodata: Literal["auto"] | float | None = None
+    """value of pixels without data, as data.nodata of a run"""
     write_index: bool = False
     """write an index.json in each folder and a table beside each shard, for example for shards of another tool"""
     output: Path | None = None
@@ -137,8 +144,10 @@ class Facts:
     """Histogram of image sizes. Maps an upper bound of the longer side, a power of two, to the number of images."""
     classes: Counter[int] = field(default_factory=Counter)
     """Number of samples of each class number."""
-    pixels: np.ndarray = field(default_factory=lambda: np.zeros((1, 256), dtype=np.int64))
-    """Histogram of the pixel values of each channel: (C, 256) int64; (1, 256) zeros if no image was decoded."""
+    types: Counter[PixelType] = field(default_factory=Counter)
+    """Number of decoded images of each type."""
+    values: dict[PixelType, ValueCounts] = field(default_factory=dict)
+    """Number of pixels of each value, by the type of the images."""
     sha256: str | None = None
 
     def add(self, other: "Facts") -> None:
@@ -146,8 +155,10 @@ class Facts:
         for name, value in vars(other).items():
             if isinstance(value, Counter):
                 getattr(self, name).update(value)
-            elif isinstance(value, (int, list, np.ndarray)):
+            elif isinstance(value, (int, list)):
                 setattr(self, name, getattr(self, name) + value)
+        for kind, counts in other.values.items():
+            self.values.setdefault(kind, ValueCounts(kind)).merge(counts)
 
     def entry(self) -> ShardEntry:
         """Return the entry of the shard in `index.json`."""
@@ -160,19 +171,33 @@ class Facts:
             notes=self.stored_notes or None,
         )
 
+    def statistics(self) -> Statistics:
+        """Return the statistics of the pixels; none if no image was decoded, or if the images have several types."""
+        return statistics_of(*self.values.values()) if len(self.values) == 1 else Statistics()
+
     def report(self) -> dict[str, Any]:
         """Return the results as a dict that can be written as JSON."""
-        facts = {name: value for name, value in vars(self).items() if name not in ("path", "sha256", "stored_notes")}
+        hidden = ("path", "sha256", "stored_notes", "values")
+        facts = {name: value for name, value in vars(self).items() if name not in hidden}
         for name in ("longer_side", "classes"):
             facts[name] = {str(key): count for key, count in sorted(facts[name].items())}
-        found = moments(self.pixels)
+        found = self.statistics()
+        pixels = {name: value for name, value in found._asdict().items() if value is not None}
         return {
             **facts,
             "notes": describe(self.notes),
             "formats": dict(self.formats.most_common()),
-            "pixels": {"mean": found[0], "std": found[1]} if found else None,
+            "pixels": pixels if found.mean else None,
             "good": not any(facts[kind] for kind in PROBLEMS),
         }
+
+
+def mixed_types(types: Counter[PixelType]) -> list[str]:
+    """Return a message if a data set has images of 8 bits and others, which a run refuses."""
+    if "uint8" not in types or len(types) == 1:
+        return []
+    counts = ", ".join(f"{count:,} {kind}" for kind, count in types.items())
+    return [f"images of 8 bits and of other types are mixed: {counts}. {ONE_TYPE}"]
 
 
 def check(settings: CheckShards) -> dict[str, Any]:
@@ -210,11 +235,12 @@ def check(settings: CheckShards) -> dict[str, Any]:
         if all(facts.refused for facts in shards) and is_remote(folder):
             continue  # the reasons are those of the shards
         if settings.write_index and not total.refused:
-            _write_index(Path(folder), shards)
+            _write_index(Path(folder), shards, settings)
         try:
             total.refused += _compare_index(folder, shards, settings.source)
         except ShardError as error:
             total.refused.append(str(error))
+    total.refused += mixed_types(total.types)
     usable = [found[path] for path in paths if not found[path].refused]
     total.bad_labels += _compare_classes(usable, settings.access)
     return {"shards": len(paths), **total.report()}
@@ -313,12 +339,16 @@ def _check_image(facts: Facts, encoded: Any, settings: CheckShards) -> tuple[int
     Raises:
         ImageError: the image is corrupt.
     """
-    pixels = decode(encoded, max_pixels=settings.max_pixels, channels=settings.channels)  # (C, H, W)
-    height, width = map(int, pixels.shape[1:])
+    limits: dict[str, Any] = {"max_pixels": settings.max_pixels}
+    kind = stored_type(encoded, **limits) if settings.pixel_type == "auto" else settings.pixel_type
+    picture = Picture(encoded, channels=settings.channels, pixel_type=kind, nodata=settings.nodata, **limits)
+    pixels, (height, width) = picture.pixels(), picture.size  # (C, H, W)
     name = decoder_of(encoded)
     facts.formats[name.upper() if name else str(Image.open(BytesIO(encoded), formats=FORMATS).format)] += 1
     facts.longer_side[1 << (max(height, width) - 1).bit_length()] += 1
-    facts.pixels = facts.pixels + histogram(pixels)
+    facts.types[kind] += 1
+    absent = None if picture.absent is None else picture.absent.numpy()
+    facts.values.setdefault(kind, ValueCounts(kind)).add(pixels.numpy(), absent)
     return height, width
 
 
@@ -339,12 +369,15 @@ def _check_table(facts: Facts, index: Index, write: bool) -> None:
             raise ShardError(f"{beside} belongs to another shard. {REPLACE_INDEX}")
 
 
-def _write_index(folder: Path, shards: list[Facts]) -> None:
+def _write_index(folder: Path, shards: list[Facts], settings: CheckShards) -> None:
     """Write the `index.json` of a folder, which lists the checked shards."""
-    found = moments(sum((facts.pixels for facts in shards), np.zeros((1, 256), np.int64)))
-    mean, std = (tuple(found[0]), tuple(found[1])) if found else (None, None)
+    total = Facts()
+    for facts in shards:
+        total.add(facts)
     entries = sorted((facts.entry() for facts in shards), key=lambda entry: entry.url)
-    write_folder(folder, FolderIndex(name=folder.resolve().name, shardlist=entries, mean=mean, std=std))
+    found = total.statistics()._asdict()
+    found["nodata"] = settings.nodata if found["mean"] else None
+    write_folder(folder, FolderIndex(name=folder.resolve().name, shardlist=entries, **found))
 
 
 def _compare_index(folder: str, shards: list[Facts], source: SourceConfig) -> list[str]:
@@ -408,6 +441,8 @@ def _show(report: dict[str, Any], channels: int) -> None:
         say("formats", ", ".join(f"{count:,} {kind}" for kind, count in report["formats"].items()))
         sides = ", ".join(f"{count:,} up to {side}" for side, count in report["longer_side"].items())
         say("longer side", f"{sides} pixels")
+        if "low" in report["pixels"]:
+            say("pixels", shown_range(*(report["pixels"][name] for name in ("pixel_type", "low", "high"))))
         for name in ("mean", "std"):
             values = ", ".join(f"{value:.4f}" for value in report["pixels"][name])
             say(name, f"{values}  (each channel, in [0, 1], over all pixels)")

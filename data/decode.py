@@ -129,6 +129,8 @@ def stored_type(image: Undecoded, *, max_pixels: int = MAX_PIXELS) -> PixelType:
         ImageError: the image is damaged, or its values are not numbers that a type holds.
     """
     encoded = image if isinstance(image, bytes) else _encoded(image)
+    if encoded is not None and not encoded:
+        raise ImageError("the file is empty")
     try:
         if encoded is None:
             return "uint8" if _has_bytes(image) else type_of(_array(image))

@@ -325,7 +325,8 @@ def _write_files(folder: Folder, listing: Listing, records: list[Record], left_o
     pixels = [record.pixels for record in records if record.nsamples]
     found = None if None in pixels else moments(np.sum(np.array(pixels, dtype=np.int64), axis=0))
     mean, std = (tuple(found[0]), tuple(found[1])) if found else (None, None)
-    write_folder(folder.path, FolderIndex(name=folder.name, shardlist=entries, mean=mean, std=std))
+    kind = "uint8" if found else None
+    write_folder(folder.path, FolderIndex(name=folder.name, shardlist=entries, mean=mean, std=std, pixel_type=kind))
 
 
 def _show(settings: MakeShards, listing: Listing, records: list[Record], left_out: list[tuple[str, str]]) -> None:

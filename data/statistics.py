@@ -1,22 +1,32 @@
-"""Statistics of shards: the mean and standard deviation of each channel, and the number of classes.
+"""Statistics of shards: type, range, mean and standard deviation of their pixels, and the number of classes.
 
 Images have C channels and H x W pixels.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from tessera.data.decode import ImageError, decode
+from tessera.data.decode import ImageError, Picture, stored_type
 from tessera.data.failures import DroppedError
 from tessera.data.shards import ShardError, Source, Sources
+from tessera.data.shards.index import Statistics
 from tessera.data.shards.source import shared_class_names
-from tessera.encoders.base import Preprocessing
+from tessera.data.value_range import QUANTILES, ValueCounts, range_of, shown_range
+from tessera.encoders.base import PixelType, Preprocessing
 
 READ_TOGETHER = 64
 """Number of images that are downloaded at a time."""
+SAMPLED = 1000
+"""Number of images of a source whose pixels are measured."""
+PROBED, PROBED_REMOTE = 16, 2
+"""Number of images of a source whose type is read: local ones over the whole source, or those of the first shard."""
+ONE_TYPE = "Convert them to one type, or give --data.pixel_type uint8 to divide 16-bit values by 257."
+"""What to do about images of 8 and of more bits."""
 LEAST_STD = 1 / 255
 """Lower limit for standard deviations. A constant channel, such as the alpha channel of opaque images, has a standard
 deviation of 0, and normalisation would divide by 0."""
@@ -47,7 +57,125 @@ def moments(counts: np.ndarray) -> tuple[list[float], list[float]] | None:
     return means, deviations
 
 
-def pixel_statistics(sources: Sources, channels: int, images: int = 1000) -> Preprocessing:
+class PixelSettings(NamedTuple):
+    """Settings of the pixels of a data set; see `pretrain.config.DataConfig`."""
+
+    channels: int
+    pixel_type: PixelType | Literal["auto"] = "auto"
+    range: tuple[tuple[float, ...], tuple[float, ...]] | Literal["auto"] | None = None
+    """`low` and `high` of each channel; auto to measure them; None for 0 and 255 of uint8, and auto for other types."""
+    nodata: float | Literal["auto"] | None = None
+    moments: bool = False
+    """True if mean and std are needed for uint8 without a range; False if the values of ImageNet may serve."""
+    given_moments: bool = False
+    """True if mean and std are given as numbers, so that they need not be measured for any type."""
+
+
+class MeasuredPixels(NamedTuple):
+    """Type, range and normalisation of a data set."""
+
+    preprocessing: Preprocessing
+    """`mean` is 0 and `std` is 1 if both are given."""
+    summary: str
+    """What was found, for the log and the plan of a run; empty for uint8 without a range."""
+
+
+def measure_pixels(sources: Sources, settings: PixelSettings) -> MeasuredPixels | None:
+    """Return the type, range and normalisation of the images; None for uint8 if nothing else has to be measured.
+
+    What the settings give is not measured. The result depends only on the shards, their weights at the first step and
+    the settings, not on the order of the images or the number of processes.
+
+    Raises:
+        ShardError: the shards cannot be read, none of the images can be decoded, or images have 8 and more bits.
+    """
+    channels, nodata = settings.channels, settings.nodata
+    kind = found_type(sources) if settings.pixel_type == "auto" else settings.pixel_type
+    usual = kind == "uint8" and settings.range is None
+    if usual and nodata is None:
+        return MeasuredPixels(pixel_statistics(sources, channels), "") if settings.moments else None
+    given = ((0.0,) * channels, (255.0,) * channels) if usual else settings.range
+    given = given if isinstance(given, tuple) else None
+    if given is not None and settings.given_moments:
+        unused = (0.0,) * channels, (1.0,) * channels
+        found = Preprocessing(*unused, kind, *given, nodata)
+        return MeasuredPixels(found, f"{shown_range(kind, *given)}, as given")
+    if (stored := _stored(sources, kind, settings)) is not None:
+        return MeasuredPixels(stored, f"{shown_range(kind, *stored.range)}, from index.json" if stored.low else "")
+    counted, images = list[ValueCounts](), 0
+    for source in sources.lists:
+        counted.append(counts := ValueCounts(kind))
+        for pixels, absent in _sampled(source, channels, kind, nodata):
+            counts.add(pixels.numpy(), None if absent is None else absent.numpy())
+            images += 1
+    measured = range_of(counted, _weights(sources), given)
+    if measured is None:
+        raise ShardError("a channel of the sampled images has no data. Leave out images without data.")
+    low, high, mean, std, levels = measured
+    found = Preprocessing(mean, tuple(max(one, LEAST_STD) for one in std), kind, low, high, nodata)
+    shares = " and ".join(f"{100 * share:g} %" for share in QUANTILES)
+    summary = shown_range(kind, low, high)
+    summary += ", as given" if given else f", the quantiles {shares} of {images:,} images"
+    return MeasuredPixels(found, "" if usual else summary + (f"; {levels:,} different values" if levels else ""))
+
+
+def _stored(sources: Sources, kind: PixelType, settings: PixelSettings) -> Preprocessing | None:
+    """Return the range and normalisation that the index.json of the only source states for the settings, or None."""
+    mean, std, stored, low, high, nodata = sources.lists[0].statistics
+    if len(sources.lists) > 1 or mean is None or std is None:
+        return None
+    if (stored, len(mean), nodata) != (kind, settings.channels, settings.nodata):
+        return None
+    ranged = settings.range is not None or kind != "uint8"
+    if ranged != (low is not None) or settings.range not in (None, "auto", (low, high)):
+        return None
+    return Preprocessing(mean, tuple(max(one, LEAST_STD) for one in std), kind, low, high, nodata)
+
+
+def statistics_of(counts: ValueCounts) -> Statistics:
+    """Return statistics for `index.json`: with a measured range, except for uint8."""
+    kind = counts.pixel_type
+    if kind == "uint8":
+        found = moments(counts.bytes())
+        return Statistics(tuple(found[0]), tuple(found[1]), kind) if found else Statistics(pixel_type=kind)
+    measured = range_of([counts], [1])
+    if measured is None:
+        return Statistics(pixel_type=kind)
+    return Statistics(measured.mean, measured.std, kind, measured.low, measured.high)
+
+
+def found_type(sources: Sources) -> PixelType:
+    """Return the smallest type that holds the values of a sample of the images; uint8 if none can be read.
+
+    The type of a source is read from its `index.json`, or else from some of its images: of local shards, `PROBED`
+    images that are evenly spread, and of remote ones, `PROBED_REMOTE` images of the first shard.
+
+    Raises:
+        ShardError: images of 8 bits and others are mixed.
+    """
+    found: dict[PixelType, str] = {}
+    for source in sources.lists:
+        if source.statistics.pixel_type is not None:
+            found.setdefault(source.statistics.pixel_type, f"index.json of {source.shards[0].path}")
+            continue
+        remote = any(shard.downloads for shard in source.shards)
+        count, last = (PROBED_REMOTE, int(source.counts[0])) if remote else (PROBED, source.images)
+        probe = replace(source)  # a copy, so that a shard that cannot be read is reported when the run reads it
+        for number in np.unique(np.linspace(0, last - 1, count).astype(np.int64)).tolist():
+            try:
+                found.setdefault(stored_type(probe.image(number)), probe.name(number))
+            except (DroppedError, ImageError, ShardError):
+                continue
+    if "uint8" in found and len(found) > 1:
+        other = next(kind for kind in found if kind != "uint8")
+        raise ShardError(
+            f"images of 8 bits and of other types are mixed: {found['uint8']} is uint8, and {found[other]} is {other}. "
+            f"{ONE_TYPE}"
+        )
+    return next(iter(found), "uint8") if len(found) < 2 else "float32"
+
+
+def pixel_statistics(sources: Sources, channels: int, images: int = SAMPLED) -> Preprocessing:
     """Return mean and standard deviation of each channel over all pixels, in [0, 1].
 
     The statistics of a source come from its `index.json`. If the index has no statistics for `channels` channels, the
@@ -59,7 +187,7 @@ def pixel_statistics(sources: Sources, channels: int, images: int = 1000) -> Pre
     """
     found = [_source_statistics(source, channels, images) for source in sources.lists]
     means, stds = (np.array(values) for values in zip(*found, strict=True))  # (S, C) each
-    weights = [weight[0] if isinstance(weight, Mapping) else weight for weight in sources.weights]
+    weights = _weights(sources)
     mean = np.average(means, axis=0, weights=weights)
     std = np.sqrt(np.average(stds**2 + (means - mean) ** 2, axis=0, weights=weights))
     return Preprocessing(tuple(mean.tolist()), tuple(np.maximum(std, LEAST_STD).tolist()))
@@ -95,21 +223,44 @@ def count_classes(sources: Sources) -> int:
     return largest + 1
 
 
+def _weights(sources: Sources) -> list[float]:
+    """Return the weight of each source at the first step."""
+    return [weight[0] if isinstance(weight, Mapping) else weight for weight in sources.weights]
+
+
 def _source_statistics(source: Source, channels: int, images: int) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the mean and the standard deviation of each channel of one source."""
-    if source.mean is not None and source.std is not None and len(source.mean) == channels:
-        return source.mean, source.std
-    counts, reasons = np.zeros((channels, 256), dtype=np.int64), []
-    numbers = np.linspace(0, source.images - 1, min(images, source.images)).astype(np.int64).tolist()
+    """Return the mean and the standard deviation of each channel of one source of uint8."""
+    mean, std, kind, low, _, nodata = source.statistics
+    usual = kind in (None, "uint8") and low is nodata is None
+    if usual and mean is not None and std is not None and len(mean) == channels:
+        return mean, std
+    counts = np.zeros((channels, 256), dtype=np.int64)
+    for pixels, _ in _sampled(source, channels, "uint8", None, images):
+        counts += histogram(pixels)
+    found = moments(counts)
+    assert found is not None
+    return found
+
+
+def _sampled(
+    source: Source, channels: int, kind: PixelType, nodata: float | Literal["auto"] | None, images: int = SAMPLED
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the pixels (C, H, W) of images that are evenly spread over a source, and True for values without data.
+
+    Raises:
+        ShardError: the shards cannot be read, or none of the images can be decoded.
+    """
+    numbers, reasons = np.linspace(0, source.images - 1, min(images, source.images)).astype(np.int64).tolist(), []
     for start in range(0, len(numbers), READ_TOGETHER):
         some = numbers[start : start + READ_TOGETHER]
         source.prepare(some)
         for number in some:
             try:
-                counts += histogram(decode(source.image(number), channels=channels))
+                picture = Picture(source.image(number), channels=channels, pixel_type=kind, nodata=nodata)
+                pixels = picture.pixels()
             except (DroppedError, ImageError) as error:
                 reasons.append(str(error))
-    found = moments(counts)
-    if found is None:
+                continue
+            yield pixels, picture.absent
+    if len(reasons) == len(numbers):
         raise ShardError(f"none of {len(reasons)} sampled images can be decoded. The first error is: {reasons[0]}.")
-    return found

@@ -5,6 +5,7 @@ preprocessing.
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,19 @@ def save(encoder: Encoder, path: str | Path, *, step: int | None = None):
     if not hasattr(encoder, "settings"):
         raise EncoderError("The settings of this encoder are unknown. Make the encoder with encoders.build.")
     state = {name: value.detach().cpu().contiguous() for name, value in encoder.saved_state().items()}
-    preprocessing = {"mean": list(encoder.preprocessing.mean), "std": list(encoder.preprocessing.std)}
+    preprocessing = described_preprocessing(encoder.preprocessing)
     with atomic_write(weights) as file:
         save_file(state, file)
     described = encoder.settings | {"preprocessing": preprocessing} | ({} if step is None else {"step": step})
     with atomic_write(description) as file:
         file.write_text(json.dumps(described, indent=2) + "\n")
+
+
+def described_preprocessing(preprocessing: Preprocessing) -> dict[str, Any]:
+    """Return a preprocessing as JSON values: mean and std, and for images other than uint8 from 0 to 255 all fields."""
+    found = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(preprocessing).items()}
+    usual = Preprocessing(preprocessing.mean, preprocessing.std)
+    return {name: found[name] for name in ("mean", "std")} if preprocessing == usual else found
 
 
 def as_saved(encoder: Encoder) -> Encoder:
@@ -205,10 +213,15 @@ def _preprocessing(described: Any, path: Path) -> Preprocessing:
         mean, std = (check_finite(name, described[name]) for name in ("mean", "std"))
         if len(mean) != len(std) or min(std) <= 0:
             raise ValueError("std must have as many values as mean, all greater than 0")
+        low, high = (
+            None if described.get(name) is None else check_finite(name, described[name]) for name in ("low", "high")
+        )
+        nodata = described.get("nodata")
+        nodata = nodata if nodata in (None, "auto") else float(nodata)
+        return Preprocessing(mean, std, described.get("pixel_type", "uint8"), low, high, nodata)
     except (KeyError, TypeError, ValueError) as error:
         form, given = '{"mean": [...], "std": [...]}', printable(repr(described)[:100])
         raise EncoderError(f'"preprocessing" in {path} must be {form}, not {given} ({error}).') from error
-    return Preprocessing(mean, std)
 
 
 def _files(path: str | Path) -> tuple[Path, Path]:

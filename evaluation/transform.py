@@ -19,7 +19,7 @@ def preparation(encoder: Encoder, side: int | None = None) -> Callable[[Image.Im
     """Return the function that `tessera.transform` returns for the same arguments.
 
     Raises:
-        ValueError: the encoder does not have 3 input channels.
+        ValueError: the encoder does not have 3 input channels, or takes images of more than 8 bits.
     """
     preprocessing = encoder.preprocessing
     if preprocessing.channels != 3:
@@ -27,14 +27,19 @@ def preparation(encoder: Encoder, side: int | None = None) -> Callable[[Image.Im
             f"The encoder takes {preprocessing.channels} channels, but `transform` prepares RGB images. Use an encoder "
             "with 3 input channels."
         )
+    if preprocessing.pixel_type != "uint8":
+        raise ValueError(
+            f"The encoder takes {preprocessing.pixel_type} images, but `transform` prepares RGB images of 8 bits. Use "
+            "`tessera embed`."
+        )
     size = input_size(encoder, side)
     crop = CenterCrop(size, resize=resize_size(size, None))
-    statistics = preprocessing.mean, preprocessing.std
+    statistics = (*preprocessing.range, preprocessing.mean, preprocessing.std)
 
     @own_modes()
     def prepare(image: Image.Image) -> Tensor:
         try:
-            picture = Picture(image)
+            picture = Picture(image, nodata=preprocessing.nodata, fill=preprocessing.fill)
         except TypeError as error:
             if isinstance(image, str | os.PathLike):
                 raise EvaluationError(
@@ -44,7 +49,7 @@ def preparation(encoder: Encoder, side: int | None = None) -> Callable[[Image.Im
         (view,) = crop.draw(picture.size)
         out = torch.empty(1, size, size, 3, dtype=torch.uint8)
         cut(picture.pixels(), view, out)
-        mean, std = (torch.tensor(values, dtype=torch.float32).view(3, 1, 1) for values in statistics)
-        return (out[0].permute(2, 0, 1).float() / 255 - mean) / std
+        low, high, mean, std = (torch.tensor(values, dtype=torch.float32).view(3, 1, 1) for values in statistics)
+        return (((out[0].permute(2, 0, 1).float() - low) / (high - low)).clamp_(0, 1) - mean) / std
 
     return prepare

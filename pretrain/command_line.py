@@ -341,7 +341,8 @@ def check_method(values: Mapping[str, Any], method: str, where: str = "") -> Non
 def started_encoder(init_from: str) -> dict[str, Any]:
     """Return the settings of the encoder that `init_from` names.
 
-    The entry "data" contains the number of channels and the normalisation of the images. The result is empty for a
+    The entry "data" contains the number of channels and the normalisation of the images, and their type and range if
+    the weights have a range. The result is empty for a
     weight file that neither this project nor timm wrote, because such a file does not describe its encoder.
 
     Raises:
@@ -364,5 +365,8 @@ def started_encoder(init_from: str) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise SettingsError(f"init_from: {error}") from error
     settings.pop("channels", None)  # data.channels sets the number of channels
-    data = {"channels": preprocessing.channels, "mean": preprocessing.mean, "std": preprocessing.std}
+    data: dict[str, Any] = {"channels": preprocessing.channels, "mean": preprocessing.mean, "std": preprocessing.std}
+    if preprocessing.low is not None and preprocessing.high is not None:
+        data |= {"pixel_type": preprocessing.pixel_type, "nodata": preprocessing.nodata}
+        data["range"] = tuple(itertools.chain.from_iterable(zip(preprocessing.low, preprocessing.high, strict=True)))
     return settings | {"data": data}

@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any, ClassVar, Literal, Self, cast
 
 import yaml
@@ -19,7 +20,7 @@ from tessera.data.sampler import batch_ranges
 from tessera.data.shards import Access, SourceConfig
 from tessera.data.shards.samples import SampleKeys
 from tessera.data.user_code import Augment, load_function, load_stages
-from tessera.encoders.base import IMAGENET, Preprocessing
+from tessera.encoders.base import IMAGENET, PixelType, Preprocessing
 from tessera.encoders.registry import BACKBONES
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.monitoring.collapse import HealthConfig
@@ -62,25 +63,62 @@ class DataConfig(Section, frozen=True):
     for 3 channels, auto for any other number of channels"""
     std: Literal["auto"] | tuple[float, ...] | None = None
     """standard deviation of each channel, for pixel values from 0 to 1; auto and the default work as for data.mean"""
+    pixel_type: Literal["auto", PixelType] = "auto"
+    """type of the values of all images; auto: the type of a sample of the images"""
+    range: Literal["auto"] | tuple[float, ...] | None = None
+    """values that become 0 and 1: LOW,HIGH for all channels, or LOW,HIGH of each channel; values outside are clamped;
+    auto: the quantiles 0.1 % and 99.9 % of each channel over a sample of the images; default: 0,255 for uint8, auto for
+    any other type"""
+    nodata: Literal["auto"] | float | None = None
+    """value of pixels without data, which get the mean of their channel; auto: the value that each file names; NaN and
+    infinite values never hold data"""
 
     @property
     def needs_statistics(self) -> bool:
-        """True if `mean` or `std` has to be measured on the shards."""
+        """True if `mean` or `std` has to be measured on the shards, whatever the type of the images is."""
         return any(given == "auto" or (given is None and self.channels != 3) for given in (self.mean, self.std))
 
+    @property
+    def given_range(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """`low` and `high` of each channel; None if `range` is not numbers.
+
+        Raises:
+            SettingsError: the number of values is wrong, or a low is not less than its high.
+        """
+        if not isinstance(self.range, tuple):
+            return None
+        values = self.range * self.channels if len(self.range) == 2 else self.range
+        if len(values) != 2 * self.channels:
+            raise SettingsError(
+                f"data.range has {len(self.range)} values, but data.channels is {self.channels}. Give LOW,HIGH for all "
+                f"channels, or LOW,HIGH of each channel: {2 * self.channels} values."
+            )
+        low, high = values[::2], values[1::2]
+        if not all(a < b for a, b in zip(low, high, strict=True)):
+            raise SettingsError(f"data.range is {list(self.range)}. Each LOW must be less than its HIGH.")
+        return low, high
+
     def with_statistics(self, measured: Preprocessing | None = None) -> "DataConfig":
-        """Return a copy in which `mean` and `std` are numbers.
+        """Return a copy in which `pixel_type` is a type, `mean` and `std` are numbers, and `range` is numbers or None.
 
         Args:
-            measured: Pixel statistics of the shards. Required if `needs_statistics` is true.
+            measured: Type, range and statistics of the shards. Without them, the images are uint8. Required if
+                `needs_statistics` is true, or if the range is to be measured.
 
         Raises:
             SettingsError: the number of values is wrong, `std` is not positive, or `measured` is needed but None.
         """
-        values: dict[str, tuple[float, ...]] = {}
+        kind = self.pixel_type if self.pixel_type != "auto" else (measured.pixel_type if measured else "uint8")
+        values: dict[str, Any] = {"pixel_type": kind}
+        given_range = self.given_range
+        if given_range is None and (self.range == "auto" or kind != "uint8"):
+            if measured is None or measured.low is None or measured.high is None:
+                raise SettingsError("The range of the images was not measured. Set data.range to LOW,HIGH.")
+            values["range"] = tuple(chain.from_iterable(zip(measured.low, measured.high, strict=True)))
+        ranged = given_range is not None or "range" in values
         for name in ("mean", "std"):
             given = getattr(self, name)
-            fallback = measured if given == "auto" or self.channels != 3 else IMAGENET
+            fallback = measured if given == "auto" or self.channels != 3 or ranged else IMAGENET
             if given in (None, "auto"):
                 if fallback is None:
                     raise SettingsError(
@@ -99,10 +137,12 @@ class DataConfig(Section, frozen=True):
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """Normalisation of the images. `mean` and `std` must be numbers; see `with_statistics`."""
+        """Type, range and normalisation of the images. All must be known; see `with_statistics`."""
         assert isinstance(self.mean, tuple)
         assert isinstance(self.std, tuple)
-        return Preprocessing(self.mean, self.std)
+        assert self.pixel_type != "auto"
+        low, high = self.given_range or (None, None)
+        return Preprocessing(self.mean, self.std, self.pixel_type, low, high, self.nodata)
 
 
 class CheckpointConfig(Section):
@@ -206,8 +246,8 @@ class RunConfig(Settings, frozen=True):
     init_from: str | None = None
     """initial weights of the encoder: a run folder, a weight file of this project, `timm:NAME` for a pretrained model
     of timm, or a published weight file; a source other than a published weight file also sets the defaults of encoder,
-    data.channels, data.mean and data.std; a run of dinov2 or dinov3 also loads student, teacher and heads from a run
-    folder of either method"""
+    data.channels, data.mean and data.std, and if it has a range, those of data.pixel_type, data.range and data.nodata;
+    a run of dinov2 or dinov3 also loads student, teacher and heads from a run folder of either method"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """precision of the forward pass; auto: the launcher's precision if the launcher sets one, else bf16 where bf16 is
     faster (on a GPU that supports bf16, and for encoders of 128 channels or more on a CPU with bf16 instructions), else
@@ -326,7 +366,7 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
 def with_older_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a saved run. Settings that its version did not have get the values that it used."""
     values = dict(saved)
-    older: dict[str, dict[str, Any]] = {"optim": {"encoder_lr_factor": 1.0}}
+    older: dict[str, dict[str, Any]] = {"optim": {"encoder_lr_factor": 1.0}, "data": {"pixel_type": "uint8"}}
     name = values.get("method")
     section = values.get(name) if isinstance(name, str) else None
     if isinstance(section, Mapping) and "grayscale" in section:  # a method with the settings of `data.colors`

@@ -50,7 +50,7 @@ from tessera.pretrain.resolve import (
     agree,
     make_accelerator,
     measure_classes,
-    measure_pixels,
+    measure_data,
     resolve,
     training_shards,
     with_precision,
@@ -82,6 +82,8 @@ class Prepared(NamedTuple):
     """The opened shards."""
     fingerprint: str
     """Hash of everything that determines the sample order; see `resolve.fingerprint`."""
+    pixels: str
+    """Type and range of the images, and where they come from; empty for uint8 without a range."""
 
     @property
     def images(self) -> int:
@@ -103,10 +105,11 @@ def prepare(given: RunConfig, accelerator: Accelerator) -> Prepared:
         shards, given = training_shards(given)
         sources = open_sources(shards, source=access)
     fingerprint = agree(sources.lists, given.stream.buffers(sources.lists))
-    statistics = measure_pixels(given, sources, accelerator)
+    measured = measure_data(given, sources, accelerator)
     images = sum(source.images for source in sources.lists)
+    statistics = measured and measured.preprocessing
     config = resolve(given, images, statistics, measure_classes(given, sources, accelerator))
-    return Prepared(config, shards, sources, fingerprint)
+    return Prepared(config, shards, sources, fingerprint, measured.summary if measured else "")
 
 
 def pretrain(config: RunConfig) -> Path:
@@ -163,7 +166,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     if accelerator.is_main_process:
         contents = scored_contents(config, online or accuracy, dense)
         recorder, other = start_records(output, config, checkpoint, engine, settings, contents)
-        announce(config, prepared.images, engine)
+        announce(config, prepared, engine)
     if broadcast_object(other):
         if position.step < config.steps:
             position.scores = {}  # `train` scores the new images before the first step
@@ -253,7 +256,7 @@ def make_plan(
     each = config.batch_size // processes // config.accumulate
     need = needs(method, config.precision, each) if accelerator.is_main_process else None
     size = (processes, workers(config, accelerator), buffered_bytes)
-    return Plan(prepared.sources, prepared.images, *size, need, place, capacity, sharing, step)
+    return Plan(prepared.sources, prepared.images, *size, need, place, capacity, sharing, step, prepared.pixels)
 
 
 def large_crops(config: RunConfig, sources: list[Source]) -> str:
@@ -405,9 +408,9 @@ def evaluations(
     return online, None, dense
 
 
-def announce(config: RunConfig, images: int, engine: Engine) -> None:
+def announce(config: RunConfig, prepared: Prepared, engine: Engine) -> None:
     """Log a summary of the run, and the settings whose values were derived because they were not given."""
-    found = differing(config)
+    found, images = differing(config), prepared.images
     derived = [f"{name} {value}" for name, (value, origin) in found.items() if origin.startswith("derived")]
     accelerator = engine.accelerator
     log.info(
@@ -419,6 +422,8 @@ def announce(config: RunConfig, images: int, engine: Engine) -> None:
         f" ({torch.get_num_threads()} threads)" if accelerator.device.type == "cpu" else "", config.precision,
         config.optim.scaled_lr(config.batch_size), config.optim.scaling_rule(config.batch_size),
     )  # fmt: skip
+    if prepared.pixels:
+        log.info("pixels: %s", prepared.pixels)
     if derived:
         log.info("derived settings (--dry_run says why): %s", ", ".join(derived))
     if long := many_epochs(config, images):

@@ -22,10 +22,18 @@ def differing(config: RunConfig) -> dict[str, tuple[Any, str]]:
             continue
         value = value_of(config, name)
         usual = value_of(RunConfig() if name == "encoder.variant" else default, name)
-        if value == usual or (name in ("data.mean", "data.std") and not config.given.data.needs_statistics):
+        if value == usual or _is_usual(config, name):
             continue
         found[name] = value, config.origins.get(name, f"derived: follows from other settings of {section}")
     return found
+
+
+def _is_usual(config: RunConfig, name: str) -> bool:
+    """Return True for pixels as in most runs: uint8, normalised with the values of ImageNet."""
+    if name == "data.pixel_type":
+        return config.data.pixel_type == "uint8" and config.given.data.pixel_type == "auto"
+    measured = config.given.data.needs_statistics or config.data.range is not None
+    return name in ("data.mean", "data.std") and not measured
 
 
 def described(found: Mapping[str, tuple[Any, str]], most: int | None = None, width: int = 118) -> list[str]:

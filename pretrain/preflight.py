@@ -63,6 +63,8 @@ class Plan:
     """Number of processes that share this memory."""
     step: int = 0
     """Number of steps that the run has done."""
+    pixels: str = ""
+    """Type and range of the images; empty for uint8 without a range."""
     evaluated: tuple[Source, Source] | None = None
     """Training and validation images of the evaluation; None if it needs no labels, or there is none."""
 
@@ -118,7 +120,7 @@ def blank_batch(method: Method, transform: Transform, sizes: Sequence[tuple[int,
     All images have the label 0.
     """
     preprocessing = next((part.preprocessing for part in method.modules() if isinstance(part, Encoder)), IMAGENET)
-    images = [torch.zeros(preprocessing.channels, *size, dtype=torch.uint8) for size in sizes]
+    images = [torch.zeros(preprocessing.channels, *size, dtype=preprocessing.dtype) for size in sizes]
     rngs = [np.random.default_rng(0) for _ in images]
     batch = collate(transform, images, rngs, preprocessing)
     return replace(to_model_input(batch), labels=torch.zeros(len(images), dtype=torch.int64))
@@ -251,6 +253,7 @@ def plan_rows(config: RunConfig, run: Plan, *, full: bool) -> dict[str, str]:
         "optimizer steps": f"{config.steps:,} of {config.batch_size} images",
         "images": f"{run.images:,} in {count:,} {'shard' if count == 1 else 'shards'}, {decimal(round(size))}; "
         "corrupt ones count until they are read (`tessera check_shards`)",
+        **({"pixels": run.pixels} if run.pixels else {}),
         "epochs": f"{config.steps * config.batch_size / run.images:.1f}",
         "processes x loader workers": f"{run.processes} x {run.workers}"
         + (" (by the free cores of this machine)" if config.workers is None else ""),

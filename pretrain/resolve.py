@@ -18,7 +18,7 @@ from tessera import encoders
 from tessera.data.colors import BANDS_DEFAULTS, BANDS_OFF, ColorConfig, colors_for
 from tessera.data.demo import demo_shards
 from tessera.data.shards import ShardError, Source, Sources, WeightedShards
-from tessera.data.statistics import count_classes, pixel_statistics
+from tessera.data.statistics import MeasuredPixels, PixelSettings, count_classes, measure_pixels
 from tessera.encoders.base import Preprocessing
 from tessera.pretrain import engines
 from tessera.pretrain.checkpoints.resume import open_checkpoint
@@ -54,7 +54,8 @@ def resolve(
 
     Args:
         images: Number of training images.
-        statistics: Pixel statistics of the shards. Required if `config.data.needs_statistics` is true.
+        statistics: Type, range and pixel statistics of the shards. None means uint8, and is allowed unless
+            `config.data.needs_statistics` is true or the range is to be measured.
         classes: Number of classes of the training images. Required if the method is supervised and its settings do not
             give this number.
 
@@ -107,6 +108,8 @@ def _reasons(config: RunConfig, size: RunSize) -> dict[str, str]:
         "evaluate_every": "one epoch",
         "data.mean": "measured on the images",
         "data.std": "measured on the images",
+        "data.pixel_type": "the type of sampled images",
+        "data.range": "measured on the images",
         "encoder.channels": "data.channels",
         "encoder.bf16_residuals": "precision bf16 on a GPU",
     }
@@ -292,15 +295,30 @@ def fingerprint(opened: list[Source], buffers: list[int]) -> str:
     return hashlib.sha256(json.dumps([counts, buffers]).encode()).hexdigest()
 
 
-def measure_pixels(config: RunConfig, opened: Sources, accelerator: Accelerator) -> Preprocessing | None:
-    """Return the pixel statistics of the shards, or None if the settings do not need statistics. Collective.
+def measure_data(config: RunConfig, opened: Sources, accelerator: Accelerator) -> MeasuredPixels | None:
+    """Return the type, range and statistics of the images; None for uint8 if nothing else is needed. Collective.
 
     Raises:
-        ShardError: the shards cannot be read.
+        ShardError: the shards cannot be read, or hold images of several types.
+        SettingsError: `data.range` has a wrong number of values.
     """
-    if not config.data.needs_statistics:
+    data = config.data
+    settings = PixelSettings(
+        data.channels,
+        data.pixel_type,
+        "auto" if data.range == "auto" else data.given_range,
+        data.nodata,
+        data.needs_statistics,
+        isinstance(data.mean, tuple) and isinstance(data.std, tuple),
+    )
+    if data.pixel_type == "uint8" and data.range is None and not data.needs_statistics:
         return None
-    return _measured(accelerator, lambda: pixel_statistics(opened, config.data.channels), "pixel statistics")
+    found = _measured(accelerator, lambda: measure_pixels(opened, settings), "pixel statistics")
+    origins = [config.origins.get(f"data.{name}", "") for name in ("mean", "range")]
+    if found and found.summary and [origin.startswith("weights ") for origin in origins] == [True, False]:
+        kept = f"; {origins[0]} were trained on uint8 without a range, and their mean and std are kept"
+        found = found._replace(summary=found.summary + kept)
+    return found
 
 
 def measure_classes(config: RunConfig, opened: Sources, accelerator: Accelerator) -> int | None:

@@ -15,16 +15,27 @@ import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
+from operator import lt
 from pathlib import Path
 from tarfile import BLOCKSIZE
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    FiniteFloat,
+    ValidationError,
+    model_validator,
+)
 
 from tessera.data.failures import REPLACE_INDEX, ShardError, is_exhausted, unreadable
 from tessera.data.headers import read_array_header
 from tessera.data.shards.tar_index import LARGEST_MEMBER, Index
+from tessera.encoders.base import PixelType
 from tessera.runtime.files import atomic_write
 from tessera.runtime.user_error import CONTROL, printable
 
@@ -84,6 +95,17 @@ class ShardEntry(BaseModel):
         return self
 
 
+class Statistics(NamedTuple):
+    """Statistics of the pixels of a data set; see `FolderIndex`."""
+
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    pixel_type: PixelType | None = None
+    low: tuple[float, ...] | None = None
+    high: tuple[float, ...] | None = None
+    nodata: Literal["auto"] | float | None = None
+
+
 class FolderIndex(BaseModel):
     """Content of an `index.json`: the shards of a folder in their order, and statistics of their images."""
 
@@ -98,11 +120,28 @@ class FolderIndex(BaseModel):
     """Mean of each channel over all pixels, in [0, 1]; None if the mean was not computed."""
     std: tuple[_Share, ...] | None = Field(default=None, max_length=MOST_CHANNELS)
     """Standard deviation of each channel over all pixels, for values in [0, 1]; None if not computed."""
+    pixel_type: PixelType | None = None
+    """Type of the pixels; None if unknown, as in an index of an older version."""
+    low: tuple[FiniteFloat, ...] | None = Field(default=None, max_length=MOST_CHANNELS)
+    """Value of each channel that becomes 0, for which mean and std were computed; None for 0 of uint8."""
+    high: tuple[FiniteFloat, ...] | None = Field(default=None, max_length=MOST_CHANNELS)
+    """Value of each channel that becomes 1, for which mean and std were computed; None for 255 of uint8."""
+    nodata: Literal["auto"] | FiniteFloat | None = None
+    """Value of the pixels that mean and std leave out; `auto` for the value that each file names, None for none."""
+
+    @property
+    def statistics(self) -> "Statistics":
+        return Statistics(self.mean, self.std, self.pixel_type, self.low, self.high, self.nodata)
 
     @model_validator(mode="after")
     def _same_channels(self) -> Self:
         if len(self.mean or ()) != len(self.std or ()):
             raise ValueError("mean and std have different numbers of channels")
+        if self.low is None is self.high:
+            return self
+        low, high = self.low or (), self.high or ()
+        if not len(low) == len(high) == len(self.mean or ()) or not all(map(lt, low, high)):
+            raise ValueError("low and high must have one value per channel, and each low must be less than its high")
         return self
 
 

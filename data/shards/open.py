@@ -33,7 +33,7 @@ from tessera.data.sampler import Weight
 from tessera.data.shards import index, remote
 from tessera.data.shards.access import DEFAULT, Access, SourceConfig
 from tessera.data.shards.folder import ImageFolder, holds_images
-from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, ShardEntry, parse_folder
+from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, ShardEntry, Statistics, parse_folder
 from tessera.data.shards.manifest import MANIFESTS
 from tessera.data.shards.notes import OTHER_IMAGES, PARTS, Note, describe, named_notes, valid_notes
 from tessera.data.shards.registry import OBJECTS, SOURCES, endings, scheme_of, source_of
@@ -93,8 +93,8 @@ class _Opened(NamedTuple):
     """Number of samples with a label, or -1 if unknown."""
     size: int
     """Size of the shard in bytes."""
-    moments: tuple[tuple[float, ...] | None, tuple[float, ...] | None] = (None, None)
-    """Mean and standard deviation of each channel over all pixels of the folder, in [0, 1]; None if unknown."""
+    statistics: Statistics = Statistics()
+    """Statistics of the pixels of the folder."""
     digest: int | None = None
     """Hash of the samples (`Header.digest`); None for a shard that `index.json` lists."""
     notes: tuple[Note, ...] = ()
@@ -181,9 +181,10 @@ def _open_patterns(shards: Shards, progress: bool, source: Access) -> Source:
         raise _unusable(errors, len(paths))
     found = [opened[place] for place in range(len(paths))]
     counts, labelled, sizes = np.array([[one.samples, one.labelled, one.size] for one in found], dtype=np.int64).T
-    statistics = {one.moments for one in found}
+    statistics = {one.statistics for one in found}
     # The source has statistics only if all folders of its shards have the same statistics.
-    mean, std = statistics.pop() if len(statistics) == 1 else (None, None)
+    kinds = {one.pixel_type for one in statistics}
+    own = statistics.pop() if len(statistics) == 1 else Statistics(pixel_type=kinds.pop() if len(kinds) == 1 else None)
     notes = (*missing_parts(paths), *itertools.chain.from_iterable(one.notes for one in found))
     if os.environ.get("RANK", "0") == "0":
         for line in describe(notes):
@@ -196,8 +197,7 @@ def _open_patterns(shards: Shards, progress: bool, source: Access) -> Source:
         access=source,
         digests=tuple(one.digest for one in found),
         notes=notes,
-        mean=mean,
-        std=std,
+        statistics=own,
     )
 
 
@@ -389,7 +389,7 @@ def _counted(shard: Shard, listed: _Listed) -> _Opened:
     entry, folder = listed.entry, listed.folder
     labelled = -1 if entry.labelled is None else entry.labelled
     notes = named_notes(shard.name, valid_notes(entry.notes or ()))
-    return _Opened(shard, entry.nsamples, labelled, entry.filesize, (folder.mean, folder.std), notes=notes)
+    return _Opened(shard, entry.nsamples, labelled, entry.filesize, folder.statistics, notes=notes)
 
 
 def _probe_servers(shards: list[Shard]) -> None:

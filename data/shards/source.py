@@ -32,7 +32,7 @@ from tessera.data.failures import (
 )
 from tessera.data.shards.access import DEFAULT, Access
 from tessera.data.shards.cache import INDEX, Cache, CacheError, node_cache
-from tessera.data.shards.index import CLASSES
+from tessera.data.shards.index import CLASSES, Statistics
 from tessera.data.shards.notes import Note
 from tessera.data.shards.samples import Item, item_of, label_number
 from tessera.data.shards.stored_index import Header, header_of, map_index, packed, read_header
@@ -316,10 +316,8 @@ class Source:
     """Hash of the samples of each shard (`Header.digest`); None for a shard that `index.json` lists."""
     notes: tuple[Note, ...] = ()
     """Notes on what is left out of the shards; `notes.describe` makes sentences of them."""
-    mean: tuple[float, ...] | None = None
-    """Mean of each channel over all pixels, in [0, 1], from `index.json`; None if unknown."""
-    std: tuple[float, ...] | None = None
-    """Standard deviation of each channel over all pixels, for values in [0, 1], from `index.json`; None if unknown."""
+    statistics: Statistics = Statistics()  # noqa: RUF009 - the default is immutable
+    """Statistics of the pixels from `index.json`."""
     classes: tuple[str, ...] | None = None
     """Class names in the order of the numbers that `label` returns; None if unknown or not yet read."""
     numbers: tuple[int, ...] | None = None

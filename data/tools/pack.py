@@ -21,7 +21,7 @@ from webdataset.writer import TarWriter
 
 from tessera.data import decoders
 from tessera.data.batch import ViewParameters
-from tessera.data.decode import ImageError, decode
+from tessera.data.decode import ImageError, Picture, decode, stored_type
 from tessera.data.decoders import DECODERS, decoder_of, is_webp, known_formats
 from tessera.data.failures import ShardError, is_exhausted
 from tessera.data.headers import HeaderError, is_jpeg, is_png, raise_lack_of_memory
@@ -128,6 +128,9 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
         if found not in EXTENSIONS and recipe.resize is None:
             image = decoders.read(found, content, most_bands=MOST_CHANNELS, max_pixels=recipe.max_pixels)
             size = image.values.shape[:2] if image.orientation < 5 else image.values.shape[1::-1]  # upright (H, W)
+            return Prepared(content, _extension(found), None, _prepare_map(encoded_map, size, size[::-1]))
+        if not recipe.encodes and (kind := stored_type(content)) != "uint8":
+            size = Picture(content, max_pixels=recipe.max_pixels, pixel_type=kind).size
             return Prepared(content, _extension(found), None, _prepare_map(encoded_map, size, size[::-1]))
         pixels = decode(content, max_pixels=recipe.max_pixels)  # (3, H, W)
     except (ImageError, HeaderError) as error:
@@ -273,7 +276,7 @@ def _samples(
     record: Record, entries: np.ndarray, listing: Listing, shared: set[str], recipe: Recipe
 ) -> Iterator[dict[str, Any]]:
     """Yield the samples of a shard as webdataset writes them, and add them to the record."""
-    counts = np.zeros((3, 256), dtype=np.int64)
+    counts, measured = np.zeros((3, 256), dtype=np.int64), True
     for entry in map(int, entries):
         try:
             content = read(listing, entry)
@@ -290,6 +293,7 @@ def _samples(
             record.mapped += 1
         yield sample
         record.nsamples += 1
+        measured &= image.histogram is not None
         if image.histogram is not None:
             counts += image.histogram
-    record.pixels = counts.tolist() if counts.any() else None
+    record.pixels = counts.tolist() if measured and counts.any() else None

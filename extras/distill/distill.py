@@ -234,9 +234,22 @@ def load_teacher(path: str | None, size: int) -> Teacher:
 
 
 def renormalized(images: Tensor, given: Preprocessing, wanted: Preprocessing) -> Tensor:
-    """Convert images (B, C, H, W) from the normalisation `given` to the normalisation `wanted`."""
+    """Convert images (B, C, H, W) from the normalisation `given` to the normalisation `wanted`.
+
+    A teacher without a range gets the values from 0 to 1 that the range of the student gives.
+
+    Raises:
+        EncoderError: the teacher has a range, which is not that of the images.
+    """
     if given == wanted:
         return images
+    own, others = ((one.pixel_type, one.low, one.high) for one in (wanted, given))
+    if wanted.low is not None and own != others:
+        raise EncoderError(
+            f"The teacher takes {wanted.pixel_type} images from {wanted.low} to {wanted.high}, but those of the run "
+            f"are {given.pixel_type} from {given.range[0]} to {given.range[1]}. Set data.pixel_type and data.range to "
+            "those of the teacher."
+        )
     images = images.clone()
     statistics = zip(given.mean, given.std, wanted.mean, wanted.std, strict=True)
     for channel, (mean, std, other_mean, other_std) in enumerate(statistics):

@@ -7,6 +7,7 @@ from tessera.encoders.base import Encoder
 from tessera.encoders.preprocessing import image_size
 from tessera.evaluation.transform import preparation
 from tessera.extras.exports.certificate import Photograph
+from tessera.extras.exports.preparation import takes_bytes
 
 HEIGHT, WIDTH = 427, 640
 """Height and width of `made_photograph` in pixels."""
@@ -31,9 +32,12 @@ def made_photograph() -> Image.Image:
 def photograph(encoder: Encoder) -> Photograph | None:
     """Return the photograph of `certificate.certify`, or None if the evaluations cannot prepare it for the encoder.
 
-    The encoder takes another number of channels than 3, or images that are not square.
+    The encoder takes another number of channels than 3, images of more than 8 bits or with a range, or images that are
+    not square.
     """
     height, width = image_size(encoder)
+    if not takes_bytes(encoder):
+        return None
     if encoder.channels != 3 or encoder.preprocessing.channels != 3 or height != width:
         return None
     image = made_photograph()

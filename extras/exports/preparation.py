@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.encoders.base import Encoder
+from tessera.encoders.base import Encoder, Preprocessing
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.preprocessing import image_size, short_side
 
@@ -20,10 +20,33 @@ def description(encoder: Encoder) -> dict[str, Any]:
     An encoder for images that are not square has no resize and no crop, because the evaluations prepare square images.
     """
     preprocessing, (height, width) = encoder.preprocessing, image_size(encoder)
-    found: dict[str, Any] = {"mode": "RGB"} if preprocessing.channels == 3 else {}
+    found: dict[str, Any] = {"mode": "RGB"} if preprocessing.channels == 3 and takes_bytes(encoder) else {}
     if height == width:
         found |= {"resize": short_side(height), "crop": height, "interpolation": "bicubic", "antialias": True}
-    return found | {"pixels": "0 to 1", "mean": list(preprocessing.mean), "std": list(preprocessing.std)}
+    if takes_bytes(encoder):
+        found["pixels"] = "0 to 1"
+    else:
+        found |= {"pixels": "clamp((value - low) / (high - low), 0, 1)", "pixel_type": preprocessing.pixel_type}
+        found |= dict(zip(("low", "high"), map(list, preprocessing.range), strict=True))
+        found |= {} if preprocessing.nodata is None else {"nodata": preprocessing.nodata}
+    return found | {"mean": list(preprocessing.mean), "std": list(preprocessing.std)}
+
+
+def takes_bytes(encoder: Encoder) -> bool:
+    """Return True if the encoder takes images of 8 bits, whose values from 0 to 255 become 0 to 1."""
+    return encoder.preprocessing == Preprocessing(encoder.preprocessing.mean, encoder.preprocessing.std)
+
+
+def ranged_sentence(encoder: Encoder) -> str:
+    """Return a sentence for other libraries, whose transforms cannot prepare the images of an encoder."""
+    preprocessing = encoder.preprocessing
+    low, high = (", ".join(f"{value:g}" for value in bound) for bound in preprocessing.range)
+    mark = "NaN" if preprocessing.nodata is None else f"NaN and nodata ({preprocessing.nodata})"
+    return (
+        f"This encoder takes {preprocessing.pixel_type} images, which the transforms of timm and transformers do not "
+        f"prepare: x = clamp((value - low) / (high - low), 0, 1), then (x - mean) / std, where low is {low} and high "
+        f"is {high}. {mark} become the mean before the image is resized."
+    )
 
 
 def prepare(image: Any, described: dict[str, Any]) -> Tensor:
@@ -39,6 +62,8 @@ def prepare(image: Any, described: dict[str, Any]) -> Tensor:
 
 def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:
     """Return the values that `timm.data.resolve_data_config` reads from a model's `pretrained_cfg`.
+
+    timm's transforms take images of 8 bits. For other images, `notes` says how to prepare them.
 
     Raises:
         EncoderError: the number of channels differs between the preprocessing and the encoder.
@@ -57,6 +82,7 @@ def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:
         "crop_mode": "center",
         "mean": preprocessing.mean,
         "std": preprocessing.std,
+        **({} if takes_bytes(encoder) else {"notes": (ranged_sentence(encoder),)}),
     }
 
 

@@ -228,6 +228,11 @@ class Finetune(Method):
         if keys is None:  # outside of a training run, draw random keys, as drop path does
             keys = torch.randint(2**BITS, (len(images),))
         rngs = generators(keys)
+        if c.randaugment and preprocessing.pixel_type != "uint8":
+            raise SettingsError(
+                f"RandAugment works on 256 levels, but the images are {preprocessing.pixel_type}. Set "
+                "--finetune.randaugment 0."
+            )
         if c.randaugment:
             fill = [round(255 * mean) for mean in preprocessing.mean]
             pixels = rand_augment(to_pixels(images, preprocessing), draw_operations(rngs, c.randaugment), fill)

@@ -27,6 +27,8 @@ NOT_COMPARED = (
 )  # fmt: skip
 """Settings that may change between a run and its continuation without a warning."""
 
+PIXELS = ("data.pixel_type", "data.range", "data.nodata")
+"""Settings of the pixel values, which the weights are trained for."""
 DATA = ("data.shards", "evaluation.train", "evaluation.val", "evaluation.maps_train", "evaluation.maps_val")
 """Settings that hold SHARDS, of which relative and absolute paths are the same."""
 
@@ -209,7 +211,8 @@ def notice_other_samples(sources: Sources, checkpoint: Checkpoint | None, order:
 
 
 def check_fits(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
-    """Check that a checkpoint has the method and encoder of the run, and warn about other changed settings.
+    """Check that a checkpoint has the method, encoder and pixel values of the run, and warn about other settings that
+    changed.
 
     A checkpoint may lack an encoder setting that was introduced after the checkpoint was written. The check then uses
     the default of the encoder variant.
@@ -218,7 +221,8 @@ def check_fits(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
         settings: resolved settings of the run to resume.
 
     Raises:
-        CheckpointError: the method or an encoder setting differs. The message names all settings that differ.
+        CheckpointError: the method, an encoder setting or a setting of the pixel values differs. The message names all
+            of these settings that differ.
     """
     path, saved = checkpoint.path, with_older_defaults(checkpoint.settings)
     saved["encoder"] = _encoder_defaults(checkpoint.settings["encoder"].get("variant")) | checkpoint.settings["encoder"]
@@ -239,7 +243,7 @@ def check_fits(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
     differ = [
         f"{name} is {before} in the checkpoint and {now} in this run"
         for name, (before, now) in differing.items()
-        if name == "method" or name.startswith("encoder.")
+        if name in ("method", *PIXELS) or name.startswith("encoder.")
     ]
     if differ:
         raise CheckpointError(

@@ -206,7 +206,7 @@ def test_shards_of_make_shards_are_good(tmp_path, png, report):
     old, new = (parse_folder(files["index.json"], "") for files in (before, after))
     assert new == old.model_copy(update={"name": "out"})
     assert list(new.mean) == found["pixels"]["mean"]
-    assert open_shards(f"{tmp_path}/out/*.tar").std == tuple(found["pixels"]["std"])
+    assert open_shards(f"{tmp_path}/out/*.tar").statistics.std == tuple(found["pixels"]["std"])
 
 
 def test_write_index_for_shards_of_others(write_shards, report, capsys):

@@ -8,6 +8,7 @@ import torch
 
 from tessera.data.decode import decode
 from tessera.data.shards import ShardError, open_shards, open_sources
+from tessera.data.shards.index import Statistics
 from tessera.data.statistics import count_classes, histogram, pixel_statistics
 from tests.data.batches import saved
 from tests.data.made import picture
@@ -58,7 +59,7 @@ def test_sources_count_by_their_weights(shards):
 
 
 def test_statistics_of_index_json_are_taken_where_channels_agree(shards):
-    opened = replace(open_shards(shards), mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+    opened = replace(open_shards(shards), statistics=Statistics((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
     sources = open_sources(shards)._replace(lists=[opened])
     found = pixel_statistics(sources, 3)
     np.testing.assert_allclose((found.mean, found.std), ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)), rtol=1e-15)

@@ -299,7 +299,7 @@ def test_normalisation_of_the_images() -> None:
     assert resolved.encoder_settings["channels"] == 1
     saved = yaml.safe_load(to_yaml(resolved))["data"]
     assert {name: value for name, value in saved.items() if value not in (None, False)} == {
-        "shards": "somewhere.tar", "channels": 1, "mean": [0.4], "std": [0.2]
+        "shards": "somewhere.tar", "channels": 1, "mean": [0.4], "std": [0.2], "pixel_type": "uint8"
     }  # fmt: skip
     given = resolve(load([*SHARDS, *flags, "--data.mean", "0.5", "--data.std", "0.3"]), 1000)
     assert given.data.preprocessing == Preprocessing((0.5,), (0.3,))

@@ -13,7 +13,15 @@ import pytest
 
 from tessera.data.failures import ShardError
 from tessera.data.shards import open_shards
-from tessera.data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table, write_folder, write_table
+from tessera.data.shards.index import (
+    FolderIndex,
+    ShardEntry,
+    Statistics,
+    parse_folder,
+    parse_table,
+    write_folder,
+    write_table,
+)
 from tessera.data.shards.stored_index import header_of, map_index, packed, read_header
 from tessera.data.shards.tar_index import Index, scan_tar
 from tests.data.shards.batches import add_index
@@ -79,9 +87,9 @@ def test_an_index_comes_back(tmp_path):
 def test_pixel_statistics_are_optional(write_shards):
     (path,) = write_shards([4])
     entries = add_index([path], [4])
-    assert (open_shards(path).mean, open_shards(path).std) == (None, None)
+    assert open_shards(path).statistics == Statistics()
     write_folder(Path(path).parent, FolderIndex(shardlist=entries, mean=(0.5, 0.25), std=(0.125, 0.0)))
-    assert (open_shards(path).mean, open_shards(path).std) == ((0.5, 0.25), (0.125, 0.0))
+    assert open_shards(path).statistics == Statistics((0.5, 0.25), (0.125, 0.0))
 
 
 def test_pixel_statistics_of_several_folders(write_shards, tmp_path):
@@ -91,8 +99,8 @@ def test_pixel_statistics_of_several_folders(write_shards, tmp_path):
         (tmp_path / name).mkdir()
         entries = add_index([Path(path).rename(tmp_path / name / "x.tar")], [4])
         write_folder(tmp_path / name, FolderIndex(shardlist=entries, mean=(mean,), std=(0.125,)))
-    assert open_shards(tmp_path / "a" / "index.json").mean == (0.5,)
-    assert open_shards([tmp_path / name / "index.json" for name in "ab"]).mean is None
+    assert open_shards(tmp_path / "a" / "index.json").statistics.mean == (0.5,)
+    assert open_shards([tmp_path / name / "index.json" for name in "ab"]).statistics.mean is None
 
 
 @pytest.mark.parametrize(

@@ -326,5 +326,5 @@ def test_shards_of_tiffs_are_checked_in_their_channels(write_tar, tmp_path):
     assert main([path, "--workers", "1"]) == 2  # as RGB images they are corrupt
     assert main([path, "--workers", "1", "--channels", "5", "--write_index"]) == 0
     opened = open_shards(path)
-    np.testing.assert_allclose(opened.mean, (values / 255).mean((0, 1, 2)), rtol=1e-12)
-    assert pixel_statistics(open_sources(path), 5).mean == opened.mean
+    np.testing.assert_allclose(opened.statistics.mean, (values / 255).mean((0, 1, 2)), rtol=1e-12)
+    assert pixel_statistics(open_sources(path), 5).mean == opened.statistics.mean
