@@ -76,7 +76,7 @@ def _input(described: Mapping[str, Any]) -> Iterable[str]:
         yield from ["An image file is opened upright, on a white background:", "", "```python", *OPENING, "```", ""]
     if "low" in described:
         yield f"Images (B, C, H, W) of the type {described['pixel_type']}: a value v of channel c becomes"
-        yield "x = clamp((v - low[c]) / (high[c] - low[c]), 0, 1), minus mean[c], divided by std[c]. Before the image is"
+        yield "x = clamp((v - low[c]) / (high[c] - low[c]), 0, 1), minus mean[c], divided by std[c]. Before an image is"
         yield f"resized, {'nodata and NaN' if 'nodata' in described else 'NaN'} become the mean of their channel."
     else:
         yield "Images (B, C, H, W): pixels from 0 to 1, minus mean, divided by std."
