@@ -15,13 +15,27 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from pydantic import AfterValidator, Field
+from torch import Tensor
 
 from tessera.data.batch import SampleParameters, ViewParameters
 from tessera.data.collate import Packing, Transform, ViewShape
-from tessera.data.colors import BLUR_SIGMA, ColorConfig, Share, Sigmas, ascending, color_operations, draw_colors
+from tessera.data.colors import (
+    BLUR_SIGMA,
+    ColorConfig,
+    Share,
+    Sigmas,
+    ascending,
+    color_operations,
+    draw_colors,
+    own_rng,
+)
 from tessera.data.sampler import step_noise
 from tessera.runtime.settings import Section
 
+REDRAWS = 10
+"""Number of further boxes that are drawn for a crop without enough data (`avoid_nodata`)."""
+ENOUGH = 0.5
+"""Share of the values of a box that must hold data, so that no other box is drawn."""
 TRIES = 10
 """Number of random boxes that are tried before the central box is used."""
 BOX_DRAWS = 2 * TRIES + 4
@@ -360,3 +374,42 @@ def _box(numbers: list[float], size: tuple[int, int], config: RandomCropConfig) 
     h = min(max(round(width / config.ratio[0]), 1), height)
     w = min(max(round(height * config.ratio[1]), 1), width)
     return (height - h) // 2, (width - w) // 2, h, w
+
+
+def avoid_nodata(
+    views: SampleParameters, absent: Tensor, transform: Transform, rng: np.random.Generator
+) -> SampleParameters:
+    """Return the parameters of an image with boxes that hold data in at least half of their values, where possible.
+
+    A box with less data is replaced by a box that `transform` draws from a stream of its own, at most `REDRAWS` times.
+    Of boxes with too little data, the one with the most data is kept. Everything else of a crop stays as drawn.
+
+    Args:
+        views: parameters that `transform` has drawn.
+        absent: True for values without data, (C, H, W) bool.
+        rng: generator of the sample, which does not advance.
+    """
+    size = (absent.shape[1], absent.shape[2])
+    counts = np.zeros((size[0] + 1, size[1] + 1), dtype=np.int64)  # absent values above and left of each corner
+    counts[1:, 1:] = absent.sum(0).numpy().cumsum(0).cumsum(1)
+
+    def shares(view: ViewParameters) -> np.ndarray:
+        """Return the share of values with data of each box, (n,)."""
+        top, left, height, width = view.boxes.T
+        down, right = top + height, left + width
+        missing = counts[down, right] - counts[top, right] - counts[down, left] + counts[top, left]
+        return 1 - missing / (len(absent) * height * width)
+
+    own = own_rng(rng, "nodata")
+    for _ in range(REDRAWS):
+        if all((shares(view) >= ENOUGH).all() for view in views):
+            break
+        chosen = []
+        for view, other in zip(views, transform.draw(size, own), strict=True):
+            better = (shares(view) < ENOUGH) & (shares(other) > shares(view))
+            if view.size == other.size:
+                chosen.append(replace(view, boxes=np.where(better[:, None], other.boxes, view.boxes)))
+            else:  # the size of the only crop of `NativeCrop` follows from its box, and the size of the masks, too
+                chosen.append(other if better.all() else view)
+        views = chosen
+    return views

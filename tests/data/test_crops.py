@@ -9,7 +9,7 @@ from PIL import Image
 from scipy import ndimage, stats
 from torchvision.transforms import RandomResizedCrop
 
-from tessera.data.batch import Batch
+from tessera.data.batch import Batch, ViewParameters
 from tessera.data.collate import collate
 from tessera.data.crops import (
     BOX_DRAWS,
@@ -17,7 +17,10 @@ from tessera.data.crops import (
     MixedCrops,
     MultiCrop,
     MultiCropConfig,
+    NativeCrop,
     RandomCropConfig,
+    ResizedView,
+    avoid_nodata,
     boxes,
     random_boxes,
 )
@@ -258,3 +261,56 @@ def test_mixed_crops_are_drawn_from_seed_and_step_alone():
     # without a step: the largest crops
     assert mixed.views == transforms[1].views
     assert crops(mixed, picture()).views[0].images.shape == (2, 3, 32, 32)
+
+
+def shares(view: ViewParameters, absent: torch.Tensor) -> np.ndarray:
+    """Share of the values of each box that hold data."""
+    parts = [absent[:, top : top + height, left : left + width] for top, left, height, width in view.boxes.tolist()]
+    return np.array([1 - part.double().mean().item() for part in parts])
+
+
+def test_crops_avoid_pixels_without_data():
+    """Half of the image has no data. Only boxes change; those with enough data stay."""
+    absent = torch.zeros(4, 90, 120, dtype=torch.bool)
+    absent[:, :, 60:] = True
+    transform = ResizedView(MultiCrop(SMALL), 48)
+    poor_before, poor_after = 0, 0
+    for seed in range(40):
+        drawn = transform.draw((90, 120), source := rng(seed))
+        state = source.bit_generator.state
+        found = avoid_nodata(drawn, absent, transform, source)
+        assert source.bit_generator.state == state
+        for view, old in zip(found, drawn, strict=True):
+            before, after = shares(old, absent), shares(view, absent)
+            assert np.array_equal(view.boxes[before >= 0.5], old.boxes[before >= 0.5])
+            assert (after >= before).all()
+            assert np.array_equal(view.flips, old.flips)
+            assert same_colors(view.colors, old.colors)
+            poor_before, poor_after = poor_before + (before < 0.5).sum(), poor_after + (after < 0.5).sum()
+        assert np.array_equal(found[0].boxes, found[-1].boxes)  # the Gram teacher sees the global crops
+    assert poor_after < 0.1 * poor_before
+    again = avoid_nodata(drawn, absent, transform, rng(1))
+    assert not np.array_equal(again[1].boxes, avoid_nodata(drawn, absent, transform, rng(2))[1].boxes)
+
+
+def test_the_best_box_is_kept_if_none_has_enough_data():
+    absent = torch.ones(1, 90, 120, dtype=torch.bool)
+    absent[:, :9] = False
+    transform = MultiCrop(SMALL)
+    drawn = transform.draw((90, 120), rng(3))
+    found = avoid_nodata(drawn, absent, transform, rng(3))
+    assert max(shares(view, absent).max() for view in found) < 0.5
+    assert all((shares(a, absent) >= shares(b, absent)).all() for a, b in zip(found, drawn, strict=True))
+    assert shares(found[1], absent).mean() > shares(drawn[1], absent).mean()
+
+
+def test_a_packed_crop_is_replaced_with_its_size():
+    absent = torch.zeros(1, 90, 120, dtype=torch.bool)
+    absent[:, :, 50:] = True
+    transform = NativeCrop(RandomCropConfig(size=64, scale=(0.05, 0.3)), patch=8, smallest=16, token_budget=64)
+    for seed in range(20):
+        drawn = transform.draw((90, 120), rng(seed))
+        (view,) = avoid_nodata(drawn, absent, transform, rng(seed))
+        crop = torch.empty(1, *view.size, 1, dtype=torch.uint8)
+        cut(torch.zeros(1, 90, 120, dtype=torch.uint8), view, crop)
+        assert shares(view, absent)[0] >= min(shares(drawn[0], absent)[0], 0.5)
