@@ -16,6 +16,7 @@ from pydantic import Field, create_model, field_validator, model_validator
 
 from tessera import encoders
 from tessera.data.loader import LoaderConfig, StreamConfig
+from tessera.data.pictures import Bands
 from tessera.data.sampler import batch_ranges
 from tessera.data.shards import Access, SourceConfig
 from tessera.data.shards.samples import SampleKeys
@@ -183,6 +184,9 @@ class EvaluationConfig(Section):
     """precision of the forward passes of the evaluation; auto: bf16 on a GPU if the run is in bf16, else fp32"""
     pictures: int = Field(default=8, ge=0)
     """number of images in each picture: crops, predictions, attention maps and PCA maps; 0: no pictures"""
+    bands: Bands | None = None
+    """numbers of the bands that pictures show, counted from 1: three as red, green and blue, or one as gray; default:
+    the first three"""
 
 
 class EncoderConfig(Section):

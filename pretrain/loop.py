@@ -312,10 +312,11 @@ def _score(run: TrainingRun, record: dict[str, Any], alarm: CollapseAlarm) -> di
         record |= run.online.evaluate(encoder, pixels=run.state.step == 0 or not run.state.scores)
         if run.recorder and run.config.evaluation.pictures:
             images, training = run.online.shown_images(encoder.preprocessing), encoder.training
+            bands = run.config.evaluation.bands
             encoder.eval()  # batch norm would use statistics of all processes, but only the main process is here
             shown = {
-                "attention": feature_maps.attention(encoder, images),
-                "pca": feature_maps.pca(encoder, images),
+                "attention": feature_maps.attention(encoder, images, bands=bands),
+                "pca": feature_maps.pca(encoder, images, bands=bands),
             }
             encoder.train(training)
     elif run.online is not None:
@@ -365,13 +366,14 @@ def _record_pictures(run: TrainingRun, shown: dict[str, np.ndarray]) -> None:
 
 def _pictures(run: TrainingRun, batch: Batch) -> dict[str, np.ndarray]:
     """Return pictures by name: the crops of a batch, and the method's predictions for this batch. Collective."""
-    images = run.config.evaluation.pictures
-    shown = {"crops": crops(batch, images)}
+    images, bands = run.config.evaluation.pictures, run.config.evaluation.bands
+    shown = {"crops": crops(batch, images, bands=bands)}
     if run.method.has_panels:
         method = run.engine.gather_on_main(run.method)
         if method is not None:
             method.to(run.accelerator.device)
-            shown |= {name: panels(rows, batch.preprocessing) for name, rows in method.panels(batch, images).items()}
+            found = method.panels(batch, images)
+            shown |= {name: panels(rows, batch.preprocessing, bands=bands) for name, rows in found.items()}
     return shown
 
 

@@ -79,6 +79,11 @@ def resolve(
             f"smaller number, such as --optim.warmup_steps {steps // 10}."
         )
     data = config.data.with_statistics(statistics)
+    if max(config.evaluation.bands or [0]) > data.channels:
+        raise SettingsError(
+            f"evaluation.bands names band {max(config.evaluation.bands or [0])}, but data.channels is {data.channels}. "
+            "Bands are counted from 1."
+        )
     if isinstance(method_config, ColorConfig):
         try:
             method_config = colors_for(method_config, data.channels)

@@ -13,8 +13,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
@@ -23,10 +25,11 @@ from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch, View
 from tessera.data.collate import Sample, Skipped
 from tessera.data.dataset import TrainDataset
-from tessera.data.pictures import colours
+from tessera.data.pictures import Bands, as_rgb, colours, limits
 from tessera.data.shards import Sources
+from tessera.encoders.base import Preprocessing
 from tessera.encoders.images import Mask, PackedImages
-from tessera.extras.shard_tools.sheet import Cell, as_rgb, caption_of, to_bytes, write_sheet
+from tessera.extras.shard_tools.sheet import Cell, caption_of, to_bytes, write_sheet
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.job import first_batches
@@ -44,6 +47,8 @@ class SheetSettings(Settings):
     """PNG file to write; an older file of this name is replaced"""
     images: int = Field(8, ge=1)
     """number of images"""
+    bands: Bands | None = None
+    """numbers of the bands that are shown, counted from 1, such as 4,3,2; default: evaluation.bands of the run"""
 
 
 def split(argv: Sequence[str]) -> tuple[SheetSettings, list[str]]:
@@ -103,15 +108,28 @@ def _captions(dataset: TrainDataset, opened: Sources, positions: np.ndarray) -> 
     return found
 
 
-def crop_cells(batch: Batch, number: int) -> list[Cell]:
+def shown_limits(batch: Batch, bands: Sequence[int] | None) -> Tensor | None:
+    """Return the limits of the shown bands over the first view of a batch (`data.pictures.limits`)."""
+    images = batch.views[0].images
+    return limits(images.unpack() if isinstance(images, PackedImages) else images, batch.preprocessing, bands)
+
+
+def image_cell(sample: Sample, caption: str, preprocessing: Preprocessing, bands: Any, found: Tensor | None) -> Cell:
+    """Return a cell with the whole image of a sample."""
+    low, high = (torch.tensor(values)[:, None, None] for values in preprocessing.range)
+    values = ((sample.image.float() - low) / (high - low)).clamp(0, 1)
+    return Cell(to_bytes(as_rgb(values[None], bands, found)[0]), caption)
+
+
+def crop_cells(batch: Batch, number: int, bands: Sequence[int] | None = None) -> list[Cell]:
     """Return one cell per crop of the image at index `number`. After a crop with masks, add one cell per mask."""
-    cells = []
+    cells, found = [], shown_limits(batch, bands)
     for place, view in enumerate(batch.views):
         kind = view_name(batch, place)
         for crop in range(view.crops):
             index = crop * len(batch) + number
             images = view.images.unpack() if isinstance(view.images, PackedImages) else view.images
-            shown = colours(images[index][None], batch.preprocessing)[0]  # (3, H, W)
+            shown = colours(images[index][None], batch.preprocessing, bands, found)[0]  # (3, H, W)
             name = f"{kind} {crop + 1}" if view.crops > 1 else kind
             height, width = shown.shape[1:]
             size = f"{width} px" if width == height else f"{width} x {height}"
@@ -155,8 +173,12 @@ def main(argv: Sequence[str]) -> None:
     settings, rest = split(argv)
     config = load(rest)
     batch, samples, captions = first_images(config, settings.images)
+    bands, channels = settings.bands or config.evaluation.bands, batch.preprocessing.channels
+    if max(bands or [0]) > channels:
+        raise SettingsError(f"--bands names band {max(bands or [0])}, but the images have {channels}.")
+    found = shown_limits(batch, bands)
     rows = [
-        [Cell(as_rgb(sample.image), caption), *crop_cells(batch, number)]
+        [image_cell(sample, caption, batch.preprocessing, bands, found), *crop_cells(batch, number, bands)]
         for number, (sample, caption) in enumerate(zip(samples, captions, strict=True))
     ]
     write_sheet(settings.output, rows, f"first images of a run: {config.method}, seed {config.seed}")

@@ -9,19 +9,23 @@ With `--method` or `--config`, the sheet shows the crops and masks that a run wi
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from tessera.data.dataset import Decoding, cure_of
-from tessera.data.decode import ImageError
+from tessera.data.decode import ImageError, Undecoded, stored_type
+from tessera.data.pictures import Bands, as_rgb, quantiles, shown_bands
 from tessera.data.shards import Access, ShardError, Source, open_shards
 from tessera.data.shards.samples import SampleKeys
-from tessera.extras.shard_tools.sheet import Cell, as_rgb, caption_of, write_sheet
+from tessera.extras.shard_tools.sheet import Cell, caption_of, to_bytes, write_sheet
 from tessera.runtime.processes import exit_on_user_error
-from tessera.runtime.settings import Positional, Settings, parse
+from tessera.runtime.settings import Positional, Settings, SettingsError, parse
 from tessera.runtime.user_error import without_controls
 
 OF_A_RUN = ("--method", "--config")
@@ -41,6 +45,9 @@ class PreviewSettings(Settings):
     """number of channels of an image"""
     image: str | None = None
     """name of the image in a sample, as for data.image of a run"""
+    bands: Bands | None = None
+    """numbers of the bands that are shown, counted from 1, such as 4,3,2 for red, green and blue; default: the first
+    three; bands of more than 8 bits are shown between their quantiles 2 % and 98 % over the sheet"""
     label: str | None = None
     """name of the label in a sample, as for data.label of a run"""
     labels: str | None = None
@@ -59,7 +66,9 @@ def run(settings: PreviewSettings) -> None:
     labelled = opened.count_labels() > 0
     opened = replace(opened, classes=opened.class_names() if labelled else None)
     numbers = np.linspace(0, opened.images - 1, min(settings.images, opened.images)).round().astype(int)
-    cells, failed = read_cells(opened, numbers, settings.channels, labels=labelled)
+    if max(settings.bands or [0]) > settings.channels:
+        raise SettingsError(f"--bands names band {max(settings.bands or [0])}. Give --channels, the number of bands.")
+    cells, failed = read_cells(opened, numbers, settings.channels, settings.bands, labels=labelled)
     left = ""
     if failed:
         name, reason = next(iter(failed.items()))
@@ -78,7 +87,7 @@ def run(settings: PreviewSettings) -> None:
 
 
 def read_cells(
-    opened: Source, numbers: np.ndarray, channels: int, *, labels: bool = True
+    opened: Source, numbers: np.ndarray, channels: int, bands: Sequence[int] | None = None, *, labels: bool = True
 ) -> tuple[list[Cell], dict[str, str]]:
     """Return a cell of the sheet for each of the samples `numbers`, which are indices in the source.
 
@@ -88,17 +97,41 @@ def read_cells(
     is shown as a white cell whose caption begins with `corrupt`.
     """
     opened.prepare(numbers)
-    cells, failed = [], dict[str, str]()
+    read, captions, failed = list[Tensor](), list[str](), dict[str, str]()
     for number in numbers.tolist():
         try:
-            picture = Decoding(channels).picture(opened.image(number))
-            pixels = picture.pixels(picture.fraction(picture_shrink(picture.size)))
-            caption = caption_of(opened, number) if labels else opened.name(number).rpartition("/")[2]
-            cells.append(Cell(as_rgb(pixels), caption))
+            read.append(read_bands(opened.image(number), channels, bands))
+            captions.append(caption_of(opened, number) if labels else opened.name(number).rpartition("/")[2])
         except ImageError as error:
             failed[opened.name(number)] = str(error)
-            cells.append(Cell(np.full((1, 1, 3), 255, np.uint8), f"corrupt: {opened.name(number)}"))
+            read.append(torch.full((1, 1, 1), 255, dtype=torch.uint8))
+            captions.append(f"corrupt: {opened.name(number)}")
+    stretched = [image for image in read if image.dtype != torch.uint8]
+    limits = quantiles(stretched) if stretched else None
+    cells = []
+    for image, caption in zip(read, captions, strict=True):
+        shown = as_rgb(image[None] / 255) if image.dtype == torch.uint8 else as_rgb(image[None], limits=limits)
+        cells.append(Cell(to_bytes(shown[0]), caption))
     return cells, failed
+
+
+def read_bands(image: Undecoded, channels: int, bands: Sequence[int] | None) -> Tensor:
+    """Return the shown bands of an image, (K, H, W): uint8, or float32 if the image has more than 8 bits.
+
+    Values without data are NaN. Images of more than 256 pixels are shrunk.
+
+    Raises:
+        ImageError: the image is damaged, or has another number of bands.
+    """
+    kind = stored_type(image)
+    picture = Decoding(channels, pixel_type=kind, nodata=None if kind == "uint8" else "auto").picture(image)
+    shrink = picture_shrink(picture.size)
+    if kind == "uint8":
+        return shown_bands(picture.pixels(picture.fraction(shrink))[None], bands)[0]
+    values = shown_bands(picture.pixels()[None, :, ::shrink, ::shrink], bands)[0].float()
+    if picture.absent is not None:
+        values[shown_bands(picture.absent[None, :, ::shrink, ::shrink], bands)[0]] = torch.nan
+    return values
 
 
 def picture_shrink(size: tuple[int, int], side: int = 256) -> int:

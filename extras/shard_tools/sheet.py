@@ -10,9 +10,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from tessera.data.pictures import colours
 from tessera.data.shards import ShardError, Source
-from tessera.encoders.base import Preprocessing
 from tessera.runtime.files import atomic_write
 
 LONGEST_CAPTION = 18
@@ -25,13 +23,6 @@ class Cell(NamedTuple):
     image: np.ndarray
     """(H, W, 3) uint8."""
     caption: str = ""
-
-
-def as_rgb(image: Tensor) -> np.ndarray:
-    """Return a decoded image as RGB: (C, H, W) uint8 -> (H, W, 3) uint8. Channels are shown as in `data.pictures`."""
-    channels = len(image)
-    unchanged = Preprocessing((0.0,) * channels, (1.0,) * channels)
-    return to_bytes(colours(image[None] / 255, unchanged)[0])
 
 
 def to_bytes(image: Tensor) -> np.ndarray:

@@ -43,3 +43,35 @@ def test_images_with_any_number_of_channels_are_shown(channels: int) -> None:
         pictures.crops(Batch([View(images, 1)], preprocessing=preprocessing), side=8),
     ):
         np.testing.assert_array_equal(cell(picture, 0, 0, 8), shown[..., :3])
+
+
+@pytest.mark.parametrize(("bands", "order"), [((4, 3, 2), [3, 2, 1]), ((5,), [4, 4, 4]), ((2, 5), [1, 4, None])])
+def test_chosen_bands(bands, order) -> None:
+    raw, unchanged = pixels(1, 5, 8, 8), Preprocessing((0.0,) * 5, (1.0,) * 5)
+    picture = pictures.panels([[raw[0] / 255]], unchanged, side=8, bands=bands)
+    expected = [np.zeros((8, 8), np.uint8) if band is None else raw[0, band].numpy() for band in order]
+    np.testing.assert_array_equal(cell(picture, 0, 0, 8), np.stack(expected, 2))
+
+
+def test_bands_with_a_range_are_shown_between_quantiles_of_all_images() -> None:
+    """Oracle: NumPy's quantiles of the first view; the local crops have the same limits."""
+    ranged = Preprocessing((0.1,) * 4, (0.5,) * 4, "uint16", (0.0,) * 4, (9000.0,) * 4)
+    values = [torch.rand(2, 4, 8, 8) * 0.2, torch.rand(2, 4, 8, 8)]
+    values[0][0, :, 0, 0] = 1  # one bright pixel
+    batch = Batch([View((one - 0.1) / 0.5, 1) for one in values], preprocessing=ranged)
+    picture = pictures.crops(batch, side=8, bands=(4, 3, 2))
+    low, high = np.quantile(values[0].numpy()[:, [3, 2, 1]], (0.02, 0.98), axis=(0, 2, 3))[:, :, None, None]
+    for image in range(2):
+        for view, one in enumerate(values):
+            shown = np.clip((one[image].numpy()[[3, 2, 1]] - low) / (high - low), 0, 1).transpose(1, 2, 0)
+            np.testing.assert_allclose(cell(picture, image, view, 8), 255 * shown, atol=0.6)
+
+
+def test_values_without_data_are_black_and_do_not_count() -> None:
+    values = torch.rand(1, 1, 20, 20)
+    values[..., :10] = torch.nan
+    found = pictures.quantiles([values[0]])
+    np.testing.assert_allclose(found[:, 0], np.quantile(values[..., 10:].numpy(), (0.02, 0.98)), rtol=1e-6)
+    shown = pictures.as_rgb(values, limits=found)
+    assert (shown[..., :10] == 0).all()
+    assert shown[..., 10:].max() == 1

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from tessera.data.shards import ShardError, open_shards
 from tessera.extras.shard_tools.preview import PreviewSettings, read_cells, run
-from tessera.extras.shard_tools.sheet import Cell, as_rgb, write_sheet
-from tessera.runtime.settings import flags, validate
+from tessera.extras.shard_tools.sheet import Cell, write_sheet
+from tessera.runtime.settings import SettingsError, flags, validate
 from tests.data.batches import tiff
 from tests.launched import ROOT
 
@@ -84,15 +83,23 @@ def test_strange_captions_are_drawn(tmp_path):
     assert Image.open(tmp_path / "sheet.png").width > 100
 
 
-@pytest.mark.parametrize("channels", [1, 2, 3, 5])
-def test_any_number_of_channels_is_shown(channels):
-    image = torch.randint(0, 256, (channels, 4, 6), dtype=torch.uint8)
-    shown = as_rgb(image)
-    expected = np.zeros((4, 6, 3), np.uint8)
-    for rgb in range(3):
-        if channels == 1 or rgb < channels:
-            expected[..., rgb] = image[0 if channels == 1 else rgb]
-    np.testing.assert_array_equal(shown, expected)
+def test_bands_of_12_bits_are_shown_between_quantiles_of_the_sheet(tmp_path):
+    """Oracle: NumPy's quantiles over both images; values without data are black."""
+    values = np.random.default_rng(0).integers(100, 1500, (2, 40, 30, 5)).astype(np.uint16)
+    values[1, :, :10] = 0
+    for number, one in enumerate(values):
+        options = {"planarconfig": "contig", "photometric": "minisblack", "extratags": [(42113, "s", 2, "0", False)]}
+        (tmp_path / f"{number}.tif").write_bytes(tiff(one, **options))
+    cells, failed = read_cells(open_shards(str(tmp_path)), np.arange(2), 5, (4, 3, 2), labels=False)
+    assert not failed
+    bands = values[..., [3, 2, 1]].astype(np.float64)
+    held = np.concatenate([bands[0].reshape(-1, 3), bands[1, :, 10:].reshape(-1, 3)])
+    low, high = np.quantile(held, (0.02, 0.98), axis=0)
+    for cell, one in zip(cells, bands, strict=True):
+        expected = np.where(one == 0, 0, 255 * np.clip((one - low) / (high - low), 0, 1))
+        np.testing.assert_allclose(cell.image, expected, atol=0.6)
+    with pytest.raises(SettingsError, match=r"--bands names band 9\. Give --channels"):
+        preview(str(tmp_path), "--channels", "5", "--bands", "9,3,2")
 
 
 @pytest.mark.slow
