@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from tessera.data.batch import SampleParameters, largest_shrink
 from tessera.data.collate import Sample, Skipped, Transform
-from tessera.data.crops import MixedCrops
+from tessera.data.crops import MixedCrops, avoid_nodata
 from tessera.data.decode import MAX_PIXELS, ImageError, Picture, Undecoded
 from tessera.data.failures import DroppedError, ResourceError
 from tessera.data.maps import MapKind, checked_map, cut_map, map_member
@@ -233,6 +233,8 @@ class TrainDataset(Dataset[Sample]):
                 f"the label of {drawn.key} is {drawn.label}, but the run has {self.classes} classes, numbered from 0. "
                 "Correct the .cls member, or set the number of classes."
             )
+        if isinstance(drawn, _Drawn) and (absent := drawn.picture.absent) is not None:
+            drawn = drawn._replace(views=avoid_nodata(drawn.views, absent, transform, rng))
         if isinstance(drawn, _Drawn) and self.augment is not None:
             return drawn._replace(views=self.augment.views(drawn.views, drawn.picture.size))
         return drawn
