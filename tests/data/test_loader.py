@@ -16,7 +16,7 @@ from tessera.data.loader import LoaderConfig
 from tessera.data.sampler import MixtureSampler, ShuffledSampler, sample_rng
 from tessera.data.shards import ShardError, open_shards
 from tessera.encoders.base import Preprocessing
-from tests.data.batches import evaluation_batches, same_colors, step_positions, tiff, training_batches
+from tests.data.batches import evaluation_batches, same_colors, saved, step_positions, tiff, training_batches
 
 
 class Small:
@@ -299,3 +299,33 @@ def test_small_weights_are_exact_or_refused(write_shards):
     assert sum((batch.sources == 1).sum() for batch in batches) == 4
     with pytest.raises(ValueError, match="Set this weight to 0 or to a larger number"):
         run({one: 1.0, two: 1e-7}, batch_size=4, steps=1)
+
+
+def test_training_crops_avoid_pixels_without_data(write_tar):
+    """Sample 0 holds data everywhere, and its crops stay. Of the others, half holds data."""
+    members = []
+    for number in range(8):
+        values = np.full((40, 60, 3), 100, dtype=np.uint8)
+        values[:, :30] = 0 if number else 100
+        members.append((f"{number}.png", saved(values, "PNG")))
+    shards = write_tar("scenes.tar", members)
+    transform = MultiCrop(MultiCropConfig(global_size=16, local_size=8, local_crops=4))
+
+    def local_crops(nodata):
+        """Crops (4, 3 * 8 * 8) of each sample, by position and name."""
+        form = Preprocessing((0.8,) * 3, (1.0,) * 3, nodata=nodata)
+        found = {}
+        for batch in training_batches(shards, transform, batch_size=8, seed=3, steps=4, preprocessing=form):
+            crops = batch.views[1].images.reshape(4, 8, -1)
+            found |= {(int(batch.positions[i]), batch.keys[i]): crops[:, i] for i in range(8)}
+        return found
+
+    plain, avoiding = local_crops(None), local_crops(0)
+    assert plain.keys() == avoiding.keys()
+    assert all(torch.equal(crops, avoiding[at]) for at, crops in plain.items() if at[1].endswith("/0"))
+    poor = [
+        sum(int(((one - 100.0).abs() > 50).float().mean() > 0.6) for crops in found.values() for one in crops)
+        for found in (plain, avoiding)
+    ]
+    assert poor[0] > 20
+    assert poor[1] < poor[0] / 4
