@@ -19,7 +19,6 @@ from PIL import Image
 from pydantic import Field
 from webdataset.writer import TarWriter
 
-from tessera.data import decoders
 from tessera.data.batch import ViewParameters
 from tessera.data.decode import ImageError, Picture, decode, stored_type
 from tessera.data.decoders import DECODERS, decoder_of, is_webp, known_formats
@@ -126,10 +125,10 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
     found = _format(content)
     try:
         if found not in EXTENSIONS and recipe.resize is None:
-            image = decoders.read(found, content, most_bands=MOST_CHANNELS, max_pixels=recipe.max_pixels)
+            image = DECODERS[found].read(content, most_bands=MOST_CHANNELS, max_pixels=recipe.max_pixels)
             size = image.values.shape[:2] if image.orientation < 5 else image.values.shape[1::-1]  # upright (H, W)
             return Prepared(content, _extension(found), None, _prepare_map(encoded_map, size, size[::-1]))
-        if not recipe.encodes and (kind := stored_type(content)) != "uint8":
+        if recipe.resize is None and (kind := stored_type(content)) != "uint8":
             size = Picture(content, max_pixels=recipe.max_pixels, pixel_type=kind).size
             return Prepared(content, _extension(found), None, _prepare_map(encoded_map, size, size[::-1]))
         pixels = decode(content, max_pixels=recipe.max_pixels)  # (3, H, W)
