@@ -29,7 +29,7 @@ from rich.filesize import decimal
 from tessera.data.dataset import cure_of_bands
 from tessera.data.decode import FORMATS, ImageError, Picture, stored_type
 from tessera.data.decoders import decoder_of
-from tessera.data.failures import CORRECT_INDEX, REPLACE_INDEX, RESTORE_SHARD, SampleError, ShardError, merged
+from tessera.data.failures import CORRECT_INDEX, REPLACE_INDEX, RESTORE_SHARD, SampleError, ShardError
 from tessera.data.maps import checked_map
 from tessera.data.shards.access import Access, SourceConfig
 from tessera.data.shards.index import (
@@ -455,7 +455,7 @@ def _show(report: dict[str, Any], channels: int) -> None:
     if report["good"]:
         print("a run accepts all shards" if report["decoded"] else "a run accepts the headers and labels")
     for kind, title in PROBLEMS.items():
-        if lines := merged(report[kind]):
+        if lines := report[kind]:
             print(f"{len(lines):,} {title}:")
             print("\n".join(f"  {printable(line)}" for line in lines[:MOST_SHOWN]))
             if len(lines) > MOST_SHOWN:

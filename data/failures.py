@@ -3,14 +3,12 @@
 import errno
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from tessera.runtime.user_error import UserError
 
 MOST_LISTED = 20
 """Maximum number of shards that one error message lists."""
-NO_IMAGES = " holds no image"
-"""Words after the path of a shard that has samples, but no image with the expected name."""
 MAKE_SHARD_AGAIN = "Make the shard again or remove it."
 RESTORE_SHARD = "Restore the shard or remove it from the list."
 MAKE_INDEX_AGAIN = "Make the index again with `tessera check_shards SHARDS --write_index true`."
@@ -18,21 +16,6 @@ CORRECT_INDEX = "If the index is wrong, make it again with `tessera check_shards
 REPLACE_INDEX = "Remove the index, or make it again with `tessera check_shards SHARDS --write_index true`."
 
 log = logging.getLogger(__name__)
-
-
-def merged(messages: Iterable[str]) -> list[str]:
-    """Return messages of shards. Of those that only differ by the shard before `NO_IMAGES`, the first stands for all.
-
-    Only the first sentence is compared, because others name samples.
-    """
-    groups: dict[str, list[str]] = {}
-    for message in messages:
-        _, found, reason = message.partition(NO_IMAGES)
-        groups.setdefault(reason.split(". ")[0] if found else message, []).append(message)
-    return [
-        same[0] + (f" Further shards like this: {len(same) - 1:,}." if len(same) > 1 else "")
-        for same in groups.values()
-    ]
 
 
 class ShardError(UserError, ValueError):

@@ -20,7 +20,6 @@ import logging
 import os
 import random
 import shutil
-import stat
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -39,8 +38,6 @@ FULL, KEPT = 0.9, 0.85  # used fractions of the size limit at which eviction beg
 SCANNED = 0.005  # mean number of bytes written between two scans of the folder, as a fraction of the size limit
 NETWORK_DISKS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "afs", "panfs", "wekafs")
 """Types of file systems on network disks."""
-MEMORY_DISKS = ("tmpfs", "ramfs")
-"""Types of file systems whose files take memory of the machine."""
 PART = ".part"
 INDEX = ".index"
 """Ending of the names of indices. An index is small, but may take a download of its shard to make."""
@@ -68,7 +65,6 @@ def cache_folder() -> Path:
     """Return the folder of the cache.
 
     The folder is $TESSERA_CACHE if the variable is set, otherwise the subfolder `tessera` of the user's cache folder.
-    If ~/.cache is on a network disk and $TMPDIR is on a local disk, the folder is `$TMPDIR/tessera-UID` instead.
 
     Raises:
         CacheError: the variable is not set, and the user has no home folder.
@@ -78,28 +74,9 @@ def cache_folder() -> Path:
     if folder := os.environ.get("XDG_CACHE_HOME"):
         return Path(folder) / "tessera"
     try:
-        folder = Path.home() / ".cache" / "tessera"
+        return Path.home() / ".cache" / "tessera"
     except RuntimeError as error:  # HOME is not set, and the user database has no entry
         raise CacheError("there is no home folder for the cache. Set TESSERA_CACHE to a local folder.") from error
-    return (_temporary_folder() or folder) if is_on_network(folder) else folder
-
-
-def _temporary_folder() -> Path | None:
-    """Make a folder of this user in $TMPDIR, and return it. Return None if $TMPDIR is not set or not on a local disk.
-
-    Also return None if the folder belongs to another user or others may write to it.
-    """
-    parent = Path(os.environ.get("TMPDIR", ""))
-    if not parent.is_absolute() or file_system(parent) in ("", *NETWORK_DISKS, *MEMORY_DISKS):
-        return None
-    folder = parent / f"tessera-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-    except OSError:
-        return None
-    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
-    return folder if is_own else None
 
 
 class CacheError(ResourceError):

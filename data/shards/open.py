@@ -24,7 +24,6 @@ from tessera.data.failures import (
     MOST_LISTED,
     ResourceError,
     ShardError,
-    merged,
     unreadable,
     warn_once,
 )
@@ -38,7 +37,6 @@ from tessera.data.shards.manifest import MANIFESTS
 from tessera.data.shards.notes import OTHER_IMAGES, PARTS, Note, describe, named_notes, valid_notes
 from tessera.data.shards.registry import OBJECTS, SOURCES, endings, scheme_of, source_of
 from tessera.data.shards.source import Shard, Source
-from tessera.data.shards.tar_index import IMAGES
 from tessera.data.shards.tar_shard import GZIPPED, LocalTar, PackedTar, RemoteTar, Tar, folder_of
 from tessera.runtime import collectives
 from tessera.runtime.progress import track
@@ -307,10 +305,6 @@ def shard_at(path: str, access: Access = DEFAULT) -> Shard:
                 f"Google Storage, {folder}/train-{{000..099}}.tar, or {folder}/{FOLDER_INDEX}."
             )
         known = (*ENDINGS, *endings())
-        if path.lower().endswith(tuple(f".{extension}" for extension in (*IMAGES, *OTHER_IMAGES))):
-            raise ShardError(
-                f"{path} is an image. Give its folder, or a CSV with a column `path` that lists the images."
-            )
         raise ShardError(
             f"{path}: the file name must end in {', '.join(known[:-1])} or {known[-1]}. Rename the file, or remove it "
             "from the list."
@@ -400,7 +394,7 @@ def _probe_servers(shards: list[Shard]) -> None:
 
 def _unusable(errors: dict[int, ShardError], total: int) -> ShardError:
     """Return the error that lists the unusable shards."""
-    lines = merged(str(errors[place]) for place in sorted(errors))
+    lines = [str(errors[place]) for place in sorted(errors)]
     listed = "\n  ".join(lines[:MOST_LISTED])
     more = f"\n  and {len(lines) - MOST_LISTED} more" if len(lines) > MOST_LISTED else ""
     return ShardError(f"{len(errors)} of {total} shards cannot be used:\n  {listed}{more}")
@@ -511,7 +505,7 @@ def _shards_at(path: str, indices: "_FolderIndices") -> list[str]:
     if remote.without_query(path).endswith(FOLDER_INDEX):
         return indices.read(path)
     if path.endswith(endings()) and remote.is_remote(path):
-        raise ShardError(f"{path}: {_kinds([path])} files are read from a local disk only. Download the file.")
+        raise ShardError(f"{path}: such files are read from a local disk only. Download the file.")
     if remote.is_remote(path) and not path.startswith(remote.PIPE):
         remote.split_url(path)
     return _shards_in(path) if not remote.is_remote(path) and os.path.isdir(path) else [path]
@@ -544,13 +538,8 @@ def _shards_in(folder: str) -> list[str]:
         raise unreadable(folder, error, "Correct the path or its permissions.") from error
     if len(patterns) > 1:
         listed = ", ".join(patterns[:MOST_LISTED]) + (", ..." if len(patterns) > MOST_LISTED else "")
-        of_tars = {name.partition(".")[0] for name in names if name.endswith(ENDINGS)}
-        others = [name for name in names if not name.endswith(ENDINGS)]
-        metadata = ""
-        if others and {os.path.splitext(name)[0] for name in others} <= of_tars:
-            metadata = f" The {_kinds(others)} files describe the tars, as those of img2dataset do."
         raise ShardError(
-            f"{folder} holds shards of several sets: {listed}.{metadata} Give one set, for example "
+            f"{folder} holds shards of several sets: {listed}. Give one set, for example "
             f"'{os.path.join(folder, patterns[0])}', or all shards with '{os.path.join(folder, '*.tar')}'."
         )
     if not names:
@@ -565,11 +554,6 @@ def _shards_in(folder: str) -> list[str]:
         known = ", ".join((*ENDINGS, *endings()))
         raise ShardError(f"{folder} holds no shards ({known}) and no images. {cure}")
     return [os.path.join(folder, name) for name in names]
-
-
-def _kinds(names: Sequence[str]) -> str:
-    """Return the formats of files by their endings, such as Parquet."""
-    return " and ".join(sorted({os.path.splitext(name)[1][1:].capitalize() for name in names}))
 
 
 def _local(name: str) -> str:

@@ -14,13 +14,13 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
-from tessera.data.failures import MAKE_SHARD_AGAIN, NO_IMAGES, ShardError, unreadable
+from tessera.data.failures import MAKE_SHARD_AGAIN, ShardError, unreadable
 from tessera.data.shards.notes import (
     CHOSEN,
     LINK,
@@ -48,8 +48,6 @@ LARGEST_LABEL = 2**22 - 1
 """Largest class number. Evaluations need memory for every class up to the largest one."""
 LONGEST_NUMBER = 18  # maximum number of characters of a label
 LONGEST_EXTENSION = 64  # number of bytes of an extension that are compared
-MOST_CLASSES = 1000  # number of classes and extensions that notes of one tar distinguish
-MOST_NAMES = 5  # number of different names of images that are taken for parts of samples, not for dots in their keys
 LONGEST_SHOWN = 200  # maximum number of characters of the name of a member in a message
 LONGEST_PLAIN = 92  # from this length on, a key may be in an additional header, because the name field has 100 bytes
 
@@ -305,7 +303,7 @@ def scan_tar(path: str | int, shard: str, image: str | None = None, label: str |
                     )
                 if not _add(samples, member, shard, wanted):
                     unread.add(member, len(samples) - 1)
-            found = unread.notes(samples, images, lambda members: _class_of(file.fileno(), members.get(label or LABEL)))
+            found = unread.notes(samples, images)
             if _holds_data(file.fileno(), headers.place, size):
                 found.append(Note(REST, size - headers.place))
     except OSError as error:
@@ -325,8 +323,6 @@ def scan_tar(path: str | int, shard: str, image: str | None = None, label: str |
         found.append(Note(MAPPED, len(mapped), shown(mapped[0])))
     if image is None:
         _refuse_several_images(samples, shard)
-    if unread.names and not any(name in members for name in images for _, members in samples):
-        _refuse_names(unread.names, shard)
     return _index(samples, size, shard, images, label or LABEL, found)
 
 
@@ -337,19 +333,12 @@ def _holds_data(descriptor: int, place: int, size: int) -> bool:
     return any(piece.strip(b"\0") for piece in pieces) or most < size
 
 
-def _class_of(descriptor: int, place: tuple[int, int] | None) -> int | None:
-    """Return the class number that a label member holds, given its place; None if there is no such number."""
-    return None if place is None else whole_number(os.pread(descriptor, min(place[1], LONGEST_NUMBER + 8), place[0]))
-
-
 class _Unread:
     """Members of a tar that look like images but are not read. `chosen` is true if the user has named the image."""
 
     def __init__(self, chosen: bool):
         self._chosen = chosen
         self._counts, self._firsts = Counter[str](), dict[str, str]()
-        self.names = Counter[str]()
-        """Names of members that look like images, after the first dot of the file name: `left.jpg`."""
         self._beside: dict[int, bytes] = {}  # sample -> name of an image that the user has not chosen
 
     def add(self, member: Member, sample: int) -> None:
@@ -362,20 +351,13 @@ class _Unread:
             self._beside.setdefault(sample, member.name)
         elif member.type in REGULAR:
             self._count(NAME if extension in IMAGES else f".{extension}", member)
-            if extension in IMAGES and (name := split_name(member.name)) and len(self.names) <= MOST_NAMES:
-                self.names[shown(name[1].lower())] += 1
 
     def _count(self, kind: str, member: Member) -> None:
         self._counts[kind] += 1
         self._firsts.setdefault(kind, shown(member.name))
 
-    def notes(
-        self, samples: Members, images: Sequence[str], class_of: Callable[[dict[str, tuple[int, int]]], int | None]
-    ) -> list[Note]:
-        """Return notes on these members, on labels without an image, and on repeated names.
-
-        `class_of` returns the class number of a sample, given its members, or None.
-        """
+    def notes(self, samples: Members, images: Sequence[str]) -> list[Note]:
+        """Return notes on these members, on labels without an image, and on repeated names."""
         found = [Note(kind, count, self._firsts[kind]) for kind, count in self._counts.items()]
         with_image = [any(name in members for name in images) for _, members in samples]
         skipped = {one: name for one, name in self._beside.items() if one >= 0 and not with_image[one]}
@@ -384,23 +366,16 @@ class _Unread:
         ]
         keys = Counter(key for (key, _), good in zip(samples, with_image, strict=True) if good)
         twice = [key for key, count in keys.items() if count > 1]
-        found += _not_chosen(skipped, lambda sample: class_of(samples[sample][1]))
+        found += _not_chosen(skipped.values())
         found += [Note(ORPHAN, len(orphans), orphans[0])] if orphans else []
         return found + ([Note(TWICE, keys.total() - len(keys), shown(twice[0]))] if twice else [])
 
 
-def _not_chosen(names: dict[int, bytes], class_of: Callable[[int], int | None]) -> list[Note]:
-    """Return notes on samples that lack the image that the user has chosen, for each extension and class.
-
-    Args:
-        names: name of another image of each of these samples.
-        class_of: returns the class number of a sample, or None.
-    """
+def _not_chosen(names: Iterable[bytes]) -> list[Note]:
+    """Return notes on samples that lack the image that the user has chosen, given the name of another image of each."""
     groups: dict[str, list[bytes]] = {}
-    for sample, name in names.items():
-        label = class_of(sample)
-        of_class = "" if label is None or len(groups) >= MOST_CLASSES else f" of class {label}"
-        groups.setdefault(f".{_extension(name)}{of_class}", []).append(name)
+    for name in names:
+        groups.setdefault(f".{_extension(name)}", []).append(name)
     return [Note(CHOSEN, len(found), shown(found[0]), group) for group, found in groups.items()]
 
 
@@ -414,18 +389,6 @@ def _refuse_several_images(samples: Members, shard: str) -> None:
                 f"{shard}: a sample has several images, {names}. Choose one of them with data.image, for example "
                 f"--data.image={several[0]} (--image={several[0]} for other commands)."
             )
-
-
-def _refuse_names(names: Counter[str], shard: str) -> None:
-    """Raise `ShardError` if all images of a tar have names with several dots, of which few differ."""
-    if len(names) > MOST_NAMES:
-        return  # the names of samples hold dots
-    several = [name for name, _ in names.most_common()]
-    raise ShardError(
-        f"{shard}{NO_IMAGES}s of the usual names, such as KEY.jpg, but "
-        f"{' and '.join(f'KEY.{name}' for name in several)}. Choose one with --data.image {several[0]} (--image "
-        f"{several[0]} for check_shards, preview and evaluations), or write the tar again without a dot in KEY."
-    )
 
 
 def read_sample(descriptor: int, start: int, end: int, key: bytes) -> dict[int, tuple[str, bytes]]:
@@ -520,8 +483,11 @@ def _index(
         names = " or ".join(f"KEY.{extension}" for extension in extensions)
         reasons = " ".join(["", *describe(notes)])
         if extensions is not IMAGES:
-            raise ShardError(f"{shard}{NO_IMAGES} {names}. Choose another name of the image.{reasons}")
-        raise ShardError(f"{shard}{NO_IMAGES}s. Name image files {names}, without a dot in KEY.{reasons}")
+            raise ShardError(f"{shard} holds no image {names}. Choose another name of the image.{reasons}")
+        raise ShardError(
+            f"{shard} holds no images. Name image files {names}, without a dot in KEY, or choose other files with "
+            f"data.image.{reasons}"
+        )
     return Index(
         keys=np.frombuffer(b"".join(keys), dtype=np.uint8),
         ends=np.cumsum([len(key) for key in keys]),

@@ -140,8 +140,8 @@ def test_the_largest_label_is_read(write_tar, png):
 
 def test_a_manifest_with_a_huge_label_is_refused(photos, tmp_path, capsys):
     folder = photos({"a.jpg": picture(0)})
-    (folder / "list.txt").write_text("a.jpg\t1000000000\n")
-    make_shards(folder / "list.txt", tmp_path / "shards", status=2)
+    (folder / "list.csv").write_text("path,label\na.jpg,1000000000\n")
+    make_shards(folder / "list.csv", tmp_path / "shards", status=2)
     assert "the label 1000000000 is more than" in capsys.readouterr().err
 
 

@@ -75,7 +75,7 @@ def test_files_and_addresses_of_another_package(lines, png):
         assert (source.image(5), source.label(5)) == (png(1), 1)
     mixture = open_sources({f"lines:{lines}/set-0.lines": 0.5, f"{lines}/set-1.lines": 0.5})
     assert [one.images for one in mixture.lists] == [4, 4]
-    with pytest.raises(ShardError, match=r"https://nowhere/x\.lines: Lines files are read from a local disk only"):
+    with pytest.raises(ShardError, match=r"https://nowhere/x\.lines: such files are read from a local disk only"):
         expand("https://nowhere/x.lines")
 
 

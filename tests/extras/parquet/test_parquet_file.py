@@ -264,11 +264,11 @@ def test_missing_parts_are_said(files, tmp_path, caplog):
 
 
 def test_urls_and_metadata_beside_tars_are_refused(tmp_path):
-    with pytest.raises(ShardError, match=r"/x\.parquet: Parquet files are read from a local disk only"):
+    with pytest.raises(ShardError, match=r"/x\.parquet: such files are read from a local disk only"):
         expand("https://nowhere/x.parquet")
-    for name in ("0.parquet", "0.tar", "1.parquet", "1.tar"):
+    for name in ("0.parquet", "0.tar"):
         (tmp_path / name).touch()
-    with pytest.raises(ShardError, match=r"sets: \*.tar, \*.parquet. The Parquet files describe .*/\*.tar'"):
+    with pytest.raises(ShardError, match=r"sets: \*.tar, \*.parquet. Give one set, for example '.*/\*.tar'"):
         expand(str(tmp_path))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ShardError, match=r"holds no shards \(.tar, .tar.gz, .tgz, .parquet\) and no images"):
