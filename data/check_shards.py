@@ -51,9 +51,10 @@ from tessera.data.shards.samples import SampleKeys
 from tessera.data.shards.source import Shard, shared_class_names
 from tessera.data.shards.tar_index import LARGEST_LABEL, Index, scan_tar
 from tessera.data.shards.tar_shard import Tar, folder_of, name_of
-from tessera.data.statistics import ONE_TYPE, statistics_of
+from tessera.data.statistics import statistics_of
 from tessera.data.tools.offline import run_command, say, spread
 from tessera.data.value_range import ValueCounts, shown_range
+from tessera.data.values import ONE_TYPE
 from tessera.encoders.base import PixelType
 from tessera.runtime import stdio
 from tessera.runtime.files import atomic_write
@@ -197,7 +198,7 @@ def mixed_types(types: Counter[PixelType]) -> list[str]:
     if "uint8" not in types or len(types) == 1:
         return []
     counts = ", ".join(f"{count:,} {kind}" for kind, count in types.items())
-    return [f"images of 8 bits and of other types are mixed: {counts}. {ONE_TYPE}"]
+    return [f"images of 8 bits and of other types are mixed: {counts}. {ONE_TYPE}."]
 
 
 def check(settings: CheckShards) -> dict[str, Any]:

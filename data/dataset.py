@@ -32,6 +32,8 @@ MOST_DROPPED = 1000
 """Number of consecutive samples that the user's stages may drop before a run stops."""
 BANDS = re.compile(r"image with (\d+) bands")
 """Number of bands in the message about an image whose bands are not the channels that are read."""
+TYPES = re.compile(r"an image of the type (\w+) in a data set of the type (\w+)")
+"""Types in the message about an image that does not have the type of the data set."""
 MOST_NAMED = 10
 """Maximum number of corrupt images that an error message or the log names one by one."""
 DRAWN = 8
@@ -118,6 +120,9 @@ def cure_of(reasons: Sequence[str], source: Source, channels: int, flag: str = "
     """
     if cure := cure_of_bands(reasons, channels, flag):
         return cure
+    types = {match.groups() if (match := TYPES.search(reason)) else ("", "") for reason in reasons}
+    if len(types) == 1 and all(pair := types.pop()) and not flag:
+        return f"They are {pair[0]}, but the encoder takes {pair[1]}. Use an encoder that was trained on {pair[0]}."
     return next((shard.cure for shard in source.shards if shard.cure != Shard.cure), Shard.cure)
 
 

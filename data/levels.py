@@ -47,8 +47,8 @@ def check_range(values: np.ndarray, *, upper_bytes: bool = False) -> None:
         found = f"whose largest value is {'at most ' if upper_bytes else ''}{largest} of 65535"
         levels = (largest + 128) // 257 + 1
     raise HeaderError(
-        f"a 16-bit image {found}, so at most {levels} of 256 gray levels would be left. Scale the values of the data "
-        "set to the range 0 to 65535, or save its images with 8 bits"
+        f"a 16-bit image {found}, so at most {levels} of 256 gray levels would be left. Train with its values: "
+        "--data.pixel_type uint16 --data.range auto (or LOW,HIGH)"
     )
 
 

@@ -17,6 +17,7 @@ from tessera.data.shards import ShardError, Source, Sources
 from tessera.data.shards.index import Statistics
 from tessera.data.shards.source import shared_class_names
 from tessera.data.value_range import QUANTILES, ValueCounts, range_of, shown_range
+from tessera.data.values import ONE_TYPE
 from tessera.encoders.base import PixelType, Preprocessing
 
 READ_TOGETHER = 64
@@ -25,8 +26,6 @@ SAMPLED = 1000
 """Number of images of a source whose pixels are measured."""
 PROBED, PROBED_REMOTE = 16, 2
 """Number of images of a source whose type is read: local ones over the whole source, or those of the first shard."""
-ONE_TYPE = "Convert them to one type, or give --data.pixel_type uint8 to divide 16-bit values by 257."
-"""What to do about images of 8 and of more bits."""
 LEAST_STD = 1 / 255
 """Lower limit for standard deviations. A constant channel, such as the alpha channel of opaque images, has a standard
 deviation of 0, and normalisation would divide by 0."""
@@ -170,7 +169,7 @@ def found_type(sources: Sources) -> PixelType:
         other = next(kind for kind in found if kind != "uint8")
         raise ShardError(
             f"images of 8 bits and of other types are mixed: {found['uint8']} is uint8, and {found[other]} is {other}. "
-            f"{ONE_TYPE}"
+            f"{ONE_TYPE}."
         )
     return next(iter(found), "uint8") if len(found) < 2 else "float32"
 

@@ -96,12 +96,12 @@ def check_dark_images(encode) -> None:
     values = RNG.integers(0, 4096, (9, 11)).astype(np.uint16)  # a camera of 12 bits
     values[0, 0] = 4095
     with pytest.raises(
-        ImageError, match=r"largest value is 4095 of 65535, so at most 17 of 256 gray levels .*Scale the values"
+        ImageError, match=r"largest value is 4095 of 65535, so at most 17 of 256 gray levels .*--data.range auto"
     ):
         array(encode(values), 1)
     for accident in (4096, 65535):  # a single bright pixel, or one without a measurement, decides nothing
         values[0, 0] = accident
-        with pytest.raises(ImageError, match=r"at most 17 of 256 gray levels .*Scale the values"):
+        with pytest.raises(ImageError, match=r"at most 17 of 256 gray levels .*--data.range auto"):
             array(encode(values), 1)
     values[0, :2] = 4096
     assert np.array_equal(array(encode(values), 1)[..., 0], np.round(values / 257).astype(np.uint8))

@@ -1,15 +1,25 @@
 """Pixel statistics of shards against numpy."""
 
 from dataclasses import replace
+from io import BytesIO
 
 import numpy as np
 import pytest
 import torch
 
+from tessera.data.check_shards import main as check_shards
 from tessera.data.decode import decode
+from tessera.data.decoders import DECODERS, Decoded
 from tessera.data.shards import ShardError, open_shards, open_sources
 from tessera.data.shards.index import Statistics
-from tessera.data.statistics import count_classes, histogram, pixel_statistics
+from tessera.data.statistics import (
+    PixelSettings,
+    count_classes,
+    found_type,
+    histogram,
+    measure_pixels,
+    pixel_statistics,
+)
 from tests.data.batches import saved
 from tests.data.made import picture
 
@@ -108,3 +118,116 @@ def test_classes_are_counted_in_the_labels_of_local_shards(write_tar, png, write
         count_classes(open_sources(write_shards([3], labels=False)))
     with pytest.raises(ShardError, match=r"is remote\. Set the number of classes"):
         count_classes(open_sources(f"pipe:cat {several[0]}"))
+
+
+class Arrays:
+    """Decoder of files `ARR` and a .npy array (H, W, bands), which names the value -1 as nodata."""
+
+    EXTENSION = "arr"
+
+    def matches(self, encoded):
+        return encoded.startswith(b"ARR")
+
+    def read(self, encoded, *, most_bands, max_pixels):
+        return Decoded(np.load(BytesIO(encoded[3:])), 1, None, -1.0)
+
+
+@pytest.fixture
+def arrays(write_tar):
+    """A function: name and arrays (H, W, C) -> a tar of files that `Arrays` decodes."""
+    DECODERS.register("arr", Arrays())
+
+    def write(name, images):
+        members = []
+        for number, image in enumerate(images):
+            np.save(file := BytesIO(), image)
+            members.append((f"{number:03d}.tif", b"ARR" + file.getvalue()))
+        return write_tar(name, members)
+
+    yield write
+    del DECODERS["arr"]
+
+
+def sensor(kind, count=30, seed=0):
+    """Images (H, W, 2) with values like those of a sensor."""
+    rng = np.random.default_rng(seed)
+    found = [rng.gamma(2, 500, (*rng.integers(20, 40, 2), 2)) - 300 for _ in range(count)]
+    return [(one / 1000 if kind == "float32" else one + 300 * (kind == "uint16")).astype(kind) for one in found]
+
+
+@pytest.mark.parametrize("kind", ["uint16", "int16", "float32"])
+def test_type_and_range_are_measured(arrays, kind):
+    images = sensor(kind)
+    found, summary = measure_pixels(open_sources(arrays("a.tar", images)), PixelSettings(2))
+    assert found.pixel_type == kind
+    for channel in range(2):
+        values = np.concatenate([image[..., channel].ravel() for image in images]).astype(np.float64)
+        low, high = np.quantile(values, [0.001, 0.999], method="inverted_cdf")
+        x = ((values - low) / (high - low)).clip(0, 1)
+        own = [getattr(found, name)[channel] for name in ("low", "high", "mean", "std")]
+        np.testing.assert_allclose(own, [low, high, x.mean(), x.std()], rtol=2e-3 if kind == "float32" else 1e-12)
+    assert summary.startswith(f"{kind}, range ")
+    assert ", one per channel, the quantiles 0.1 % and 99.9 % of 30 images" in summary
+    assert ("different values" in summary) == (kind != "float32")
+
+
+def test_the_values_of_dark_pngs_are_measured(write_tar):
+    images = [image[..., 0] // 4 for image in sensor("uint16")]
+    path = write_tar("a.tar", [(f"{n}.png", saved(image, "PNG")) for n, image in enumerate(images)])
+    found, _ = measure_pixels(open_sources(path), PixelSettings(1))
+    values = np.concatenate([image.ravel() for image in images])
+    assert (found.pixel_type, found.low[0]) == ("uint16", np.quantile(values, 0.001, method="inverted_cdf"))
+
+
+def test_what_is_given_is_not_measured(arrays):
+    sources = open_sources(arrays("a.tar", [np.ones((3, 3, 2), np.float32)]))
+    bounds = ((0.0, 0.0), (1.0, 2.0))
+    found, summary = measure_pixels(sources, PixelSettings(2, "uint16", bounds, given_moments=True))
+    assert ((found.low, found.high), found.pixel_type) == (bounds, "uint16")
+    assert summary == "uint16, range 0 to 2, one per channel, as given"
+
+
+def test_uint8_is_measured_only_if_needed(shards):
+    assert measure_pixels(open_sources(shards), PixelSettings(3)) is None
+    usual = measure_pixels(open_sources(shards), PixelSettings(3, moments=True))
+    assert usual == (pixel_statistics(open_sources(shards), 3), "")
+    bright, summary = measure_pixels(open_sources(shards), PixelSettings(3, range="auto"))
+    low, high = np.quantile(values(shards, 3) * 255, [0.001, 0.999], axis=0, method="inverted_cdf")
+    np.testing.assert_allclose((bright.low, bright.high), (low, high))
+    assert summary.startswith("uint8, range ")
+
+
+@pytest.mark.parametrize("nodata", [-1, "auto"])
+def test_pixels_without_data_are_left_out(arrays, nodata):
+    images = sensor("int16")
+    for image in images:
+        image[image == -1] = 0
+        image[0] = -1
+    found, _ = measure_pixels(open_sources(arrays("a.tar", images)), PixelSettings(2, nodata=nodata))
+    kept = measure_pixels(open_sources(arrays("b.tar", [image[1:] for image in images])), PixelSettings(2))[0]
+    assert (found.low, found.high, found.mean, found.std) == (kept.low, kept.high, kept.mean, kept.std)
+    assert found.nodata == nodata
+
+
+def test_types_of_a_sample(arrays, write_tar):
+    dark, other = arrays("a.tar", sensor("uint16", 3)), arrays("b.tar", sensor("float32", 3))
+    assert found_type(open_sources({dark: 1, other: 1})) == "float32"
+    assert found_type(open_sources({dark: 1, arrays("c.tar", sensor("int16", 3)): 1})) == "float32"
+    jpegs = write_tar("d.tar", [("x.jpg", picture(1)), ("y.png", picture(2, format="PNG"))])
+    assert found_type(open_sources(jpegs)) == "uint8"
+    with pytest.raises(ShardError, match=r"d.tar/x is uint8, and a.tar/000 is uint16. Save all .*pixel_type uint8"):
+        found_type(open_sources({jpegs: 1, dark: 1}))
+    assert found_type(open_sources(write_tar("e.tar", [("x.png", b"no image")]))) == "uint8"
+
+
+def test_index_json_holds_the_range(arrays, capsys):
+    path = arrays("a.tar", sensor("uint16"))
+    measured, _ = measure_pixels(open_sources(path), PixelSettings(2))
+    assert check_shards([path, "--workers", "1", "--channels", "2", "--write_index"]) == 0
+    assert "uint16, range " in capsys.readouterr().out
+    stored, summary = measure_pixels(open_sources(path), PixelSettings(2))
+    assert stored == measured  # the index has all images, and the sample of a run has up to 1,000
+    assert summary.endswith("one per channel, from index.json")
+    given, summary = measure_pixels(open_sources(path), PixelSettings(2, range=((0.0,) * 2, (9000.0,) * 2)))
+    assert (given.high, ", as given; " in summary) == ((9000,) * 2, True)
+    assert measure_pixels(open_sources(path), PixelSettings(2, "float32"))[0].mean != measured.mean
