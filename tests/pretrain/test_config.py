@@ -368,6 +368,13 @@ def test_colour_settings_that_need_rgb_are_left_out_and_a_run_repeats(tmp_path):
         resolve(load([*SHARDS, "--method", "dino", *gray, "--dino.hue", "0.1"]), 100_000)
 
 
+def test_pictures_show_bands_that_exist():
+    words = [*SHARDS, "--data.channels", "5", "--data.mean", "0.5,0.5,0.5,0.5,0.5", "--data.std", "1,1,1,1,1"]
+    assert resolve(load([*words, "--evaluation.bands", "5,3,2"]), 100_000).evaluation.bands == (5, 3, 2)
+    with pytest.raises(SettingsError, match=r"evaluation\.bands names band 6, but data\.channels is 5"):
+        resolve(load([*words, "--evaluation.bands", "6,3,2"]), 100_000)
+
+
 def test_a_run_that_starts_from_published_weights_has_the_variants_settings(tmp_path: Path) -> None:
     for name in ("published.pth", "published.safetensors"):
         (tmp_path / name).write_bytes(b"")

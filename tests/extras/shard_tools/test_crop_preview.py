@@ -8,14 +8,24 @@ import torch
 from torch import Tensor
 
 from tessera.data.augment import to_model_input
-from tessera.data.batch import View
+from tessera.data.batch import Batch, View
+from tessera.data.collate import Sample
 from tessera.data.crops import MultiCrop, MultiCropConfig, RandomCrop, RandomCropConfig
 from tessera.data.demo import demo_shards
 from tessera.data.loader import training_batches
 from tessera.data.masking import MaskedCrop
 from tessera.data.sampler import BatchSampler
+from tessera.encoders.base import Preprocessing
 from tessera.encoders.images import Mask, pack
-from tessera.extras.shard_tools.crop_preview import crop_cells, first_images, hidden_tokens, main, split
+from tessera.extras.shard_tools.crop_preview import (
+    crop_cells,
+    first_images,
+    hidden_tokens,
+    image_cell,
+    main,
+    shown_limits,
+    split,
+)
 from tessera.pretrain.command_line import load
 from tessera.runtime.settings import SettingsError
 from tests.pretrain.test_mixed_sizes import command
@@ -37,6 +47,21 @@ def pixels(image: Tensor) -> np.ndarray:
 def batch_of_a_run(transform: MultiCrop | MaskedCrop):
     sampler = BatchSampler(batch_size=64, steps=1)
     return to_model_input(next(iter(training_batches(demo_shards()[0], transform, sampler, seed=3))))
+
+
+def test_images_and_crops_of_12_bits_are_shown_alike() -> None:
+    """A crop that is the whole image looks like the image: chosen bands, between NumPy's quantiles."""
+    values = np.random.default_rng(0).integers(0, 1500, (4, 8, 8)).astype(np.uint16)
+    form = Preprocessing((0.1,) * 4, (0.2,) * 4, "uint16", (100.0,) * 4, (1100.0,) * 4)
+    units = np.clip((values.astype(np.float64) - 100) / 1000, 0, 1)
+    batch = Batch([View(torch.from_numpy((units - 0.1) / 0.2).float()[None], 1)], [""], preprocessing=form)
+    bands = units[[3, 2, 1]].transpose(1, 2, 0)
+    low, high = np.quantile(bands, (0.02, 0.98), axis=(0, 1))
+    expected = 255 * np.clip((bands - low) / (high - low), 0, 1)
+    (crop,) = crop_cells(batch, 0, (4, 3, 2))
+    whole = image_cell(Sample("", torch.from_numpy(values), ()), "", form, (4, 3, 2), shown_limits(batch, (4, 3, 2)))
+    for cell in (crop, whole):
+        np.testing.assert_allclose(cell.image, expected, atol=0.6)
 
 
 @pytest.mark.medium
