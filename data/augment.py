@@ -1,6 +1,6 @@
 """Colour changes and normalisation of batches, on any device.
 
-`data.colors` draws the changes on the CPU. Here they are applied to uint8 crops, which become the input of a model.
+`data.colors` draws the changes on the CPU. Here they are applied to crops, which become the input of a model.
 
 Shapes: N crops have C channels and H x W pixels.
 """
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tessera.data.batch import Batch, Colors, View
 from tessera.data.pixels import (
-    from_bytes,
     normalize,
     normalized_channels,
+    to_unit,
 )
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.encoders.images import Images, PackedImages
@@ -32,7 +32,7 @@ CACHED = 2**20
 def augment_colors(
     images: Tensor, colors: Colors, preprocessing: Preprocessing = IMAGENET, *, compile: bool = False
 ) -> Tensor:
-    """Apply colour changes, then normalise: (N, C, H, W) uint8 -> (N, C, H, W) float32.
+    """Apply colour changes, then normalise: (N, C, H, W) of the images' type -> (N, C, H, W) float32.
 
     Args:
         colors: operations in the order in which they are applied, with their parameters for each crop.
@@ -46,7 +46,7 @@ def augment_colors(
     parts = [slice(start, start + size) for start in range(0, len(images), size)]
     out = torch.empty(images.shape, device=images.device) if len(parts) > 1 else None
     for part in parts:
-        x = from_bytes(images[part])
+        x = to_unit(images[part], preprocessing)
         for _, apply, arguments in steps:
             x = apply(x, *(argument[part] for argument in arguments))
         x = normalize(x, preprocessing, out=x if out is None else out[part])
@@ -56,7 +56,7 @@ def augment_colors(
 def _compiled_steps(images: Tensor, steps: Sequence[tuple], preprocessing: Preprocessing) -> Tensor:
     """Apply the functions of `augment_colors`, with neighbouring functions compiled together."""
     x = images
-    steps = [(True, from_bytes, ()), *steps, (True, normalized_channels, (preprocessing,))]
+    steps = [(True, to_unit, (preprocessing,)), *steps, (True, normalized_channels, (preprocessing,))]
     for fuses, group in groupby(steps, key=lambda step: step[0]):
         _, functions, arguments = zip(*group, strict=True)
         if fuses:
@@ -88,7 +88,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.no_grad()
 def to_model_input(batch: Batch, dtype: torch.dtype = torch.float32, *, compile: bool = False) -> Batch:
-    """Apply the colour changes to the uint8 views of a batch, then normalise. Return a batch with float views.
+    """Apply the colour changes to the views of a batch, then normalise. Return a batch with float views.
 
     Args:
         compile: compile the colour changes with torch's compiler (`augment_colors`).
@@ -96,6 +96,8 @@ def to_model_input(batch: Batch, dtype: torch.dtype = torch.float32, *, compile:
     Raises:
         ValueError: the views are already floats, or a view of packed images has colour changes.
     """
+    if batch.memory is None and batch.preprocessing.pixel_type == "float32":
+        raise ValueError("The views of this batch are normalised already. Pass a batch of the loader.")
     views = [
         replace(view, images=_finish(view, batch.preprocessing, dtype, compile), colors=()) for view in batch.views
     ]
@@ -106,12 +108,16 @@ def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype, compil
     """Return the images of a view with colour changes applied and values normalised."""
     images = view.images
     pixels = images.patches if isinstance(images, PackedImages) else images
-    if pixels.is_floating_point():
-        raise ValueError("The views of this batch are floats already. Pass a batch of the loader, with uint8 views.")
+    if pixels.dtype != preprocessing.dtype:
+        raise ValueError(
+            f"The views of this batch have the type {pixels.dtype}, not {preprocessing.dtype}. Pass a batch of the "
+            "loader, whose views are not normalised."
+        )
     if isinstance(images, PackedImages):
         if view.colors:
             raise ValueError("Packed images cannot have colour changes. Use a transform that draws no colour changes.")
         # Within a patch, the channel index varies fastest, so the last axis of the result of `view` is the channel.
-        x = pixels.to(torch.float32).div_(255).view(-1, preprocessing.channels)
+        x = to_unit(pixels.view(-1, preprocessing.channels), preprocessing)
+        assert isinstance(x, Tensor)
         return replace(images, patches=normalize(x, preprocessing).to(dtype).view_as(pixels))
     return augment_colors(images, view.colors, preprocessing, compile=compile and len(view.colors) > 0).to(dtype)

@@ -87,8 +87,8 @@ class View:
     """One view of a batch: n crops of each of B images. The crops either all have the same size or are packed."""
 
     images: Images
-    """Crops (n * B, C, H, W) in crop-major order, or packed images. The loader yields uint8 values, and
-    `data.augment.to_model_input` returns normalised floats."""
+    """Crops (n * B, C, H, W) in crop-major order, or packed images. The loader yields values of the type of the images,
+    and `data.augment.to_model_input` returns normalised floats."""
     crops: int
     """Number of crops per image (n)."""
     masks: tuple[Mask, ...] = ()
@@ -169,9 +169,10 @@ class Batch:
     skipped: list[str] = field(default_factory=list)
     """Corrupt images that were replaced or left out, each in the form `shard.tar/key: reason`."""
     preprocessing: Preprocessing = IMAGENET
-    """Mean and standard deviation with which `data.augment.to_model_input` normalises the pixels."""
+    """Type, range, mean and standard deviation with which `data.augment.to_model_input` normalises the pixels."""
     memory: Tensor | None = None
-    """(bytes,) uint8: the buffer that holds the pixels of all views. A single copy moves it to a device."""
+    """(bytes,) uint8: the buffer that holds the pixels of all views. A single copy moves it to a device. None for
+    batches of normalised floats."""
 
     def __len__(self) -> int:
         """Return the number of images (B)."""
@@ -218,7 +219,8 @@ class Batch:
         moved = memory.storage_offset() - self.memory.storage_offset()
 
         def part(pixels: Tensor) -> Tensor:
-            return memory.as_strided(pixels.shape, pixels.stride(), pixels.storage_offset() + moved)
+            place = pixels.storage_offset() + moved // pixels.itemsize
+            return memory.view(pixels.dtype).as_strided(pixels.shape, pixels.stride(), place)
 
         def images(view: View) -> Images:
             if isinstance(view.images, PackedImages):

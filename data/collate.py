@@ -76,7 +76,7 @@ class Sample(NamedTuple):
     key: str
     """Name of the sample, in the form `shard.tar/key`."""
     image: Tensor
-    """Pixels of the decoded image, (C, H, W) uint8."""
+    """Pixels of the decoded image, (C, H, W)."""
     views: SampleParameters
     label: int | None = None
     position: int | None = None
@@ -111,7 +111,7 @@ class Collator:
     def size(self) -> int:
         """Maximum size of the crops of a batch, in bytes."""
         pixels = sum(view.crops * view.size**2 for view in self.transform.views)
-        return self.images * self.preprocessing.channels * pixels
+        return self.images * self.preprocessing.channels * pixels * self.preprocessing.dtype.itemsize
 
     def __call__(self, samples: Iterable[Sample | Skipped], memory: Tensor | None = None) -> Batch:
         """Return a batch of the usable samples.
@@ -155,12 +155,12 @@ class Collator:
 
     def _builder(self, views: SampleParameters, memory: Tensor | None) -> "CropBuilder | PackBuilder":
         """Return the builder of a batch whose first sample has the parameters `views`."""
-        channels = self.preprocessing.channels
+        form = {"channels": self.preprocessing.channels, "memory": memory, "dtype": self.preprocessing.dtype}
         if self.transform.packing is not None:
-            return PackBuilder(self.transform.packing, channels, memory)
+            return PackBuilder(self.transform.packing, **form)
         # The shapes do not come from `transform.views`, because the sizes of `MixedCrops` change from step to step.
         shapes = [ViewShape(len(view.boxes), view.shape[0]) for view in views]
-        return CropBuilder(shapes, self.images, channels, memory)
+        return CropBuilder(shapes, self.images, **form)
 
 
 def collate(
@@ -169,7 +169,7 @@ def collate(
     rngs: Sequence[np.random.Generator],
     preprocessing: Preprocessing = IMAGENET,
 ) -> Batch:
-    """Return a batch made from decoded images (C, H, W) uint8, with one random generator per image.
+    """Return a batch made from decoded images (C, H, W), with one random generator per image.
 
     The names of the samples in the batch are empty strings.
     """
@@ -188,19 +188,25 @@ class CropBuilder:
         images: maximum number of images (B).
         channels: number of channels of an image (C).
         memory: memory of the batch, (bytes,) uint8. New memory is allocated if `memory` is None or too small.
+        dtype: type of the crops.
     """
 
     def __init__(
-        self, shapes: Sequence[ViewShape], images: int, channels: int = 3, memory: Tensor | None = None
+        self,
+        shapes: Sequence[ViewShape],
+        images: int,
+        channels: int = 3,
+        memory: Tensor | None = None,
+        dtype: torch.dtype = torch.uint8,
     ) -> None:
-        self._shapes, self._images, self._channels = shapes, images, channels
+        self._shapes, self._images, self._channels, self._dtype = shapes, images, channels, dtype
         size = images * sum(shape.crops * channels * shape.size**2 for shape in shapes)
-        self._memory = _room(memory, size)
+        self._memory = _room(memory, size * dtype.itemsize)
         self._crops = self._split(self._memory, images)
         self._samples: list[SampleParameters] = []
 
     def add(self, image: Tensor, views: SampleParameters, cut_view: CutView = cut_plainly) -> None:
-        """Cut the crops of an image (C, H, W) uint8, and add them to the batch."""
+        """Cut the crops of an image (C, H, W), and add them to the batch."""
         for number, (view, crops) in enumerate(zip(views, self._crops, strict=True)):
             cut_view(image, number, view, crops[:, len(self._samples)])
         self._samples.append(views)
@@ -209,7 +215,7 @@ class CropBuilder:
         """Return the batch and, for each image of the batch, the index of the `add` call that added the image."""
         images, memory, crops = len(self._samples), self._memory, self._crops
         if images < self._images:  # the batch is not full, so remove the space that was left free
-            memory = torch.cat([view[:, :images].flatten() for view in crops])
+            memory = torch.cat([view[:, :images].flatten() for view in crops]).view(torch.uint8)
             crops = self._split(memory, images)
         stacks = [view.flatten(0, 1).permute(0, 3, 1, 2) for view in crops]  # (n * B, C, S, S)
         views = [View.from_samples(s, column) for s, column in zip(stacks, _columns(self._samples), strict=True)]
@@ -218,7 +224,7 @@ class CropBuilder:
     def _split(self, memory: Tensor, images: int) -> list[Tensor]:
         """Split `memory` into the crops of each view. Return one tensor (n, B, S, S, C) per view."""
         shapes = [(view.crops, images, view.size, view.size, self._channels) for view in self._shapes]
-        parts = memory.split([int(np.prod(shape)) for shape in shapes])
+        parts = memory.view(self._dtype).split([int(np.prod(shape)) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
@@ -229,17 +235,24 @@ class PackBuilder:
         packing: side of a patch, and maximum number of patches in a sequence.
         channels: number of channels of an image (C).
         memory: memory of the batch, as in `CropBuilder`.
+        dtype: type of the crops.
     """
 
-    def __init__(self, packing: Packing, channels: int = 3, memory: Tensor | None = None) -> None:
-        self._packing, self._channels, self._memory = packing, channels, memory
+    def __init__(
+        self,
+        packing: Packing,
+        channels: int = 3,
+        memory: Tensor | None = None,
+        dtype: torch.dtype = torch.uint8,
+    ) -> None:
+        self._packing, self._channels, self._memory, self._dtype = packing, channels, memory, dtype
         self._samples: list[SampleParameters] = []
         self._crops: list[Tensor] = []
 
     def add(self, image: Tensor, views: SampleParameters, cut_view: CutView = cut_plainly) -> None:
-        """Cut the crop of an image (C, H, W) uint8, and add the crop to the batch."""
+        """Cut the crop of an image (C, H, W), and add the crop to the batch."""
         (view,) = views
-        crop = torch.empty((1, *view.size, self._channels), dtype=torch.uint8)
+        crop = torch.empty((1, *view.size, self._channels), dtype=self._dtype)
         cut_view(image, 0, view, crop)
         self._crops.append(crop.permute(0, 3, 1, 2))  # (1, C, h, w)
         self._samples.append(views)
@@ -255,8 +268,8 @@ class PackBuilder:
         sequences = best_fit(lengths, self._packing.budget)
         order = [image for sequence in sequences for image in sequence]
         packed = pack([self._crops[i] for i in order], self._packing.patch)
-        memory = _room(self._memory, packed.patches.numel())
-        patches = memory.view_as(packed.patches).copy_(packed.patches)
+        memory = _room(self._memory, packed.patches.nbytes)
+        patches = memory.view(self._dtype).view_as(packed.patches).copy_(packed.patches)
         counts = torch.tensor([len(sequence) for sequence in sequences])
         images = replace(packed, patches=patches, sequences=counts)
         (column,) = _columns([self._samples[i] for i in order])

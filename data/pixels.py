@@ -104,6 +104,22 @@ def normal_noise(seeds: Tensor, places: Tensor) -> Tensor:
     return radius.mul_((bits & 0xFFFF).float().mul_(2 * pi * 2.0**-16).cos_())
 
 
+def to_unit(images: Crops, preprocessing: Preprocessing) -> Crops:
+    """Return images of the type and range of `preprocessing` as contiguous float32 values from 0 to 1.
+
+    `images` may have any memory order. A value `v` becomes `(v - low) / (high - low)`, limited to the range 0 to 1.
+    """
+    if preprocessing.low is None and preprocessing.pixel_type == "uint8":
+        return from_bytes(images)
+    lows, highs = preprocessing.range
+    spans = tuple(high - low for low, high in zip(lows, highs, strict=True))
+    if not isinstance(images, Tensor):
+        each = zip(images, lows, spans, strict=True)
+        return tuple(((channel.float() - low) / span).clamp(0, 1) for channel, low, span in each)
+    x = torch.empty(images.shape, device=images.device).copy_(images)
+    return x.sub_(per_channel(lows, x)).div_(per_channel(spans, x)).clamp_(0, 1)
+
+
 def from_bytes(images: Crops) -> Crops:
     """Return uint8 images of any memory order as contiguous float32 values from 0 to 1."""
     if not isinstance(images, Tensor):
@@ -225,7 +241,10 @@ def _blur_matrix(weights: Tensor, length: int) -> Tensor:
 
 
 def to_pixels(images: Tensor, preprocessing: Preprocessing) -> Tensor:
-    """Undo the normalisation of images: (N, C, H, W) -> (N, C, H, W) float32, whole numbers from 0 to 255."""
+    """Undo the normalisation of images: (N, C, H, W) -> (N, C, H, W) float32, whole numbers from 0 to 255.
+
+    0 and 255 are the ends of the range of the images. Images of more than 8 bits lose levels.
+    """
     x = images.clone()
     for channel, (mean, std) in enumerate(zip(preprocessing.mean, preprocessing.std, strict=True)):
         x[:, channel].mul_(std).add_(mean)

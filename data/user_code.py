@@ -142,8 +142,9 @@ class Augment:
     """Augmentation of the user, applied to the crops of training images in the loader workers."""
 
     functions: Sequence[Callable[..., Tensor]]
-    """One function for all views, or one for each view. A function takes a tensor (C, H, W) uint8, and returns a tensor
-    (C, S, S) uint8. A function with a second argument also gets a seeded `torch.Generator`."""
+    """One function for all views, or one for each view. A function takes a tensor (C, H, W) of the type of the
+    images, and returns a tensor (C, S, S) of this type. A function with a second argument also gets a seeded
+    `torch.Generator`."""
     seed: int
     """Seed of the run."""
     replaces: bool = False
@@ -185,7 +186,7 @@ class Augment:
     def cutting(self, key: str, position: int) -> Iterator[Callable[[Tensor, int, ViewParameters, Tensor], None]]:
         """Yield a function `cut(image, number, view, out)` that cuts and augments the crops of a view of one sample.
 
-        `image` (C, H, W) uint8 is the image, `number` the index of the view, and `out` (n, S, S, C) uint8 gets the
+        `image` (C, H, W) is the image, `number` the index of the view, and `out` (n, S, S, C) of the same type gets the
         crops.
 
         Args:
@@ -211,18 +212,19 @@ class Augment:
 
     def _check_crop(self, crop: Any, place: Tensor, function: Callable[..., Any], number: int) -> None:
         """Raise `ShardError` if the result of a function is not a crop of the type and shape of `place`."""
-        if isinstance(crop, Tensor) and crop.dtype == torch.uint8 and crop.shape == place.shape:
+        if isinstance(crop, Tensor) and crop.dtype == place.dtype and crop.shape == place.shape:
             return
-        found = (
-            f"{str(crop.dtype).removeprefix('torch.')} of shape {tuple(crop.shape)}"
-            if isinstance(crop, Tensor)
-            else type(crop).__name__
-        )
+        found = f"{_name(crop)} of shape {tuple(crop.shape)}" if isinstance(crop, Tensor) else type(crop).__name__
         hint = " Give one function per view, if the views have crops of different sizes." if self.replaces else ""
         raise ShardError(
-            f"data.augment: {kind(function)} returned {found} for view {number}. It must return a uint8 tensor of "
-            f"shape {tuple(place.shape)}; the run normalises the crops itself.{hint}"
+            f"data.augment: {kind(function)} returned {found} for view {number}. It must return a tensor of the type "
+            f"{_name(place)} and of shape {tuple(place.shape)}; the run normalises the crops itself.{hint}"
         )
+
+
+def _name(values: Tensor) -> str:
+    """Return the name of a tensor's type, such as uint8."""
+    return str(values.dtype).removeprefix("torch.")
 
 
 def _takes_generator(function: Callable[..., Any]) -> bool:

@@ -120,8 +120,8 @@ def test_a_batch_that_is_changed_in_parts(monkeypatch):
     view, p = pictures(31), drawn(31)
     whole = augment_colors(view, p)
     monkeypatch.setattr(augment, "CACHED", 4 * view[0].numel())
-    parts, from_bytes = [], augment.from_bytes
-    monkeypatch.setattr(augment, "from_bytes", lambda images: parts.append(len(images)) or from_bytes(images))
+    parts, to_unit = [], augment.to_unit
+    monkeypatch.setattr(augment, "to_unit", lambda images, given: parts.append(len(images)) or to_unit(images, given))
     torch.testing.assert_close(augment_colors(view, p), whole, rtol=0, atol=1e-5)
     assert parts == [4] * 7 + [3]
 
@@ -162,7 +162,7 @@ def test_all_views_become_floats():
     halves = Preprocessing((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     plain = to_model_input(Batch([View(first, 2)], preprocessing=halves))
     torch.testing.assert_close(plain.views[0].images, first / 127.5 - 1, rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match="floats already"):
+    with pytest.raises(ValueError, match="not normalised"):
         to_model_input(done)
 
 
@@ -175,7 +175,7 @@ def test_packed_images_are_normalised_but_not_recoloured():
     expected = [image for images in single if isinstance(images, torch.Tensor) for image in images]
     for image, other in zip(packed.unpack(), expected, strict=True):
         torch.testing.assert_close(image, other, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="floats already"):
+    with pytest.raises(ValueError, match="not normalised"):
         to_model_input(Batch([View(packed, 1)]))
     with pytest.raises(ValueError, match="cannot have colour changes"):
         to_model_input(Batch([View(pack(views, 4), 1, colors=drawn(4))]))

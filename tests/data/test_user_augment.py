@@ -131,7 +131,10 @@ def test_packed_crops():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda crop: crop / 255, r"returned float32 of shape \(3, 16, 16\) for view 0. It must return a uint8 tensor"),
+        (
+            lambda crop: crop / 255,
+            r"returned float32 of shape \(3, 16, 16\) for view 0. It must return a tensor of the type uint8",
+        ),
         (lambda crop: crop[:, 1:], r"returned uint8 of shape \(3, 15, 16\)"),
         (lambda crop: None, "returned NoneType"),
         (lambda crop: [][1], r"/\d+\.png cannot be read: IndexError: .* \(test_user_augment.py, line"),
