@@ -39,11 +39,6 @@ def test_a_saved_file_with_a_wrong_type_is_refused(tmp_path: Path, entry: tuple[
         load(["--config", str(file)])
 
 
-def test_a_mistyped_short_form_is_recognised() -> None:
-    with pytest.raises(SettingsError, match=r"unknown flag --encodr; did you mean '--encoder'\?"):
-        load([*SHARDS, "--encodr", "vit_mini"])
-
-
 def test_defaults_then_file_then_flags(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("encoder: {variant: vit_tiny, depth: 3}\nsteps: 7\ndino: {local_crops: 5, local_size: 64}\n")

@@ -1,10 +1,8 @@
 """Settings of a run that follow from the machine, and the shards on which all processes must agree."""
 
 import os
-import shutil
 import time
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tessera.data.demo import demo_shards
-from tessera.data.shards import ShardError, Source, expand
+from tessera.data.shards import ShardError, Source
 from tessera.data.shards.tar_shard import LocalTar, RemoteTar
 from tessera.pretrain import resolve as resolving
 from tessera.pretrain.command_line import load
@@ -39,42 +36,6 @@ def test_processes_that_see_other_shards(monkeypatch):
     others = [(resolving.fingerprint([one], [1024]), 3)]
     with pytest.raises(ShardError, match="Process 1 sees 3 images, and process 0 sees 6"):
         resolving.agree([both], [1024])
-
-
-# Each process has a disk of its own.
-SCRIPT = """
-import os, sys
-from tessera.pretrain import run
-sys.argv = [word.replace("DISK", "disk" + os.environ["RANK"]) for word in sys.argv]
-sys.exit(run.main())
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_whose_disks_differ_stop(launch, tmp_path: Path) -> None:
-    for rank, count in ((0, 4), (1, 3)):
-        (tmp_path / f"disk{rank}").mkdir()
-        for shard in expand(demo_shards()[0])[:count]:
-            shutil.copy2(shard, tmp_path / f"disk{rank}")
-    script = tmp_path / "run.py"
-    script.write_text(SCRIPT)
-    words = [
-        "--data",
-        f"{tmp_path}/DISK/*.tar",
-        "--batch_size",
-        "16",
-        "--steps",
-        "2",
-        "--output",
-        str(tmp_path / "run"),
-    ]
-    run = launch(words, processes=2, script=script)
-    log = run.wait(120)
-    assert run.process.returncode != 0
-    assert (
-        "Process 1 sees 1078 images, and process 0 sees 1437 images, but all processes must see the same shards" in log
-    )
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_fingerprint_is_of_the_order():

@@ -1,6 +1,5 @@
 """The real command: resumed after a kill, over two processes, and with everything a user can get wrong."""
 
-import json
 import re
 from pathlib import Path
 
@@ -59,41 +58,6 @@ def test_run_folder_is_as_documented(launch, tmp_path: Path) -> None:
     assert str(output / "encoder.safetensors") in re.sub(r"\s*\n\s*", "", log) or "encoder.safetensors" in log
     # the encoder of a checkpoint is one too
     encoders.load(output / "checkpoints" / "latest" / "encoder.safetensors")
-
-
-@pytest.mark.slow
-def test_non_finite_steps_are_skipped_named_and_in_the_end_stop_the_run(launch, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    arguments = [
-        *TINY,
-        "--output",
-        str(output),
-        "--optim.lr",
-        "1e38",
-        "--optim.warmup_steps",
-        "0",
-        "--dino.momentum",
-        "0.5",
-    ]
-    arguments += ["--checkpoint_every", "2"]  # due at step 2, which is skipped, and so never written
-    run = launch([*arguments, "--optim.clip", "0", "--optim.nonfinite_limit", "3"], processes=2)
-    log = run.wait()
-    assert run.process.returncode != 0
-    assert "3 steps in a row" in log
-    assert "Try a lower optim.lr" in log
-    assert not (output / "checkpoints").exists()
-    skipped = [json.loads(line) for line in (output / "skipped.jsonl").read_text().splitlines()]
-    assert len(skipped) == 3
-    assert all(len(line["samples"]) == len(set(line["samples"])) == 16 for line in skipped)
-
-
-@pytest.mark.slow
-def test_dry_run_says_what_would_happen_and_writes_nothing(fork, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    log = fork([*TINY, "--dry_run", "full", "--output", str(output)]).wait()
-    for part in ("trained parameters", "12 of 16 images", "shards per worker", "activations", "prototypes: 64"):
-        assert part in log
-    assert not output.exists()
 
 
 @pytest.mark.slow

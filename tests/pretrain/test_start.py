@@ -16,9 +16,7 @@ from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.resolve import resolve
-from tessera.pretrain.run import main
 from tessera.runtime.settings import SettingsError
-from tests.launched import records
 from tests.pretrain.small import ENCODER, STEPS, make, method, saver
 
 
@@ -108,29 +106,6 @@ def test_an_encoder_with_new_heads_learns_slowly_and_keeps_its_layers(tmp_path: 
     scratch = resolve(load([*words, "dinov2"]), 1_000_000)
     assert scratch.optim.encoder_lr_factor == 1.0
     assert scratch.encoder_settings["layer_scale"] == 1e-5
-
-
-@pytest.mark.slow
-def test_features_do_not_get_worse_in_the_first_steps(tmp_path: Path) -> None:
-    only_knn = ["--evaluation.pictures", "0", "--evaluation.linear_iterations", "0"]
-    base, steps = tmp_path / "base", ["--evaluate_every", "10", *only_knn]
-    main(["--method", "lejepa", "--steps", "200", "--evaluate_every", "200", "--output", str(base), *only_knn])
-    reached = scores(base)[-1]
-    lowest = {}
-    for factor in ("default", "1"):
-        given = [] if factor == "default" else ["--optim.encoder_lr_factor", factor]
-        start = ["--init_from", str(base / "encoder.safetensors"), "--output", str(tmp_path / factor)]
-        main(["--method", "lejepa", "--steps", "60", *steps, *start, *given])
-        found = scores(tmp_path / factor)
-        assert found[0] == reached
-        lowest[factor] = min(found)
-    error = (reached * (1 - reached) / 360) ** 0.5  # one standard error of 360 images
-    assert lowest["default"] > reached - error
-    assert lowest["1"] < reached - 0.03
-
-
-def scores(run: Path) -> list[float]:
-    return [record["knn_top1"] for record in records(run) if "knn_top1" in record]
 
 
 def _with(**settings) -> Method:

@@ -23,7 +23,6 @@ from tessera.extras.distill.distill import (
     resolve,
     teacher_hash,
 )
-from tessera.pretrain.command_line import load
 from tessera.pretrain.methods.method import RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.pretrain.preflight import dry_forward
@@ -253,8 +252,3 @@ def test_a_model_of_timm_is_a_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
     half = Preprocessing((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     torch.testing.assert_close(teacher.features(images, half).pooled, expected[:, 0], rtol=1e-4, atol=1e-4)
     assert len({teacher_hash(f"timm:{name}") for _ in range(2)}) == 1
-
-
-def test_a_similar_name_is_suggested() -> None:
-    with pytest.raises(SettingsError, match="did you mean 'distill'"):
-        load(["--method", "distillation"])

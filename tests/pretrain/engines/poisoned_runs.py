@@ -4,8 +4,7 @@ python poisoned_runs.py FILE.json
 
 FILE.json holds a list of {"arguments": a command line, "poison": {step: [process, pass of the step, what]}}. "what" is
 the first thing that is not finite: "loss", "gradient" or "image". With {"in_chunks": true}, several processes compute
-the losses of a run in chunks of rows, and one process computes them in one. An entry {"averages": FOLDER} calls
-`thousand_averages.run` instead.
+the losses of a run in chunks of rows, and one process computes them in one.
 """
 
 import json
@@ -71,12 +70,6 @@ for run in json.loads(Path(sys.argv[1]).read_text()):
     poison = run.get("poison", {})
     passes.clear()
     cross_entropy.CHUNK_BYTES = 2**10 if run.get("in_chunks") and PROCESSES > 1 else 2**28
-    if "averages" in run:
-        sys.path.insert(0, str(Path(__file__).parent))
-        import thousand_averages
-
-        thousand_averages.run(Path(run["averages"]))
-        continue
     code = main(run["arguments"])
     if code:
         sys.exit(code)

@@ -7,7 +7,6 @@ import torch
 from timm.layers import BatchNormAct2d
 from torch import nn
 
-from tessera import encoders
 from tessera.pretrain.methods.batch_norm import BatchNorm, over_all_processes
 from tessera.runtime.collectives import alone
 from tests.ranks import on_processes
@@ -20,9 +19,6 @@ LAYERS = {
     "no running statistics": lambda: nn.BatchNorm2d(4, track_running_stats=False),
     "with activation": lambda: BatchNormAct2d(4),
 }
-
-MODELS = ["test_resnet", "test_efficientnet", "test_byobnet", "test_maxvit", "regnetx_002", "mobilenetv3_small_050"]
-"""Models of timm with batch norm, with and without activation."""
 
 
 def _images(name: str) -> torch.Tensor:
@@ -80,32 +76,6 @@ def _two(rank: int, device: str) -> None:
 
 def test_two_processes_equal_one(free_port: int) -> None:
     on_processes(_two, free_port, "cpu", group=True)
-
-
-def _models(rank: int) -> None:
-    """In float64, because these models amplify rounding: at the start, deep features of all images are nearly equal."""
-    for name in MODELS:
-        torch.manual_seed(0)
-        whole = encoders.build(f"timm:{name}", image_size=32).double().train()
-        own = copy.deepcopy(whole)
-        over_all_processes(own)
-        images = torch.randn(6, 3, 32, 32, dtype=torch.float64)
-        weights, rows = torch.randn(6, whole.dim, dtype=torch.float64), slice(0, 4) if rank == 0 else slice(4, 6)
-        expected, pooled = whole(images).pooled, own(images[rows]).pooled
-        torch.testing.assert_close(pooled, expected[rows], msg=name)
-        (expected * weights).sum().backward()
-        (pooled * weights[rows]).sum().backward()
-        for (key, theirs), parameter in zip(whole.named_parameters(), own.parameters(), strict=True):
-            if theirs.grad is not None:
-                torch.distributed.all_reduce(parameter.grad)
-                torch.testing.assert_close(parameter.grad, theirs.grad, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}")
-        for (key, theirs), buffer in zip(whole.named_buffers(), own.buffers(), strict=True):
-            torch.testing.assert_close(buffer, theirs, msg=f"{name}: {key}")
-
-
-@pytest.mark.slow
-def test_models_of_timm_on_two_processes_equal_one(free_port: int) -> None:
-    on_processes(_models, free_port, group=True)
 
 
 @pytest.mark.slow

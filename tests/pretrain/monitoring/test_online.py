@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import top_k_accuracy_score
 from sklearn.pipeline import make_pipeline
@@ -29,7 +28,6 @@ from tessera.pretrain.run import main
 from tessera.runtime.processes import make_accelerator
 from tests.evaluation.conftest import knn_oracle, write_shard
 from tests.launched import TINY
-from tests.pretrain.small import on_processes
 from tests.pretrain.toy import ToyLabels
 
 SIDE, K, CLASSES = 16, 5, 8
@@ -209,32 +207,6 @@ def test_labels_of_other_classes_and_shared_shards_are_refused(classes, tmp_path
         classifier(classes[0] | {"val": str(negative)})[0].evaluate(method)
     with pytest.raises(EvaluationError, match=r"is in both"):
         classifier(classes[0] | {"train": classes[0]["val"]})
-
-
-def evaluated(kind: str, paths: dict[str, str]) -> tuple[Any, ...]:
-    """Scores of an encoder or of a classifier, and the held-out images."""
-    if kind == "classifier":
-        accuracy, method = classifier(paths)
-        return (accuracy.evaluate(method),)
-    online_knn, encoder = make(paths)
-    return online_knn.evaluate(encoder), online_knn.shown_images(encoder.preprocessing).tolist()
-
-
-def _evaluate(rank: int, kind: str, paths: dict[str, str], folder: str) -> None:
-    mp.set_start_method("fork", force=True)  # of the loader's workers, as it is under a launcher
-    torch.save(evaluated(kind, paths), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "images"), [("knn", "shards"), ("classifier", "classes")])
-def test_two_processes_equal_one(
-    kind: str, images: str, tmp_path: Path, free_port: int, request: pytest.FixtureRequest
-) -> None:
-    paths = request.getfixturevalue(images)[0]
-    on_processes(_evaluate, free_port, kind, paths, str(tmp_path))
-    for rank in range(2):
-        assert torch.load(tmp_path / f"{rank}.pt") == evaluated(kind, paths)
 
 
 def test_the_result_lies_with_the_encoder_that_was_fine_tuned(

@@ -111,15 +111,6 @@ def test_another_main_score_begins_a_new_history() -> None:
     assert baselines(resumed) == "step 200 60.0 %"
 
 
-def test_scores_survive_a_checkpoint() -> None:
-    scores = Scores()
-    scores.add(0, {"knn_top1": 0.5, "knn_pixels": 0.6})
-    scores.add(100, {"knn_top1": 0.7})
-    restored = Scores(json.loads(json.dumps(scores.memory)))
-    assert restored.history == [Score(0, 0.5), Score(100, 0.7)]
-    assert restored.pixels == 0.6
-
-
 def test_a_run_from_an_older_checkpoint_has_no_baselines_of_step_0() -> None:
     scores = Scores()
     scores.add(300, {"knn_top1": 0.5})
