@@ -79,25 +79,6 @@ def test_any_split_and_any_stops_give_the_same_run(write_shards, number):
         step += steps
 
 
-def test_four_processes_of_four_workers_on_one_shard(write_shards):
-    shards = write_shards([24])
-    whole = steps_of(shards, 0, 6, world_size=1, workers=0, accumulation=1)
-    assert steps_of(shards, 0, 6, world_size=4, workers=4, accumulation=1) == whole
-    epochs_are_whole(whole, 24)
-
-
-def test_epochs_that_end_within_a_batch(write_shards):
-    shards = write_shards([50, 3, 60])
-    whole = steps_of(shards, 0, 30, world_size=1, workers=0, accumulation=1)
-    seen = Counter()
-    for step, batch in enumerate(whole, 1):
-        seen.update(key for key, _ in batch)
-        epochs, more = divmod(step * BATCH, 113)
-        assert Counter(seen.values()) == Counter({epochs: (113 - more) * bool(epochs), epochs + 1: more})
-    for world_size, workers, first_step in [(4, 3, 3), (3, 1, 8)]:
-        assert steps_of(shards, first_step, 5, world_size, workers, 1) == whole[first_step : first_step + 5]
-
-
 def test_corrupt_images_are_replaced_alike_everywhere(write_shards):
     shards = write_shards(SHARDS[7])
     for path in shards[1:3]:
@@ -109,21 +90,6 @@ def test_corrupt_images_are_replaced_alike_everywhere(write_shards):
     assert len({key for step in whole for key, _ in step}) == 118
     for world_size, workers, first_step in [(3, 2, 4), (4, 1, 9)]:
         assert steps_of(shards, first_step, 4, world_size, workers, 1) == whole[first_step : first_step + 4]
-
-
-def test_a_mixture_is_exact_and_resumable(write_shards):
-    paths = write_shards([40, 40, 40])
-    shards = {paths[0]: 0.5, f"{paths[1][:-5]}{{1,2}}.tar": 1.5}
-    steps = 1024 // BATCH
-    whole = steps_of(shards, 0, steps, world_size=1, workers=0, accumulation=1)
-    drawn = Counter(int(key.rpartition("/s")[2]) // 40 for step in whole for key, _ in step)
-    assert drawn[0] == pytest.approx(steps * BATCH / 4, abs=8)
-    seen = Counter(key for step in whole for key, _ in step if "000000.tar" in key)
-    assert len(seen) == 40
-    assert min(seen.values()) >= max(seen.values()) - 1  # of each source the epochs are whole
-    for world_size, workers, accumulation, first_step in [(2, 3, 2, 11), (3, 0, 1, 26), (4, 2, 1, 37)]:
-        found = steps_of(shards, first_step, 4, world_size, workers, accumulation)
-        assert found == whole[first_step : first_step + 4]
 
 
 SPLITS = [(2, 2, 1, 4), (3, 0, 2, 9), (4, 1, 1, 11)]  # processes, workers, forward passes, first step

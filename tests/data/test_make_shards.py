@@ -16,7 +16,6 @@ import pytest
 
 from tessera.data import make_shards
 from tessera.data.make_shards import main
-from tessera.data.shards import open_shards
 from tessera.data.shards.index import parse_folder, parse_table
 from tessera.data.shards.tar_index import scan_tar
 from tessera.data.tools import pack
@@ -49,15 +48,6 @@ def test_every_image_with_its_label_and_what_the_index_says(animals, tmp_path, c
     text = capsys.readouterr().out
     assert "60 images, 3 classes" in text
     assert f"--data {out}\n" in text
-
-
-def test_a_run_reads_them(animals, tmp_path):
-    make(animals, tmp_path / "out", SMALL)
-    opened = open_shards(str(tmp_path / "out" / "*.tar"))
-    assert opened.images == 60
-    labels = [opened.label(number) for number in range(60)]
-    assert np.bincount(labels).tolist() == [20, 20, 20]
-    assert labels != sorted(labels)
 
 
 def test_the_same_bytes_whatever_the_workers(animals, tmp_path):
@@ -220,19 +210,6 @@ def test_a_full_disk_while_writing(animals, tmp_path, monkeypatch, capsys):
     make(animals, tmp_path / "out", SMALL, status=2)
     assert "No space left on device" in capsys.readouterr().err
     assert not list((tmp_path / "out").glob("*.tar")) + list((tmp_path / "out").glob(".*.tmp"))
-
-
-def test_a_shard_has_no_name_before_it_is_whole(animals, tmp_path, monkeypatch):
-    rename = os.replace
-
-    def fails(path, target):
-        if str(target).endswith(".tar"):
-            raise OSError(5, "Input/output error")
-        return rename(path, target)
-
-    monkeypatch.setattr(os, "replace", fails)
-    make(animals, tmp_path / "out", SMALL, status=2)
-    assert not shards(tmp_path / "out")
 
 
 def test_a_worker_that_is_killed(animals, tmp_path, monkeypatch, capsys):

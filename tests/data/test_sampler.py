@@ -135,23 +135,6 @@ def test_batches_of_equally_many_samples_of_each_stream_keep_their_order():
         assert step_positions(step, 192).tolist() == expected
 
 
-def test_a_mixture_has_whole_epochs_of_its_sources():
-    counts = [[30, 50], [700], [20]]
-    quota = [64, 959, 1]
-    mixture = MixtureSampler([ShuffledSampler(c, 9, source=s) for s, c in enumerate(counts)], [(0, quota)], seed=9)
-    np.testing.assert_array_equal(mixture.shares[0] * 1024, quota)
-    positions = np.arange(20 * 1024)
-    sources, shards, samples = mixture(positions)
-    for source in range(3):
-        drawn = list(zip(shards[sources == source].tolist(), samples[sources == source].tolist(), strict=True))
-        assert len(drawn) == 20 * quota[source]
-        images = sum(counts[source])
-        for epoch in range(len(drawn) // images):
-            assert sorted(drawn[epoch * images : (epoch + 1) * images]) == everything(counts[source])
-    pick = np.random.default_rng(0).integers(0, len(positions), 100)
-    np.testing.assert_array_equal(np.stack(mixture(pick)), np.stack([sources, shards, samples])[:, pick])
-
-
 def test_a_mixture_of_one_source_is_its_order():
     order = ShuffledSampler([100, 37], 4)
     positions = np.arange(400)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tessera.data.crops import CenterCrop
 from tessera.data.decode import ImageError, decode
 from tessera.data.loader import LoaderConfig, Reading, evaluation_batches
-from tessera.data.shards import ShardError, Source, open_shards
+from tessera.data.shards import ShardError, open_shards
 from tessera.data.shards.index import FolderIndex, ShardEntry, parse_folder, parse_table
 from tessera.data.shards.tar_index import scan_tar
 from tests.fuzz.cases import CORPUS, bounded, damage, damaged, limited_addresses, members, run, seeds, tar
@@ -191,24 +191,3 @@ def test_damage_is_named_and_good_images_are_read(
 ) -> None:
     with limited_addresses(2**31):
         run(kind(tmp_path), cases, seed)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "broken", "error"),
-    [
-        (images, "decode", lambda *_, **__: {}["damaged"], KeyError),  # an error that is not named
-        (tars, "open_shards", lambda path, **_: (_ for _ in ()).throw(ShardError("some shard")), AssertionError),
-        (images, "evaluation_batches", lambda *_, **__: [], AttributeError),
-    ],
-)
-def test_defects_of_the_reader_are_found(kind, name, broken, error, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(globals(), name, broken)
-    with pytest.raises(error):
-        run(kind(tmp_path), 10, seed=0)
-
-
-def test_bytes_of_another_member_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    image = Source.image
-    monkeypatch.setattr(Source, "image", lambda self, number, at=(0, 0): image(self, number, at)[:-1])
-    with pytest.raises(AssertionError, match="the bytes of another member"):
-        run(images(tmp_path), 10, seed=0)

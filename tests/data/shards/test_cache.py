@@ -100,16 +100,6 @@ def test_a_use_is_recorded_once_in_ten_seconds(tmp_path):
         assert (path.stat().st_mtime_ns > before) == recorded
 
 
-def test_an_open_entry_survives_its_removal(tmp_path):
-    cache = Cache(tmp_path, 10_000)
-    descriptor = cache.open(name(1), lambda sink: sink.write(content(1)))
-    for number in range(100, 110):
-        take(cache, number)
-    assert cache.find(name(1)) is None
-    assert os.pread(descriptor, 5000, 0) == content(1)
-    assert take(cache, 1) == content(1)  # made again
-
-
 def test_an_entry_of_another_size_is_made_again(tmp_path):
     cache = Cache(tmp_path, 10_000)
     assert take(cache, 1, 1001) == content(1)
@@ -148,13 +138,6 @@ def test_beginning_anew_forgets_what_was_written(tmp_path):
     descriptor = cache.open(name(1), twice)
     assert os.pread(descriptor, 9999, 0) == b"abc"
     assert held(tmp_path) == 3
-
-
-def test_the_folder_may_be_removed(tmp_path):
-    cache = Cache(tmp_path / "c", 10_000)
-    take(cache, 1)
-    shutil.rmtree(tmp_path / "c")
-    assert take(cache, 1) == content(1)
 
 
 def test_a_full_disk(tmp_path, monkeypatch):

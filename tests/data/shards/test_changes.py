@@ -68,13 +68,6 @@ def test_servers_may_lack_versions(write_shards, server, png):
     assert [opened.image(number) for number in range(6)] == [png(number) for number in range(6)]
 
 
-def test_a_complete_download_is_compared_with_its_checksum(write_shards, tmp_path):
-    (path,) = write_shards([3])
-    add_index([path], [3], tables=True, sha256="0" * 64)
-    with Server(tmp_path, ranges=False) as server, pytest.raises(ShardError, match=r"SHA-256 .* differs"):
-        open_shards(f"{server.url}/index.json", source=QUICK).image(0)
-
-
 @pytest.mark.parametrize("part", [".tar", ".index", "index.json"])
 def test_slow_servers_are_given_up(write_shards, server, part):
     (path,) = write_shards([3])

@@ -3,8 +3,6 @@
 import hashlib
 import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -222,36 +220,6 @@ def test_a_shard_that_is_not_what_its_index_says(write_shards, write_tar, server
         opened.in_blocks(1).image(0)
 
 
-def test_a_damaged_copy_in_the_cache_is_fetched_again(write_shards, server, cache, png):
-    add_index(write_shards([6]), [6])
-    opened = open_shards(f"{server.url}/data-000000.tar")
-    assert opened.image(3) == png(3)
-    for path in (cache / "pieces-v1").rglob("??*"):
-        if path.is_file() and b"PNG" in path.read_bytes():
-            path.write_bytes(bytes(path.stat().st_size))
-    assert opened.image(3) == png(3)
-
-
-def test_shards_that_are_missing_at_the_start(write_shards, server):
-    paths = write_shards([3, 4, 5])
-    os.remove(paths[1])
-    named = f"{server.url}/data-{{000000..000002}}.tar"
-    with pytest.raises(ShardError, match=r"1 of 3 shards cannot be used:\n.*data-000001.tar: not found"):
-        open_shards(named)
-
-
-def test_a_server_that_goes_ends_the_run(write_shards, tmp_path):
-    counts = [4] * 40
-    add_index(write_shards(counts), counts)
-    source = Access(SourceConfig(retries=1, timeout=5))
-    with Server(tmp_path) as server:
-        batches = train(f"{server.url}/{FOLDER_INDEX}", batch_size=8, seed=1, steps=100, workers=2, source=source)
-    start = time.monotonic()
-    with pytest.raises(ShardError, match=r"data-0000\d\d.tar"):
-        list(batches)
-    assert time.monotonic() - start < 20
-
-
 def test_forked_workers_have_their_own_connections(write_shards, server):
     counts = [20, 20]
     paths = write_shards(counts)
@@ -275,12 +243,6 @@ def test_forked_workers_have_their_own_connections(write_shards, server):
         thread.join()
 
 
-def test_names_of_signed_urls(write_shards, server):
-    write_shards([2])
-    opened = open_shards(f"{server.url}/data-000000.tar?signature=a/b.c&x=*"[:-2])
-    assert opened.name(1) == "data-000000.tar/s00001"
-
-
 def test_an_endless_answer_is_bounded(server, monkeypatch, tmp_path):
     (tmp_path / "large.tar").write_bytes(bytes(3_000_000))
     with pytest.raises(ShardError, match=r"pieces-v1 is limited to 1.0 MB.*Raise source.cache_gb"):
@@ -289,32 +251,6 @@ def test_an_endless_answer_is_bounded(server, monkeypatch, tmp_path):
     (tmp_path / FOLDER_INDEX).write_bytes(b" " * 2000)
     with pytest.raises(ShardError, match=r"index.json has more than 1000 bytes"):
         open_shards(f"{server.url}/{FOLDER_INDEX}")
-
-
-@pytest.mark.slow
-def test_a_run_from_a_web_server(write_shards, server, tmp_path):
-    counts = [16] * 4
-    add_index(write_shards(counts), counts)
-    output = tmp_path / "out"
-    command = [
-        *(
-            sys.executable,
-            "pretrain/run.py",
-            "--method",
-            "dino",
-            "--encoder",
-            "vit_micro",
-            "--encoder.image_size",
-            "32",
-        ),
-        *("--data", f"{server.url}/data-{{000000..000003}}.tar", "--steps", "3", "--batch_size", "16"),
-        *("--dino.global_size", "32", "--dino.local_size", "16", "--dino.prototypes", "64", "--source.retries", "1"),
-        *("--output", str(output), "--workers", "2"),
-    ]
-    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert (output / "encoder.safetensors").exists()
-    assert "source:\n  retries: 1" in (output / "config.yaml").read_text()
 
 
 def test_requests_go_through_the_proxy_of_the_environment(server, monkeypatch):

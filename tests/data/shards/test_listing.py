@@ -126,12 +126,8 @@ def test_manifests(three, tmp_path, labels, expected):
         ("path\n../x.jpg\n", [], "entry 1, '../x.jpg', is outside"),
         ("path\n0.jpg\n/etc/passwd\n", [], "entry 2, '/etc/passwd', is outside"),
         ("path\n0.jpg\n1.jpg\n./0.jpg\n", [], "entry 3, './0.jpg', is repeated"),
-        ("path,label\n0.jpg,-1\n", [], "below 0"),
-        ("path,label\n0.jpg\n", [], "line 2 and the header have different numbers of fields"),
         ("path\nno.jpg\n", [], "lists no existing images"),
         ("path\n0.jpg\n", ["--labels=folders"], "--labels folders is for a folder"),
-        ("name,kind\n0.jpg,5\n", [], "no column 'path'. Columns of the file: 'name', 'kind'"),
-        ("", [], "no column 'path'"),
     ],
 )
 def test_manifests_that_are_refused(three, tmp_path, text, words, message, capsys):

@@ -59,31 +59,6 @@ def test_a_package_that_is_missing_is_named(monkeypatch, scheme, extra):
         open_shards(f"{scheme}://x/a.tar")
 
 
-class Google(type(fsspec.filesystem("memory"))):
-    """In place of gcsfs."""
-
-    protocol = ("gs", "gcs")
-    store, pseudo_dirs = {}, [""]
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return "/" + path.removeprefix("gs://").strip("/")
-
-    def unstrip_protocol(self, name):
-        return "gs:/" + name
-
-
-def test_gs(write_shards, monkeypatch, png):
-    monkeypatch.setitem(fsspec.registry.target, "gs", Google) if hasattr(fsspec.registry, "target") else None
-    fsspec.register_implementation("gs", Google, clobber=True)
-    store = fsspec.filesystem("gs")
-    for path in write_shards([3, 4]):
-        store.pipe(f"gs://bucket/x/{os.path.basename(path)}", Path(path).read_bytes())
-    opened = open_shards("gs://bucket/x/*.tar")
-    assert [shard.path for shard in opened.shards] == [f"gs://bucket/x/data-00000{n}.tar" for n in (0, 1)]
-    assert opened.image(6) == png(6)
-
-
 class StatusError(Exception):
     def __init__(self, status):
         self.status = status

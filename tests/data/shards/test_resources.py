@@ -1,11 +1,9 @@
 """What the machine does, not the data: damaged and locked caches, and resources that run out."""
 
 import errno
-import fcntl
 import multiprocessing
 import os
 import resource
-import time
 from pathlib import Path
 
 import pytest
@@ -65,24 +63,6 @@ def test_a_damaged_piece_of_the_cache_is_downloaded_again(write_shards, tmp_path
         caches._intact.clear()
         assert opened.image(1) == png(1)
         assert len([1 for asked in server.gets("data-000000.tar") if asked[1]]) >= 1
-
-
-def test_a_damaged_table_of_the_cache_is_downloaded_again(write_shards, tmp_path):
-    (path,) = write_shards([4])
-    add_index([path], [4], tables=True)
-    with Server(tmp_path) as server:
-        one = open_shards(f"{server.url}/index.json").shards[0]
-        assert one.index().key(2) == "s00002"
-        os.close(one.cache.open(one.cache_name("table"), lambda sink: None))
-        (one.cache.folder / one.cache_name("table")[:2] / one.cache_name("table")).write_bytes(b"PK\3\4 damaged")
-        assert one.index().key(2) == "s00002"
-
-
-def _hold(path, ready):
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    ready.set()
-    time.sleep(60)
 
 
 def test_too_few_files_are_no_corrupt_data(write_shards, few_files):

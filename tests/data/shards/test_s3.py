@@ -133,17 +133,3 @@ def test_without_credentials(bucket, monkeypatch):
         ShardError, match=r"s3://shards/folder is no tar, .* Give the tars, such as s3://shards/folder/\*"
     ):
         open_shards("s3://shards/folder", source=Access(SourceConfig(retries=2, timeout=4)))
-
-
-@pytest.mark.medium
-def test_class_names_lie_beside_the_shards(write_shards, bucket):
-    found = {}
-    for folder, content in {"plain": None, "named": b'["ant", "bee", "cat"]', "wrong": b"{}"}.items():
-        bucket.put(write_shards([2, 1]), f"shards/{folder}/")
-        if content:
-            bucket.pipe(f"shards/{folder}/classes.json", content)
-        found[folder] = open_shards(f"s3://shards/{folder}/*.tar")
-    assert found["plain"].class_names() is None
-    assert found["named"].class_names() == ("ant", "bee", "cat")
-    with pytest.raises(ShardError, match=r"s3://shards/wrong/classes\.json is not a JSON list of class names"):
-        found["wrong"].class_names()
