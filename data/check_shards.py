@@ -31,6 +31,7 @@ from tessera.data.decode import FORMATS, ImageError, Picture, stored_type
 from tessera.data.decoders import decoder_of
 from tessera.data.failures import CORRECT_INDEX, REPLACE_INDEX, RESTORE_SHARD, SampleError, ShardError
 from tessera.data.maps import checked_map
+from tessera.data.pages import Pages
 from tessera.data.shards.access import Access, SourceConfig
 from tessera.data.shards.index import (
     CLASSES,
@@ -101,17 +102,19 @@ class CheckShards(Settings):
     """name of the label in a sample, as for data.label of a run"""
     labels: str | None = None
     """CSV with the labels of images in folders: columns path and label, paths relative to it"""
+    pages: Pages | None = None
+    """images of files that hold several, as for data.pages of a run"""
     source: SourceConfig = SourceConfig()
 
     @property
     def access(self) -> Access:
         """Access to shards."""
-        return Access(self.source, SampleKeys(self.image, self.label, self.labels))
+        return Access(self.source, SampleKeys(self.image, self.label, self.labels, pages=self.pages))
 
     @property
     def usual(self) -> bool:
-        """True if the image and the label of a sample are those that an index lists."""
-        return self.image is self.label is None
+        """True if the image and the label of a sample are those that an index lists, and files are samples."""
+        return self.image is self.label is self.pages is None
 
 
 @dataclass
@@ -274,7 +277,7 @@ def check_shard(path: str, settings: CheckShards) -> Facts:
             facts.bytes = shard.size
             return facts
         with os.fdopen(shard.open(), "rb") as tar:
-            index = scan_tar(os.dup(tar.fileno()), path, settings.image, shard.access.keys.label_name)
+            index = shard.paged(scan_tar(os.dup(tar.fileno()), path, settings.image, shard.access.keys.label_name))
             notes = parse_notes(index.notes.tobytes())
             facts.stored_notes, of_tar = notes, named_notes(shard.name, notes)
             facts.notes += [note for note in of_tar if note.kind not in DAMAGE]
@@ -322,7 +325,7 @@ def _check_samples(facts: Facts, shard: Shard, index: Index, settings: CheckShar
             continue
         facts.decoded += 1
         try:
-            size = _check_image(facts, shard.image(index, sample), settings)
+            size = _check_image(facts, shard.page(index, sample), settings)
         except ImageError as error:
             facts.corrupt.append(f"{name}: {error}")
             continue

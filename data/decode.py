@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from tessera.data.decoders import DECODERS, Decoded, decoder_of, known_formats
+from tessera.data.decoders import DECODERS, MOST_BANDS, Decoded, decoder_of, known_formats, read
 from tessera.data.headers import (
     HeaderError,
     check_png,
@@ -54,8 +54,6 @@ _WIDE_MODES = ("I", "F")
 _TURNS = (b"eXIf", b"Raw profile", b"xmp")
 """Bytes in PNGs that may state an orientation."""
 COLOUR_KEY = "a 16-bit PNG with a transparent colour, which is not supported. Save it with alpha"
-MOST_BANDS = 2**10
-"""Maximum number of bands of an image whose number of channels is not given."""
 _STRAIGHT = {"La": "LA", "RGBa": "RGBA"}
 """Modes of Pillow with premultiplied alpha, and the modes to which Pillow converts them."""
 _CHANNELS = (1, 3, 4)
@@ -244,9 +242,9 @@ class Picture:
         Raises:
             HeaderError: the image does not fit the data set, or no pixel holds data.
         """
-        channels, limits = self._channels, {"max_pixels": self._max_pixels}
+        channels = self._channels
         if name is not None and encoded is not None:
-            stored = DECODERS[name].read(encoded, most_bands=max(channels, *_CHANNELS), **limits)
+            stored = read(name, encoded, channels=channels, max_pixels=self._max_pixels)
         elif pixel_type == "uint8":
             if encoded is not None and is_jpeg(encoded):
                 raise ImageError(

@@ -8,8 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tessera.data.headers import is_jpeg, is_png
-from tessera.data.levels import check_range, eight_bits
+from tessera.data.headers import HeaderError, is_jpeg, is_png
 from tessera.runtime.plugins import Registry
 
 
@@ -25,6 +24,8 @@ class Decoded(NamedTuple):
     """Pillow's name of the mode for gray or RGB bands, with or without alpha; None for other bands."""
     nodata: float | None = None
     """Value that marks pixels without data, if the file names one, such as in GDAL's tag."""
+    any_order: bool = False
+    """True if the file does not say which axis holds the bands, so that `values` are (H, W, bands) or (bands, H, W)."""
 
 
 class Decoder(Protocol):
@@ -47,6 +48,9 @@ class Decoder(Protocol):
         ...
 
 
+MOST_BANDS = 2**12
+"""Maximum number of bands of an image in a data set whose number of channels is not known."""
+
 DECODERS: Registry[Decoder] = Registry(
     "decoder",
     {},
@@ -68,17 +72,30 @@ def is_webp(encoded: bytes) -> bool:
     return encoded.startswith(b"RIFF") and encoded[8:12] == b"WEBP"
 
 
-def read(name: str, encoded: bytes, *, most_bands: int, max_pixels: int) -> Decoded:
-    """Decode a file by the decoder `name`, and convert values of 16 bits to 8 bits (`data.levels`).
+def read(name: str, encoded: bytes, *, channels: int | None, max_pixels: int) -> Decoded:
+    """Decode a file of one image by the decoder `name`.
+
+    Args:
+        name: name of the decoder.
+        encoded: content of the file.
+        channels: number of channels of the data set; None if it is not known.
+        max_pixels: maximum number of pixels.
 
     Raises:
-        HeaderError: as `Decoder.read`, or the values of 16 bits do not use their range.
+        HeaderError: as `Decoder.read`, or neither the file nor `channels` says which axis holds the bands.
     """
-    found = DECODERS[name].read(encoded, most_bands=most_bands, max_pixels=max_pixels)
-    if found.values.dtype == np.uint8:
+    most = MOST_BANDS if channels is None else max(channels, 4)
+    found = DECODERS[name].read(encoded, most_bands=most, max_pixels=max_pixels)
+    if not found.any_order:
         return found
-    check_range(found.values)
-    return found._replace(values=eight_bits(found.values))
+    first, last = found.values.shape[0], found.values.shape[2]
+    bands = min(first, last) if channels is None else channels
+    if first == last or bands not in (first, last):
+        raise HeaderError(
+            f"an array of the shape {found.values.shape}, in which neither the first nor the last axis alone has "
+            f"{bands} bands. Set data.channels to the number of bands, or save the arrays as (H, W, C) TIFFs"
+        )
+    return found._replace(values=found.values if bands == last else found.values.transpose(1, 2, 0))
 
 
 def known_formats() -> str:

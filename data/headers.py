@@ -37,6 +37,15 @@ class HeaderError(ValueError):
     """Raised if the header of an image is damaged or exceeds a limit. The message states the reason."""
 
 
+class MissingPackageError(HeaderError):
+    """Raised if a package that reads a format is not installed."""
+
+    def __init__(self, formats: str, package: str | None, extra: str) -> None:
+        super().__init__(
+            f"{formats} images need the package {package}. Install it with: pip install 'tessera-ssl[{extra}]'"
+        )
+
+
 NO_MEMORY = ("allocate memory", "Insufficient memory", "out of memory", "decoder error -9")
 """Substrings of out-of-memory errors of libjpeg, Pillow and torch that are not a `MemoryError`."""
 

@@ -41,7 +41,7 @@ from tessera.data.shards.manifest import MANIFESTS, add_labels, list_file
 from tessera.data.shards.open import ENDINGS
 from tessera.data.shards.remote import read_small
 from tessera.data.shards.source import DEFAULT
-from tessera.data.shards.tar_index import IMAGES, MAPS
+from tessera.data.shards.tar_index import ARRAYS, IMAGES, MAPS
 from tessera.data.statistics import moments
 from tessera.data.tools.inputs import find_maps, renumber
 from tessera.data.tools.offline import run_command, say, spread
@@ -342,7 +342,7 @@ def _show(settings: MakeShards, listing: Listing, records: list[Record], left_ou
             say("", f"{count:,}: {reason}")
     if listing.other_files:
         kinds = [f"{count:,} {kind}" for kind, count in listing.other_files.most_common(MOST_SHOWN)]
-        say("other files", f"{', '.join(kinds)}; only {', '.join(IMAGES)} are read")
+        say("other files", f"{', '.join(kinds)}; only {', '.join((*IMAGES, *ARRAYS))} are read")
     say("\nnext", f"tessera pretrain --method dino --data {shlex.quote(str(settings.shards))}")
 
 

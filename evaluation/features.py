@@ -25,6 +25,7 @@ from tessera.data.collate import CutView, Transform
 from tessera.data.crops import CenterCrop
 from tessera.data.dataset import EvaluationDataset, cure_of
 from tessera.data.loader import Reading, evaluation_batches
+from tessera.data.pages import Pages
 from tessera.data.shards import DEFAULT, Access, ShardError, Shards, SourceConfig
 from tessera.data.shards.samples import SampleKeys
 from tessera.data.user_code import load_stages
@@ -72,6 +73,8 @@ class EncoderSettings(Settings):
     """name of the label in a sample, as for data.label of a run"""
     labels: str | None = None
     """CSV with the labels of images in folders: columns path and label, paths relative to it"""
+    pages: Pages | None = None
+    """images of files that hold several, as for data.pages of a run"""
 
     labelled_only: ClassVar[bool] = False
     """True if images without a label in `labels` are left out."""
@@ -79,7 +82,7 @@ class EncoderSettings(Settings):
     @property
     def access(self) -> Access:
         """Access to shards."""
-        return Access(self.source, SampleKeys(self.image, self.label, self.labels, self.labelled_only))
+        return Access(self.source, SampleKeys(self.image, self.label, self.labels, self.labelled_only, self.pages))
 
     def facts(self, encoder: Encoder) -> dict[str, Any]:
         """Return the settings that depend on the encoder, for the result file."""

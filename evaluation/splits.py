@@ -10,7 +10,7 @@ from torch import Tensor
 from tessera.data.shards import Access, ShardError, Shards, Source, describe_remote, open_shards
 from tessera.data.shards.folder import ImageFolder
 from tessera.data.shards.source import Shard
-from tessera.data.shards.tar_index import IMAGES, Index
+from tessera.data.shards.tar_index import ARRAYS, IMAGES, Index
 from tessera.evaluation.features import EvaluationError
 from tessera.runtime.collectives import gather_objects, run_on_all_ranks
 
@@ -161,7 +161,7 @@ def check_disjoint(train: Source, val: Source, flags: Flags = ("--train", "--val
 def _stem(key: bytes) -> bytes:
     """Return the name of a sample without its folders and its extension."""
     name, dot, extension = key.rpartition(b"/")[2].rpartition(b".")
-    return name if dot and extension.lower().decode(errors="replace") in IMAGES else name + dot + extension
+    return name if dot and extension.lower().decode(errors="replace") in (*IMAGES, *ARRAYS) else name + dot + extension
 
 
 def _indices(opened: Source, download: bool = True) -> Iterator[tuple[int, Shard, Index]]:

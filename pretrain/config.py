@@ -16,6 +16,7 @@ from pydantic import Field, create_model, field_validator, model_validator
 
 from tessera import encoders
 from tessera.data.loader import LoaderConfig, StreamConfig
+from tessera.data.pages import Pages
 from tessera.data.pictures import Bands
 from tessera.data.sampler import batch_ranges
 from tessera.data.shards import Access, SourceConfig
@@ -49,6 +50,9 @@ class DataConfig(Section, frozen=True):
     label: str | None = None
     """name of the label in a sample, or NAME:FIELD for a field of a JSON member (json:category.id); default: cls or
     label"""
+    pages: Pages | None = None
+    """images of files that hold several, such as stacks of TIFF pages: the first one of each file, each of them as a
+    sample of its own, or the maximum of all, pixel by pixel; default: such files are refused"""
     stages: str | list[str] | None = None
     """stages of your own, as module:function, in webdataset's convention; they change each sample before its crops are
     cut, in training and evaluation; a settings file cannot set this"""
@@ -303,7 +307,9 @@ class RunConfig(Settings, frozen=True):
             SettingsError: a stage cannot be used.
         """
         stages, only = load_stages(self.data.stages), METHODS[self.method].supervised
-        return Access(self.source, SampleKeys(self.data.image, self.data.label, self.labels, only), stages)
+        return Access(
+            self.source, SampleKeys(self.data.image, self.data.label, self.labels, only, self.data.pages), stages
+        )
 
     @property
     def labelled_access(self) -> Access:

@@ -18,7 +18,7 @@ from tessera.data.shards.listing import Listing, list_folder
 from tessera.data.shards.manifest import add_labels, list_file
 from tessera.data.shards.samples import SampleKeys
 from tessera.data.shards.source import PROBES, Shard, some_bytes
-from tessera.data.shards.tar_index import IMAGES, Index
+from tessera.data.shards.tar_index import ARRAYS, IMAGES, Index
 from tessera.runtime.user_error import printable
 
 
@@ -127,7 +127,7 @@ class ImageFolder(Shard):
         return label
 
 
-def holds_images(folder: str, extensions: Sequence[str] = IMAGES) -> bool:
+def holds_images(folder: str, extensions: Sequence[str] = (*IMAGES, *ARRAYS)) -> bool:
     """Return True if a folder or one of its subfolders holds a file with the extension of an image."""
     endings = tuple(f".{extension}" for extension in extensions)
     return any(name.lower().endswith(endings) for _, _, names in os.walk(folder) for name in names)

@@ -51,6 +51,8 @@ LARGEST_SHARD = 2**50  # maximum size of a shard in bytes
 MOST_CHANNELS = 4096
 LONGEST_REASON = 300  # maximum number of characters of a reason in an error message
 LARGEST_FOLDER_INDEX = 2**28  # Maximum size of an index.json in bytes. 100,000 shards take about 20 MB.
+STORED = tuple(name for name in Index._fields if name != "pages")
+"""Names of the arrays of a table beside a shard. Its samples are files, whatever `data.pages` is."""
 OPTIONAL = ("maps", "notes")
 """Names of the arrays that a table may lack."""
 CLASSES = "classes.json"
@@ -175,7 +177,7 @@ def write_folder(folder: str | Path, index: FolderIndex) -> None:
 def write_table(shard: str | Path, table: Index) -> None:
     """Write the table of a shard to the file `SHARD.tar.index` beside the shard. The write is atomic."""
     with atomic_write(f"{shard}{TABLE}", sync=True) as path, path.open("wb") as file:
-        np.savez(file, **table._asdict())
+        np.savez(file, **{name: getattr(table, name) for name in STORED})
 
 
 def parse_table(content: bytes, path: str) -> Index:
@@ -199,7 +201,7 @@ def parse_table(content: bytes, path: str) -> Index:
                     raise ValueError(f"{member.file_size} bytes cannot hold an array of the shape {shape}")
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             # Tables of older versions lack the arrays `maps` and `notes`.
-            table = Index(**{name: arrays[name] for name in Index._fields if name in arrays or name not in OPTIONAL})
+            table = Index(**{name: arrays[name] for name in STORED if name in arrays or name not in OPTIONAL})
         _check(table)
     except Exception as error:  # NumPy raises many kinds of errors for damaged files
         if is_exhausted(error):
@@ -212,7 +214,7 @@ def parse_table(content: bytes, path: str) -> Index:
 
 def _check(table: Index) -> None:
     """Raise `ValueError` if the arrays of a table contradict each other."""
-    kinds = {name: np.uint8 if name in ("keys", "notes") else np.int64 for name in Index._fields}
+    kinds = {name: np.uint8 if name in ("keys", "notes") else np.int64 for name in STORED}
     samples = len(table.ends)
     shapes = {
         "keys": table.keys.shape[:1],
@@ -223,7 +225,8 @@ def _check(table: Index) -> None:
         "maps": (samples if len(table.maps) else 0, 2),
         "notes": table.notes.shape[:1],
     }
-    for name, array in table._asdict().items():
+    for name in STORED:
+        array = getattr(table, name)
         if array.dtype != kinds[name] or array.shape != shapes[name]:
             raise ValueError(
                 f"the array `{name}` has type {array.dtype} and shape {array.shape}, but must have type "

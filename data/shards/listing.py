@@ -8,7 +8,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from tessera.data.shards.notes import (
     UNUSABLE,
     Note,
 )
-from tessera.data.shards.tar_index import IMAGES, LARGEST_MEMBER, MAPS
+from tessera.data.shards.tar_index import ARRAYS, IMAGES, LARGEST_MEMBER, MAPS
 from tessera.runtime.user_error import printable
 
 TRAINING_SETS = {"train", "training"}
@@ -54,7 +54,6 @@ _MASK = re.compile(
 )
 """Name of a file, without its extension, that is probably a map of the image that a group names."""
 _MAPS = tuple(b"." + name.encode() for name in MAPS)
-_EXTENSIONS = tuple(b"." + extension.encode() for extension in IMAGES)
 
 
 class File(NamedTuple):
@@ -183,7 +182,7 @@ class Listing:
         found += [f"{count:,} x {extension}" for extension, count in self.other_files.most_common(3)]
         instead = f" Found instead: {', '.join(found)}." if found else ""
         cure = " Convert them to PNG." if {f".{one}" for one in OTHER_IMAGES} & self.other_files.keys() else ""
-        raise ShardError(f"{message}. File names of images end in {', '.join(IMAGES)}.{instead}{cure}")
+        raise ShardError(f"{message}. File names of images end in {', '.join((*IMAGES, *ARRAYS))}.{instead}{cure}")
 
 
 def file_facts(path: bytes) -> tuple[int, int]:
@@ -255,8 +254,12 @@ def list_folder(folder: Path, *, labels: str, besides: Path | None = None, manif
     if labels == "auto":
         _refuse_separate_sets(folder)
     root = os.path.realpath(os.fsencode(folder))
-    walk = _Walk(root, *(None if one is None else os.path.realpath(os.fsencode(one)) for one in (besides, manifest)))
+    skipped = [None if one is None else os.path.realpath(os.fsencode(one)) for one in (besides, manifest)]
+    walk = _Walk(root, IMAGES, *skipped)
     listing = Listing.of(root, walk.files())
+    if not len(listing) and any(walk.other_files[f".{extension}"] for extension in ARRAYS):
+        walk = _Walk(root, ARRAYS, *skipped)
+        listing = Listing.of(root, walk.files())
     listing.other_files = walk.other_files
     listing.refuse_empty(f"no images below {folder}")
     paths = [listing.path(int(entry)) for entry in listing.usable]
@@ -285,11 +288,13 @@ class _Walk:
 
     Args:
         root: folder of images, without symbolic links.
+        extensions: file name extensions of images.
         besides: subfolder to skip; None to skip no subfolder.
         manifest: file that is not counted; None for no such file.
     """
 
-    def __init__(self, root: bytes, besides: bytes | None, manifest: bytes | None):
+    def __init__(self, root: bytes, extensions: Sequence[str], besides: bytes | None, manifest: bytes | None):
+        self._endings = tuple(b"." + extension.encode() for extension in extensions)
         self._root, self._besides, self._manifest = root, besides, manifest
         self.other_files = Counter[str]()
         self.folders: list[str] = []
@@ -326,7 +331,9 @@ class _Walk:
                 self.folders = [os.fsdecode(name) for name in folders]
             label = os.fsdecode(prefix.partition(b"/")[0]) if prefix else None
             shown = sorted(name for name in names if not name.startswith(b"."))
-            images = [name for name in shown if (low := name.lower()).endswith(_EXTENSIONS) and not low.endswith(_MAPS)]
+            images = [
+                name for name in shown if (low := name.lower()).endswith(self._endings) and not low.endswith(_MAPS)
+            ]
             for name in images:
                 yield File(prefix + name, *file_facts(os.path.join(here, name)), label)
             self._note_images(prefix, images, label, here in masks)

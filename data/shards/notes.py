@@ -22,7 +22,7 @@ MOST_GROUPS = 5
 """Maximum number of classes that are printed for each kind of notes."""
 OTHER = "."
 """First character of the kinds that are file name extensions."""
-OTHER_IMAGES = ("bmp", "dib", "gif", "heic", "heif", "avif", "jp2", "jxl", "j2k", "ppm", "pgm", "tga", "exr", "dcm")
+OTHER_IMAGES = ("bmp", "dib", "gif", "heic", "heif", "avif", "jp2", "jxl", "j2k", "ppm", "pgm", "tga", "exr")
 """File name extensions of images that are not supported. Such images in a shard cause a warning."""
 NAME, LINK, ORPHAN, TWICE, REST, CHOSEN, MAPPED = "name", "link", "orphan", "twice", "rest", "chosen", "maps"
 LOST, MASK, PARTS, UNUSABLE, LABELS, HIDDEN, BARE = "class", "mask", "parts", "unusable", "labels", "hidden", "bare"
@@ -93,6 +93,8 @@ def _sentence(kind: str, count: int, groups: Counter[str], first: str) -> str:
         shown = [printable(name) for name, _ in named[:MOST_GROUPS]]
     listed = ", ".join(shown) + (", ..." if len(named) > MOST_GROUPS else "")
     cure = " (convert to PNG)" if kind[1:] in OTHER_IMAGES else ""
+    if kind in (".npy", ".npz"):
+        cure = " beside images of other formats"
     if kind in (".csv", ".tsv"):
         cure = " here. If it has the labels, give it with --labels"
     template = OF_OTHER_KIND if kind.startswith(OTHER) else SENTENCES[kind]

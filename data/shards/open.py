@@ -178,6 +178,7 @@ def _open_patterns(shards: Shards, progress: bool, source: Access) -> Source:
     if errors:
         raise _unusable(errors, len(paths))
     found = [opened[place] for place in range(len(paths))]
+    _check_pages([one.shard for one in found], source)
     counts, labelled, sizes = np.array([[one.samples, one.labelled, one.size] for one in found], dtype=np.int64).T
     statistics = {one.statistics for one in found}
     # The source has statistics only if all folders of its shards have the same statistics.
@@ -197,6 +198,20 @@ def _open_patterns(shards: Shards, progress: bool, source: Access) -> Source:
         notes=notes,
         statistics=own,
     )
+
+
+def _check_pages(shards: Sequence[Shard], source: Access) -> None:
+    """Raise `ShardError` if the pages of files cannot be samples as `data.pages` says."""
+    if source.keys.pages is None:
+        return
+    if source.stages is not None:
+        raise ShardError("data.pages is set, but stages get complete files. Let a stage choose the page instead.")
+    others = [shard.path for shard in shards if not isinstance(shard, Tar | ImageFolder)]
+    if source.keys.pages == "each" and others:
+        raise ShardError(
+            f"data.pages is each, but only tars and folders of images count the pages of their files, not {others[0]}. "
+            "Set data.pages to first or max."
+        )
 
 
 def shown_paths(paths: Sequence[str]) -> str:
@@ -636,6 +651,7 @@ class _FolderIndices:
             prefix + slash + entry.url if slash else _local(entry.url): _Listed(entry, folder)
             for entry in folder.shardlist
         }
-        if self.access.keys.image is self.access.keys.label is None:  # the counts are those of the usual members
+        keys = self.access.keys
+        if keys.image is keys.label is None and keys.pages != "each":  # the counts are those of the usual members
             self.entries |= entries
         return list(entries)

@@ -9,10 +9,11 @@ import torch
 
 from tessera.data.decode import Undecoded, check_kind
 from tessera.data.failures import SampleError, ShardError
-from tessera.data.shards.tar_index import IMAGES, LABEL, whole_number
+from tessera.data.pages import Pages
+from tessera.data.shards.tar_index import ARRAYS, IMAGES, LABEL, whole_number
 from tessera.data.user_code import named_errors
 
-IMAGE_KEYS = ("image", "img", *IMAGES)
+IMAGE_KEYS = ("image", "img", *IMAGES, *ARRAYS)
 """Keys under which an item that is a dictionary may hold its image. The first key that the item has is used."""
 LABEL_KEYS = ("label", LABEL)
 """Keys under which an item that is a dictionary may hold its label."""
@@ -29,6 +30,8 @@ class SampleKeys(NamedTuple):
     """Manifest with the labels of the images in folders (`data.shards.manifest`); None for no manifest."""
     labelled_only: bool = False
     """True to leave out the images of folders that have no label in the manifest."""
+    pages: Pages | None = None
+    """Images of a file that are samples (`data.pages`); None for files of one image."""
 
     @property
     def label_name(self) -> str | None:

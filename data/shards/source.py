@@ -30,13 +30,14 @@ from tessera.data.failures import (
     unreadable,
     warn_once,
 )
+from tessera.data.pages import count_pages, single_page
 from tessera.data.shards.access import DEFAULT, Access
 from tessera.data.shards.cache import INDEX, Cache, CacheError, node_cache
 from tessera.data.shards.index import CLASSES, Statistics
 from tessera.data.shards.notes import Note
 from tessera.data.shards.samples import Item, item_of, label_number
 from tessera.data.shards.stored_index import Header, header_of, map_index, packed, read_header
-from tessera.data.shards.tar_index import LARGEST_LABEL, MAPS, Index
+from tessera.data.shards.tar_index import LARGEST_LABEL, MAPS, Index, with_pages
 from tessera.data.user_code import seeded
 
 KEPT_INDICES = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 64), 4096)
@@ -45,7 +46,7 @@ KEPT_SAMPLES = 2_000_000
 """Number of samples whose indices a process keeps, on average. It bounds the memory if the cache cannot be used."""
 FETCHERS = 4
 """Number of simultaneous requests of one source."""
-FORMAT = 2
+FORMAT = 3
 """Version of the indices in the cache. A new version makes all of them again."""
 MOST_SHARDS_PROBED = 1000
 """Maximum number of shards of which some bytes are read to notice replaced data."""
@@ -164,6 +165,18 @@ class Shard(ABC):
             ShardError: the label cannot be read.
         """
 
+    def page(self, index: Index, sample: int) -> Undecoded:
+        """Return the image of a sample. If `data.pages` is set, it is a file of the chosen page.
+
+        Raises:
+            ImageError: the pages cannot be decoded.
+            ShardError: the image cannot be read.
+        """
+        image, pages = self.image(index, sample), self.access.keys.pages
+        if pages is None or not isinstance(image, bytes):
+            return image
+        return single_page(image, int(index.pages[sample]) if pages == "each" else pages)
+
     def members(self, index: Index, sample: int) -> dict[str, Any]:
         """Return a sample in the form of webdataset: a dictionary of its members, with `__key__` and `__url__`.
 
@@ -267,7 +280,8 @@ class Shard(ABC):
     @functools.cached_property
     def _index_name(self) -> str:
         """Name of the cache entry of the index. It is computed once, because an index is opened for most samples."""
-        return self.cache_name(f"{FORMAT} {self._index_part()}") + INDEX
+        pages = " each" if self.access.keys.pages == "each" else ""
+        return self.cache_name(f"{FORMAT} {self._index_part()}{pages}") + INDEX
 
     def _mapped(self, make: Callable[[], Index]) -> Index:
         """Return the index, mapped from the cache. If it is not in the cache, store the result of `make` there."""
@@ -275,7 +289,7 @@ class Shard(ABC):
 
         def parts() -> Iterator[bytes]:
             made.append(None)
-            made[-1] = index = make()
+            made[-1] = index = self.paged(make())
             return packed(index)
 
         try:
@@ -287,13 +301,24 @@ class Shard(ABC):
                 f"the indices of shards cannot be stored: {error} "
                 "Until then, every process reads the tar headers or lists the folders itself."
             )
-            return next(filter(None, made), None) or make()
+            return next(filter(None, made), None) or self.paged(make())
         try:
             return map_index(descriptor)
         except OSError as error:
             raise unreadable(self.path, error) from error
         finally:
             os.close(descriptor)
+
+    def paged(self, index: Index) -> Index:
+        """Return the index of the pages, if every page is a sample. The header of every image is read."""
+        if self.access.keys.pages != "each":
+            return index
+
+        def pages_of(sample: int) -> int:
+            image = self.image(index, sample)
+            return count_pages(image) if isinstance(image, bytes) else 1
+
+        return with_pages(index, pages_of)
 
 
 @dataclass(eq=False)
@@ -426,7 +451,7 @@ class Source:
             return self._last[1].image
         shard, sample = self.place(number)
         with self._seeded(shard, at or (0, number)):
-            return self.shards[shard].image(self._index(shard), sample)
+            return self.shards[shard].page(self._index(shard), sample)
 
     def stored_image(self, number: int) -> Undecoded:
         """Return the image of a sample as the shards store it, without stages of the user."""

@@ -1,7 +1,8 @@
 """Format of the indices in the cache. Processes map an index into memory instead of reading it.
 
-The content is a header, the notes, and the arrays `ends`, `images`, `labels`, `maps` and `keys`, as they are in memory.
-The header has 8 numbers: `summary`, the lengths of `keys`, `ends`, `maps` and `notes`, and a hash of the samples.
+The content is a header, the notes, and the arrays `ends`, `images`, `labels`, `maps`, `pages` and `keys`, as they are
+in memory. The header has 9 numbers: `summary`, the lengths of `keys`, `ends`, `maps` and `notes`, a hash of the
+samples, and the length of `pages`.
 Mapping an index takes about 0.03 ms, whatever its size, and all processes of a node share its memory. Therefore a
 process keeps few indices, and maps an index again when it is needed again.
 """
@@ -17,7 +18,7 @@ import numpy as np
 from tessera.data.shards.notes import LARGEST_NOTES, Note, parse_notes
 from tessera.data.shards.tar_index import Index
 
-_HEADER = 8 * 8  # size in bytes of the header
+_HEADER = 9 * 8  # size in bytes of the header
 
 
 class Header(NamedTuple):
@@ -46,9 +47,9 @@ def _digest(index: Index) -> int:
 def packed(index: Index) -> Iterator[bytes]:
     """Yield the parts of the content of an index."""
     lengths = [len(index.keys), len(index.ends), len(index.maps), len(index.notes)]
-    yield np.array([*index.summary, *lengths, _digest(index)], dtype=np.int64).tobytes()
+    yield np.array([*index.summary, *lengths, _digest(index), len(index.pages)], dtype=np.int64).tobytes()
     yield index.notes.tobytes() + bytes(-len(index.notes) % 8)  # the arrays that follow stay aligned
-    for array in (index.ends, index.images, index.labels, index.maps):
+    for array in (index.ends, index.images, index.labels, index.maps, index.pages):
         yield array.astype(np.int64, copy=False).tobytes()
     yield index.keys.tobytes()
 
@@ -62,7 +63,7 @@ def map_index(descriptor: int) -> Index:
     """
     memory = mmap.mmap(descriptor, 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
     header = np.frombuffer(memory, dtype=np.int64, count=_HEADER // 8)
-    samples, _, _, letters, names, maps, texts, _ = header.tolist()
+    samples, _, _, letters, names, maps, texts, _, numbered = header.tolist()
     place = _HEADER + texts + -texts % 8
 
     def pairs(count: int) -> np.ndarray:
@@ -74,9 +75,10 @@ def map_index(descriptor: int) -> Index:
     ends = np.frombuffer(memory, dtype=np.int64, count=names, offset=place)
     place += ends.nbytes
     images, labels, segmentation = pairs(samples), pairs(samples), pairs(maps)
-    keys = np.frombuffer(memory, dtype=np.uint8, count=letters, offset=place)
+    pages = np.frombuffer(memory, dtype=np.int64, count=numbered, offset=place)
+    keys = np.frombuffer(memory, dtype=np.uint8, count=letters, offset=place + pages.nbytes)
     notes = np.frombuffer(memory, dtype=np.uint8, count=texts, offset=_HEADER)
-    return Index(keys, ends, images, labels, header[:3], segmentation, notes)
+    return Index(keys, ends, images, labels, header[:3], segmentation, notes, pages)
 
 
 def read_header(descriptor: int) -> Header | None:

@@ -36,8 +36,11 @@ from tessera.data.shards.notes import (
 )
 from tessera.runtime.user_error import printable
 
-IMAGES = ("jpg", "jpeg", "png", "webp", "tif", "tiff", "jfif", "jpe", "jif")
+IMAGES = ("jpg", "jpeg", "png", "webp", "tif", "tiff", "dcm", "jfif", "jpe", "jif")
 """File name extensions of images in shards and folders. The last three are those of JPEGs, too."""
+ARRAYS = ("npy", "npz")
+"""File name extensions of arrays. Arrays are images only in tars and folders without files of `IMAGES`, beside which
+they usually hold something else, such as features."""
 LABEL = "cls"
 MAP = "seg.png"
 """File name extension of segmentation maps in a shard: the map of KEY.jpg is KEY.seg.png."""
@@ -240,6 +243,8 @@ class Index(NamedTuple):
     has a map, the array is empty: (0, 2)."""
     notes: np.ndarray = np.empty(0, dtype=np.uint8)
     """Notes on the members that are left out, as `notes.packed_notes` returns them: uint8."""
+    pages: np.ndarray = np.empty(0, dtype=np.int64)
+    """Number of the page of each sample in its file: (S,) int64. If files are samples, the array is empty: (0,)."""
 
     def map_place(self, sample: int) -> tuple[int, int]:
         """Return the offset and size of the map of a sample in bytes, or (-1, -1) without a map."""
@@ -247,12 +252,33 @@ class Index(NamedTuple):
         return int(offset), int(size)
 
     def key(self, sample: int) -> str:
-        """Return the name of a sample for messages and results, with unprintable characters escaped."""
-        return printable(self.raw_key(sample).decode(errors="backslashreplace"))
+        """Return the name of a sample for messages and results, with unprintable characters escaped.
+
+        The name of a page is that of its file and the number of the page, such as `stack#3`.
+        """
+        name = printable(self.raw_key(sample).decode(errors="backslashreplace"))
+        return f"{name}#{self.pages[sample]}" if len(self.pages) else name
 
     def raw_key(self, sample: int) -> bytes:
-        """Return the name of a sample as it is stored."""
+        """Return the name of a sample, or of the file of a page, as it is stored."""
         return self.keys[self.ends[sample - 1] if sample else 0 : self.ends[sample]].tobytes()
+
+
+def with_pages(index: Index, pages_of: Callable[[int], int]) -> Index:
+    """Return the index of the pages of files. `pages_of` returns the number of pages of each sample of `index`."""
+    counts = np.array([pages_of(sample) for sample in range(len(index.images))])
+    files = np.repeat(np.arange(len(counts)), counts)
+    names = [index.raw_key(sample) for sample in files.tolist()]
+    labels = index.labels[files]
+    return index._replace(
+        keys=np.frombuffer(b"".join(names), dtype=np.uint8),
+        ends=np.cumsum([len(name) for name in names], dtype=np.int64),
+        images=index.images[files],
+        labels=labels,
+        summary=np.array([len(files), (labels[:, 0] >= 0).sum(), index.summary[2]], dtype=np.int64),
+        maps=index.maps[files] if len(index.maps) else index.maps,
+        pages=np.arange(len(files)) - (np.cumsum(counts) - counts)[files],
+    )
 
 
 class NumberedIndex(Index):
@@ -289,7 +315,7 @@ def scan_tar(path: str | int, shard: str, image: str | None = None, label: str |
     """
     samples: Members = []
     images = IMAGES if image is None else (image.lower().removeprefix("."),)
-    wanted = {*images, label or LABEL, *MAPS}
+    wanted = {*images, label or LABEL, *MAPS, *(ARRAYS if image is None else ())}
     unread = _Unread(image is not None)
     try:
         with open(path, "rb", buffering=0) as file:
@@ -303,6 +329,7 @@ def scan_tar(path: str | int, shard: str, image: str | None = None, label: str |
                     )
                 if not _add(samples, member, shard, wanted):
                     unread.add(member, len(samples) - 1)
+            images = _kind_of_images(samples) if image is None else images
             found = unread.notes(samples, images)
             if _holds_data(file.fileno(), headers.place, size):
                 found.append(Note(REST, size - headers.place))
@@ -324,6 +351,17 @@ def scan_tar(path: str | int, shard: str, image: str | None = None, label: str |
     if image is None:
         _refuse_several_images(samples, shard)
     return _index(samples, size, shard, images, label or LABEL, found)
+
+
+def _kind_of_images(samples: Members) -> Sequence[str]:
+    """Return the extensions of the images of a tar. Arrays beside other images are removed from `samples`."""
+    holds_images = any(name in members for _, members in samples for name in IMAGES)
+    if not holds_images and any(name in members for _, members in samples for name in ARRAYS):
+        return ARRAYS
+    for _, members in samples:
+        for name in ARRAYS:
+            members.pop(name, None)
+    return IMAGES
 
 
 def _holds_data(descriptor: int, place: int, size: int) -> bool:
@@ -382,7 +420,7 @@ def _not_chosen(names: Iterable[bytes]) -> list[Note]:
 def _refuse_several_images(samples: Members, shard: str) -> None:
     """Raise `ShardError` if a sample has images of several extensions, of which one may be a mask."""
     for key, members in samples:
-        several = [name for name in members if name in IMAGES]
+        several = [name for name in members if name in (*IMAGES, *ARRAYS)]
         if len(several) > 1:
             names = " and ".join(f"{shown(key)}.{name}" for name in several)
             raise ShardError(
@@ -482,7 +520,7 @@ def _index(
     if not images:
         names = " or ".join(f"KEY.{extension}" for extension in extensions)
         reasons = " ".join(["", *describe(notes)])
-        if extensions is not IMAGES:
+        if extensions not in (IMAGES, ARRAYS):
             raise ShardError(f"{shard} holds no image {names}. Choose another name of the image.{reasons}")
         raise ShardError(
             f"{shard} holds no images. Name image files {names}, without a dot in KEY, or choose other files with "

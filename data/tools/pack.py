@@ -25,7 +25,8 @@ from tessera.data.decoders import DECODERS, decoder_of, is_webp, known_formats
 from tessera.data.failures import ShardError, is_exhausted
 from tessera.data.headers import HeaderError, is_jpeg, is_png, raise_lack_of_memory
 from tessera.data.maps import checked_map, cut_map, encode_map, map_member
-from tessera.data.shards.index import MOST_CHANNELS, write_table
+from tessera.data.pages import single_page
+from tessera.data.shards.index import write_table
 from tessera.data.shards.listing import MISSING, NO_LABEL, REASONS, Listing
 from tessera.data.shards.tar_index import LABEL, scan_tar
 from tessera.data.statistics import histogram
@@ -125,7 +126,8 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
     found = _format(content)
     try:
         if found not in EXTENSIONS and recipe.resize is None:
-            image = DECODERS[found].read(content, most_bands=MOST_CHANNELS, max_pixels=recipe.max_pixels)
+            page = single_page(content, "first")  # a run says which pages are samples
+            image = decoders.read(found, page, channels=None, max_pixels=recipe.max_pixels)
             size = image.values.shape[:2] if image.orientation < 5 else image.values.shape[1::-1]  # upright (H, W)
             return Prepared(content, _extension(found), None, _prepare_map(encoded_map, size, size[::-1]))
         if recipe.resize is None and (kind := stored_type(content)) != "uint8":

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tessera.data.dataset import Decoding, cure_of
 from tessera.data.decode import ImageError, Undecoded, stored_type
+from tessera.data.pages import Pages
 from tessera.data.pictures import Bands, as_rgb, quantiles, shown_bands
 from tessera.data.shards import Access, ShardError, Source, open_shards
 from tessera.data.shards.samples import SampleKeys
@@ -52,6 +53,8 @@ class PreviewSettings(Settings):
     """name of the label in a sample, as for data.label of a run"""
     labels: str | None = None
     """CSV with the labels of images in folders: columns path and label, paths relative to it"""
+    pages: Pages | None = None
+    """images of files that hold several, as for data.pages of a run"""
 
 
 def run(settings: PreviewSettings) -> None:
@@ -61,7 +64,7 @@ def run(settings: PreviewSettings) -> None:
         ShardError: the shards cannot be read, none of the images can be read, or the sheet cannot be written.
     """
     shards = settings.shards
-    source = Access(keys=SampleKeys(settings.image, settings.label, settings.labels))
+    source = Access(keys=SampleKeys(settings.image, settings.label, settings.labels, pages=settings.pages))
     opened = open_shards(shards[0] if len(shards) == 1 else shards, source=source)
     labelled = opened.count_labels() > 0
     opened = replace(opened, classes=opened.class_names() if labelled else None)

@@ -14,6 +14,9 @@ from PIL import Image
 from tessera.data.check_shards import main
 from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.data.decode import ImageError, Picture, decode
+from tessera.data.decoders import DECODERS
+from tessera.data.headers import HeaderError
+from tessera.data.pages import count_pages, single_page
 from tessera.data.shards import open_shards, open_sources
 from tessera.data.statistics import pixel_statistics
 from tessera.encoders.base import Preprocessing
@@ -157,9 +160,7 @@ BANDS = np.ascontiguousarray(COLORS[..., :3].transpose(2, 0, 1))
         tiff(BANDS, photometric="minisblack"),
         tiff(BANDS, photometric="minisblack", metadata=None),
         tiff(BANDS, photometric="minisblack", truncate=True),  # one header for three planes
-        tiff(BANDS, imagej=True, metadata={"axes": "CYX", "mode": "composite"}),
         tiff(BANDS, imagej=True, metadata={"axes": "ZYX"}, truncate=True),
-        tiff(BANDS, ome=True, photometric="minisblack", metadata={"axes": "CYX"}),
         tiff(BANDS, ome=True, photometric="minisblack", metadata={"axes": "ZYX"}, compression="lzw"),
         pages(COLORS[..., :3], COLORS[..., :3], COLORS[..., :3], subfiletype=[2, 2, 2]),
         pages(COLORS[..., :3], COLORS[::2, ::2, :3], COLORS[1:, :, :3], COLORS[::2, ::2, :3], subfiletype=[0, 0, 0, 1]),
@@ -169,6 +170,123 @@ def test_several_pages_are_refused(encoded):
     for channels in (1, 3, 4):
         with pytest.raises(ImageError, match=r"with 3 pages, .* set data.channels to their number"):
             decode(encoded, channels=channels)
+
+
+STACK = RNG.integers(0, 4096, (2, 3, 4, 7, 9)).astype(np.uint16)  # T, Z, C, Y, X
+IMAGES = STACK.reshape(6, 4, 7, 9).transpose(0, 2, 3, 1)
+
+
+def values_of(encoded: bytes, **limits) -> np.ndarray:
+    return DECODERS["tiff"].read(encoded, **{"most_bands": 16, "max_pixels": 10**6, **limits}).values
+
+
+@pytest.mark.parametrize("kind", ["uint8", "uint16", "int16", "float32", "int8", "uint32", "int64", "float64"])
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+def test_values_keep_their_type(kind, byteorder):
+    values = (RNG.normal(0, 50, (23, 19, 3)) if "float" in kind else RNG.integers(0, 120, (23, 19, 3))).astype(kind)
+    predictors = (False,) if kind in ("int64", "float64") else (False, 3 if "float" in kind else 2)
+    for predictor in predictors:
+        options = {"compression": "lzw", "predictor": predictor} if predictor else {}
+        encoded = tiff(values, photometric="minisblack", planarconfig="contig", byteorder=byteorder, **options)
+        found = values_of(encoded)
+        assert found.dtype == np.dtype(kind)
+        assert np.array_equal(found, values)
+
+
+def test_values_that_no_type_holds_are_refused():
+    for kind, value, held in (("uint32", 2**24 + 1, False), ("uint32", 2**24, True), ("float64", 0.1, False)):
+        encoded = tiff(np.full((4, 4), value, kind))
+        if held:
+            assert decode(encoded, channels=1, pixel_type="float32").unique().item() == value
+        else:
+            with pytest.raises(ImageError, match=f"{kind} in a data set of the type float32"):
+                decode(encoded, channels=1, pixel_type="float32")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [("-9999", "int16", -9999), ("nan", "float32", np.nan), ("-3.4028234663852886e+38", "float32", np.finfo("f4").min)],
+)
+def test_the_tag_of_gdal_is_the_value_of_nodata(text, kind, value):
+    encoded = tiff(np.zeros((4, 5), kind), extratags=[(42113, "s", 0, text, True)])
+    found = DECODERS["tiff"].read(encoded, most_bands=1, max_pixels=100).nodata
+    assert np.array_equal(found, value, equal_nan=True)
+    with pytest.raises(ImageError, match="GDAL_NODATA"):
+        decode(tiff(np.zeros((4, 5), np.uint8), extratags=[(42113, "s", 0, "none", True)]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"imagej": True, "metadata": {"axes": "CYX", "mode": "composite"}},
+        {"imagej": True, "metadata": {"axes": "CYX"}, "truncate": True},
+        {"ome": True, "photometric": "minisblack", "metadata": {"axes": "CYX"}},
+        {"photometric": "minisblack", "metadata": {"axes": "CYX"}},
+        {"photometric": "minisblack", "metadata": {"axes": "CYX"}, "compression": "deflate"},
+    ],
+)
+def test_pages_that_are_channels_are_bands(options):
+    encoded = tiff(STACK[0, 0], **options)
+    assert np.array_equal(values_of(encoded), IMAGES[0])
+    with pytest.raises(HeaderError, match="4 bands"):
+        values_of(encoded, most_bands=3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"imagej": True, "metadata": {"axes": "TZCYX"}},
+        {"imagej": True, "metadata": {"axes": "TZCYX"}, "truncate": True},
+        {"ome": True, "photometric": "minisblack", "metadata": {"axes": "TZCYX"}},
+        {"photometric": "minisblack", "metadata": {"axes": "TZCYX"}, "compression": "lzw"},
+    ],
+)
+def test_images_of_a_stack_are_pages(options):
+    encoded = tiff(STACK, **options)
+    assert count_pages(encoded) == 6
+    for number, image in enumerate(IMAGES):
+        assert np.array_equal(values_of(single_page(encoded, number)), image)
+    assert np.array_equal(values_of(single_page(encoded, "first")), IMAGES[0])
+    assert np.array_equal(values_of(single_page(encoded, "max")), IMAGES.max(0))
+    with pytest.raises(HeaderError, match=r"with 6 pages, .* Set data.pages to first, each or max"):
+        values_of(encoded)
+
+
+def test_channels_that_come_before_other_axes_are_bands():
+    swapped = np.ascontiguousarray(STACK[0].transpose(1, 0, 2, 3))  # C, Z, Y, X
+    encoded = tiff(swapped, ome=True, photometric="minisblack", metadata={"axes": "CZYX"})
+    for number in range(3):
+        assert np.array_equal(values_of(single_page(encoded, number)), IMAGES[number])
+
+
+def test_a_page_keeps_its_colours_orientation_and_nodata():
+    tags = [(274, "H", 1, 6, False), (42113, "s", 0, "7", False)]
+    for values, options, mode in (
+        (COLORS, {"photometric": "rgb", "extrasamples": ["unassalpha"]}, "RGBA"),
+        (COLORS[..., :2], {"planarconfig": "contig", "extrasamples": ["unassalpha"]}, "LA"),
+        (COLORS[..., :3], {"planarconfig": "contig"}, None),
+        (COLORS[..., 0], {}, "L"),
+    ):
+        options = {"photometric": "minisblack", **options}
+        two = tiff(np.stack([values, 255 - values]), metadata=None, extratags=tags, **options)
+        found = DECODERS["tiff"].read(single_page(two, 1), most_bands=4, max_pixels=10**4)
+        assert np.array_equal(found.values.reshape(values.shape), 255 - values)
+        assert found[1:4] == (6, mode, 7)
+
+
+def test_the_maximum_leaves_out_pixels_without_data():
+    first, second = np.array([[1, 9, 9], [9, 2, 3]], np.int16), np.array([[4, 9, 5], [6, 1, 9]], np.int16)
+    encoded = tiff(
+        np.stack([first, second]), photometric="minisblack", metadata=None, extratags=[(42113, "s", 0, "9", False)]
+    )
+    assert values_of(single_page(encoded, "max"))[..., 0].tolist() == [[4, 9, 5], [6, 2, 3]]
+    holes = np.where(np.stack([first, second]) == 9, np.nan, np.stack([first, second])).astype(np.float32)
+    found = values_of(single_page(tiff(holes, photometric="minisblack", metadata=None), "max"))[..., 0]
+    assert np.array_equal(found, np.array([[4, np.nan, 5], [6, 2, 3]], np.float32), equal_nan=True)
+    with pytest.raises(ImageError, match="whose pages differ"):
+        single_page(pages(first, first[:1]), "max")
+    with pytest.raises(HeaderError, match="too many for"):
+        DECODERS["tiff"].single(encoded, "max", most_bands=1, max_pixels=0)
 
 
 def test_pages_as_bands_are_read_as_the_error_advises():
@@ -200,6 +318,10 @@ def patched(encoded: bytes, tag: int, value: int) -> bytes:
     raise KeyError(tag)
 
 
+OME = (
+    '<OME xmlns="x"><Image ID="Image:0"><Pixels ID="Pixels:0" DimensionOrder="XYCZT" Type="uint8" SizeX="35" '
+    'SizeY="25" SizeC="3" SizeZ="{}" SizeT="{}"><TiffData/></Pixels></Image></OME>'
+)
 TALL_FAX = saved(Image.new("1", (64, 64)), "TIFF", compression="group4")
 TALL_FAX = patched(patched(TALL_FAX, 257, 1000), 278, 1000)
 TALL_JPEG = saved(Image.new("L", (64, 64)), "TIFF", compression="jpeg")
@@ -209,8 +331,10 @@ TALL_JPEG = patched(patched(patched(TALL_JPEG, 257, 1561), 278, 1561), 279, 150)
 @pytest.mark.parametrize(
     ("encoded", "reason"),
     [
-        (tiff(np.zeros((8, 8), np.float32)), "32 bits per band"),
-        (tiff(np.zeros((8, 8), np.int16)), "int16"),
+        (tiff(np.zeros((8, 8), np.complex64)), "64 bits per band .complex64"),
+        (tiff(BANDS, metadata=None, photometric="minisblack", description=OME.format(1, 9999999)), "65536 planes"),
+        (tiff(BANDS, metadata=None, photometric="minisblack", description=OME.format(1, 2)), "parts? of|missing"),
+        (patched(tiff(np.zeros((8, 8), np.int16), photometric="miniswhite"), 262, 0), "colour type"),
         (tiff(np.zeros((8, 8), np.uint8), compression="zstd"), "compression <COMPRESSION.ZSTD.*Save it with LZW"),
         (tiff(COLORS[..., :3], photometric="cielab"), "CIELAB"),
         (tiff(COLORS[..., :2], photometric="minisblack", planarconfig="contig", compression="jpeg"), "2 bands, which"),
