@@ -14,7 +14,7 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 

@@ -19,6 +19,7 @@ from PIL import Image
 from pydantic import Field
 from webdataset.writer import TarWriter
 
+from tessera.data import decoders
 from tessera.data.batch import ViewParameters
 from tessera.data.decode import ImageError, Picture, decode, stored_type
 from tessera.data.decoders import DECODERS, decoder_of, is_webp, known_formats
