@@ -349,7 +349,7 @@ class BandJitter(Operation):
 
     def prepare(self, numbers: Tensor) -> tuple[Tensor, ...]:
         ranges = [(max(1 - s, 0), 1 + s - max(1 - s, 0)) for s in (self.brightness, self.contrast)]
-        return numbers >= 0, numbers, torch.tensor(ranges).flatten().expand(len(numbers), 4)
+        return numbers >= 0, numbers.int(), torch.tensor(ranges).flatten().expand(len(numbers), 4)
 
     @staticmethod
     def apply(crops: Crops, chosen: Tensor, seeds: Tensor, ranges: Tensor) -> Crops:
@@ -383,7 +383,7 @@ class Noise(Operation):
         return np.stack([self.strength * u[:, 0], seeds(u[:, 1])], axis=1)  # float64 holds the seeds exactly
 
     def prepare(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        return numbers[:, 0].float(), numbers[:, 1].long()
+        return numbers[:, 0].float(), numbers[:, 1].long().int()
 
     @staticmethod
     def apply(crops: Crops, sigma: Tensor, seeds: Tensor) -> Crops:
@@ -393,7 +393,7 @@ class Noise(Operation):
 def _with_noise(crops: Crops, sigma: Tensor, seeds: Tensor) -> Crops:
     def change(x: Tensor, band: Tensor | int, sigma: Tensor, seed: Tensor) -> Tensor:
         height, width = x.shape[-2:]
-        rows, columns = (torch.arange(side, device=x.device) for side in (height, width))
+        rows, columns = (torch.arange(side, dtype=torch.int32, device=x.device) for side in (height, width))
         places = (band * height + rows[:, None]) * width + columns
         return torch.addcmul(x, sigma, normal_noise(seed, places)).clamp_(0, 1)
 
@@ -410,13 +410,14 @@ class BandDrop(Operation):
         return seeds(u[:, 0])
 
     def prepare(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        return numbers, torch.full((len(numbers),), self.probability)
+        return numbers.int(), torch.full((len(numbers),), self.probability)
 
     @staticmethod
     def apply(crops: Crops, seeds: Tensor, probability: Tensor) -> Crops:
         bands = crops.shape[1] if isinstance(crops, Tensor) else len(crops)
         device = crops.device if isinstance(crops, Tensor) else crops[0].device
-        u = seeded_uniform(copy_to_device(seeds, device)[:, None], torch.arange(bands, device=device))  # (N, bands)
+        places = torch.arange(bands, dtype=torch.int32, device=device)
+        u = seeded_uniform(copy_to_device(seeds, device)[:, None], places)  # (N, bands)
         kept = (u >= copy_to_device(probability, device)[:, None]) | (u == u.amax(1, keepdim=True))
         if isinstance(crops, Tensor):
             return crops.mul_(kept[:, :, None, None])
@@ -424,7 +425,8 @@ class BandDrop(Operation):
 
 
 def seeds(u: np.ndarray) -> np.ndarray:
-    """Turn uniform random values into seeds of `data.pixels.seeded_uniform`, int64 from 0 to 2**32 - 1."""
+    """Turn uniform random values into seeds of `data.pixels.seeded_uniform`: int64 from 0 to 2**32 - 1, whose lowest 32
+    bits are the seed."""
     return (u * 2.0**32).astype(np.int64)
 
 

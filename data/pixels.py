@@ -8,7 +8,7 @@ Shapes: N crops have C channels and H x W pixels. An operation changes n of the 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from math import pi
+from math import sqrt
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,6 @@ LUMINANCE = (0.299, 0.587, 0.114)
 """Weights of red, green and blue in the gray image."""
 BAND = 64
 """Number of lines that a CPU blurs with one matrix product. It skips the zeros of the matrix outside of these lines."""
-
-MASK = 2**32 - 1
-"""Lowest 32 bits of a number."""
 
 Crops = Tensor | tuple[Tensor, ...]
 """Values of N crops: one tensor (N, C, H, W), or separate channels, which are one tensor (N, H, W) per channel.
@@ -70,38 +67,38 @@ def each_band(crops: Crops, change: Callable[..., Tensor], *numbers: Tensor) -> 
     band, and `band` is a number. `numbers` hold one parameter (n,) per crop, and are broadcast to the values of `x`.
     """
     if isinstance(crops, Tensor):
-        bands = torch.arange(crops.shape[1], device=crops.device)[:, None, None]
+        bands = torch.arange(crops.shape[1], dtype=torch.int32, device=crops.device)[:, None, None]
         return change(crops, bands, *(per_crop(number, crops) for number in numbers))
     return tuple(change(x, band, *(per_crop(number, x) for number in numbers)) for band, x in enumerate(crops))
 
 
 def _hashed(seeds: Tensor, places: Tensor | int) -> Tensor:
-    """Return int64 random numbers from 0 to 2**32 - 1 that depend on `seeds` + `places` only.
+    """Return int32 random numbers that depend on `seeds` + `places` only. Both are int32.
 
     Numbers that are computed from the place are the same on every device, for every batch, and in compiled code. The
-    function is a bijection of 32 bits (C. Wellons, "Prospecting for Hash Functions", 2018). Its multipliers are below
-    2**31, so that no product exceeds 63 bits.
+    function is a bijection of 32 bits (C. Wellons, "Prospecting for Hash Functions", 2018). Products wrap.
     """
-    x = (seeds + places) & MASK
-    x = (((x >> 16) ^ x) * 0x21F0AAAD) & MASK
-    x = (((x >> 15) ^ x) * 0x735A2D97) & MASK
-    return (x >> 15) ^ x
+    x = seeds + places
+    x ^= (x >> 16).bitwise_and_(0xFFFF)  # without the mask, the shift would repeat the sign
+    x *= 0x21F0AAAD
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= 0x735A2D97
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    return x
 
 
 def seeded_uniform(seeds: Tensor, places: Tensor | int) -> Tensor:
-    """Return float32 random values from 0 to below 1 that depend on `seeds` and `places` only."""
-    return (_hashed(seeds, places) >> 8).float() * 2.0**-24
+    """Return float32 random values from 0 to below 1 that depend on the int32 `seeds` and `places` only."""
+    return (_hashed(seeds, places) >> 8).bitwise_and_(0xFFFFFF).float() * 2.0**-24
 
 
 def normal_noise(seeds: Tensor, places: Tensor) -> Tensor:
-    """Return float32 values of a standard normal distribution that depend on `seeds` and `places` only.
+    """Return float32 values of a standard normal distribution that depend on the int32 `seeds` and `places` only.
 
-    The method is that of Box and Muller (1958), with 16 bits for the radius and 16 bits for the angle. The largest
-    value is 4.9.
+    The values are quantiles of 2**23 equidistant probabilities. The largest is 5.3.
     """
-    bits = _hashed(seeds, places)
-    radius = ((bits >> 16).float() + 0.5).mul_(2.0**-16).log_().mul_(-2).sqrt_()
-    return radius.mul_((bits & 0xFFFF).float().mul_(2 * pi * 2.0**-16).cos_())
+    numbers = (_hashed(seeds, places) >> 9).bitwise_and_(0x7FFFFF)
+    return (numbers.float() + 0.5).mul_(2.0**-22).sub_(1).erfinv_().mul_(sqrt(2))
 
 
 def to_unit(images: Crops, preprocessing: Preprocessing) -> Crops:
