@@ -17,7 +17,7 @@ from tessera.data.shards.access import DEFAULT, Access
 from tessera.data.shards.listing import Listing, list_folder
 from tessera.data.shards.manifest import add_labels, list_file
 from tessera.data.shards.samples import SampleKeys
-from tessera.data.shards.source import PROBES, Shard, some_bytes
+from tessera.data.shards.source import Shard
 from tessera.data.shards.tar_index import ARRAYS, IMAGES, Index
 from tessera.runtime.user_error import printable
 
@@ -64,11 +64,6 @@ class ImageFolder(Shard):
 
     def class_names(self) -> tuple[str, ...] | None:
         return self.classes
-
-    def probe(self) -> bytes:
-        index = self.index()
-        numbers = np.unique(np.linspace(0, len(index.ends) - 1, PROBES).astype(np.int64)).tolist()
-        return b"".join(some_bytes(os.fsdecode(self._file(index, number))) for number in numbers)
 
     def _file(self, index: Index, sample: int) -> bytes:
         """Return the path of the image of a sample."""

@@ -48,10 +48,6 @@ FETCHERS = 4
 """Number of simultaneous requests of one source."""
 FORMAT = 3
 """Version of the indices in the cache. A new version makes all of them again."""
-MOST_SHARDS_PROBED = 1000
-"""Maximum number of shards of which some bytes are read to notice replaced data."""
-PROBES, PROBE_BYTES = 8, 512
-"""Number of places of a file that are read to notice replaced data, and number of bytes at each place."""
 MOST_PROBED = 100
 """Maximum number of samples that are read to find out whether the stages of the user yield labels."""
 
@@ -223,10 +219,6 @@ class Shard(ABC):
         """
         return ()
 
-    def probe(self) -> bytes:
-        """Return some bytes of the stored data, from which `Source.samples_hash` is computed; empty for remote data."""
-        return b""
-
     def fetches(self, index: Index, samples: Sequence[int]) -> list[Callable[[], None]]:
         """Return functions that download the data of samples. The functions may run in several threads."""
         return []
@@ -384,22 +376,18 @@ class Source:
         return [(shard.name, int(count)) for shard, count in zip(self.shards, self.counts, strict=True)]
 
     def samples_hash(self) -> str:
-        """Return a hash of the names of the samples, the sizes of their images, their labels, and some stored bytes.
+        """Return a hash of the names of the samples, the sizes of their images, and their labels.
 
         A copy of the data has the same hash. For shards that an `index.json` lists, the hash is computed from their
-        SHA-256 and from stored bytes. Of remote shards without a SHA-256, it has the versions that their server states,
-        such as ETags. Hashes are comparable if they have the same beginning up to the colon.
+        SHA-256. Of remote shards without a SHA-256, it has the versions that their server states, such as ETags. Hashes
+        are comparable if they have the same beginning up to the colon.
         """
         digests = self.digests or (None,) * len(self.shards)
         listed, found = None in digests, hashlib.blake2b(digest_size=8)
         versions = [shard.version if shard.is_remote and not shard.sha256 else "" for shard in self.shards]
         for shard, size, digest, version in zip(self.shards, self.sizes, digests, versions, strict=True):
             found.update(f"{size} {shard.sha256 if digest is None else digest}{version}\n".encode())
-        probed = np.unique(np.linspace(0, len(self.shards) - 1, MOST_SHARDS_PROBED).astype(np.int64)).tolist()
-        with ThreadPoolExecutor(FETCHERS) as pool:
-            for content in pool.map(lambda shard: self.shards[shard].probe(), probed):
-                found.update(content)
-        kind = "index" if listed else "names"
+        kind = "checksums" if listed else "samples"
         return f"{kind}, versions:{found.hexdigest()}" if any(versions) else f"{kind}:{found.hexdigest()}"
 
     def content(self) -> str | None:
@@ -703,14 +691,3 @@ def refuse_mixed_classes(sources: Sequence[Source]) -> None:
 
 def _class(name: str | None) -> str:
     return "missing" if name is None else repr(name)
-
-
-def some_bytes(path: str) -> bytes:
-    """Return the bytes at some evenly spaced places of a file; empty if the file cannot be read."""
-    try:
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            places = (place * max(size - PROBE_BYTES, 0) // (PROBES - 1) for place in range(PROBES))
-            return b"".join(os.pread(file.fileno(), PROBE_BYTES, place) for place in places)
-    except OSError:
-        return b""

@@ -156,7 +156,6 @@ class Headers:
 
     def __init__(self, descriptor: int, start: int = 0) -> None:
         self._descriptor, self.place, self.rest = descriptor, start, b""
-        self._global: dict[bytes, bytes] = {}
 
     def __iter__(self) -> Iterator[Member]:
         """Yield the members in the order of the tar.
@@ -170,7 +169,7 @@ class Headers:
             self.place = member.offset + -(-member.size // BLOCK) * BLOCK
 
     def _next(self) -> Member | None:
-        place, name, records = self.place, b"", self._global
+        place, name, records = self.place, b"", dict[bytes, bytes]()
         while True:
             block = os.pread(self._descriptor, BLOCK, place)
             if not is_header(block) or not any(block):
@@ -189,11 +188,8 @@ class Headers:
                 raise TarError(f"the header at byte {place} is truncated")
             if member.type == _LONG_NAME:
                 name = content.partition(b"\0")[0]
-            elif member.type == _PAX_GLOBAL:
-                self._global = self._global | _pax(content)
-                records = self._global | records
             elif member.type in _PAX:
-                records = self._global | _pax(content)
+                records = _pax(content)
             place = member.offset + -(-member.size // BLOCK) * BLOCK
 
 

@@ -20,7 +20,7 @@ from tessera.data.shards.access import DEFAULT, Access
 from tessera.data.shards.index import LARGEST_CLASSES, unique_names
 from tessera.data.shards.notes import LABELS, Note
 from tessera.data.shards.samples import IMAGE_KEYS, LABEL_KEYS
-from tessera.data.shards.source import Shard, some_bytes
+from tessera.data.shards.source import Shard
 from tessera.data.shards.tar_index import LARGEST_MEMBER, Index, NumberedIndex
 from tessera.runtime.user_error import printable
 
@@ -94,9 +94,6 @@ class ParquetFile(Shard):
     @property
     def names_classes(self) -> str:
         return self.path
-
-    def probe(self) -> bytes:
-        return some_bytes(self.path)
 
     def class_names(self) -> tuple[str, ...] | None:
         return self.classes

@@ -203,7 +203,7 @@ def notice_other_samples(sources: Sources, checkpoint: Checkpoint | None, order:
         now = source.first(count).samples_hash()
         if now.partition(":")[0] == str(before).partition(":")[0] and now != before:
             log.warning(
-                "%s was changed since %s: images have other names, labels, sizes or contents. The run continues with "
+                "%s was changed since %s: images have other names, labels or sizes. The run continues with "
                 "the images as they are now. If this is not intended, stop it and restore the data.",
                 *(shown_paths([shard.path for shard in source.shards]), checkpoint.path),
             )

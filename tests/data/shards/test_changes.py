@@ -106,4 +106,4 @@ def test_the_hash_of_remote_samples_has_the_versions_of_the_server(write_shards,
     os.utime(paths[0], (1, 1))  # the server states another version
     other = open_shards(url).samples_hash()
     assert first == same != other
-    assert first.partition(":")[0] == other.partition(":")[0] == "names, versions"
+    assert first.partition(":")[0] == other.partition(":")[0] == "samples, versions"

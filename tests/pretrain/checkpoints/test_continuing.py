@@ -119,12 +119,11 @@ def test_other_samples_of_equal_names_and_counts_are_noticed(tmp_path, caplog):
         ((names, 0), False),
         ((names, 0, "copy"), False),
         (([*names[:20], "xx", *names[21:]], 0), True),
-        ((names, 7), True),
     ):
         sources = shard(*written)
         caplog.clear()
         notice_other_samples(sources, saved(before), "order")
-        assert ("images have other names, labels, sizes or contents" in caplog.text) == noticed
+        assert ("images have other names, labels or sizes" in caplog.text) == noticed
         caplog.clear()
         notice_other_samples(sources, saved(before), "another order")  # another message says so
         assert caplog.messages == []
