@@ -15,10 +15,10 @@ from tessera.pretrain.methods import METHODS
 from tests.launched import records
 from tests.pretrain.small import arguments
 
-STEPS = 10
+STEPS = 5
 # the engine, its processes, and up to which step its checkpoints are left to the next one
-CHAIN = [("zero2", 2, 2), (None, 1, 4), ("zero3", 2, 6), ("fsdp2", 2, 8), (None, 1, 10)]
-MORE = {"--steps": str(STEPS), "--checkpoint_every": "2", "--checkpoint.keep": "9", "--evaluation.pictures": "0"}
+CHAIN = [("zero2", 2, 1), (None, 1, 2), ("zero3", 2, 3), ("fsdp2", 2, 4), (None, 1, 5)]
+MORE = {"--steps": str(STEPS), "--checkpoint_every": "1", "--checkpoint.keep": "9", "--evaluation.pictures": "0"}
 SCRIPT = Path(__file__).parent / "engines" / "poisoned_runs.py"
 OWN = {"freeze_steps": "1", "batch_norm": "false"}
 """of methods that have them; under batch norm some biases do not matter, and AdamW moves them by rounding errors"""

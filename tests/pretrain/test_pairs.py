@@ -1,5 +1,5 @@
 """Every method with every encoder, through the real command: some steps on the embedded images, stopped and resumed,
-exported, loaded, scored by k-NN; two processes beside one.
+exported, loaded, scored by k-NN. Some of each method and of each encoder also on two processes beside one.
 
 `-k "dino and swin_micro"` chooses methods and encoders.
 """
@@ -28,6 +28,13 @@ SETTINGS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 """Other settings of a method and of an encoder."""
 RUNS = {f"{method} of {variant}": {} for method in METHODS.names() for variant in MICRO}
+ALONE = {
+    f"{method} of {variant}"
+    for i, method in enumerate(METHODS.names())
+    for j, variant in enumerate(MICRO)
+    if (i + j) % 3
+}
+"""Pairs that run only on one process: two of three. Under DDP, a method knows nothing of the family of its encoder."""
 RUNS |= {name: given for name, given in SETTINGS.items() if name.partition(" of ")[0] in METHODS}
 
 
@@ -46,29 +53,29 @@ class Both:
         self.folder = folder
         whole = [command(name, folder / "one" / name) for name in names]
         resumed = [command(name, folder / "one" / name, "--resume") for name in names]
-        shared = [command(name, folder / "two" / name, "--evaluation.pictures", "0") for name in names]
+        two = [name for name in names if name not in ALONE]
+        shared = [command(name, folder / "two" / name, "--evaluation.pictures", "0") for name in two]
         self.launches = start(script, [*whole, *resumed]), start(script, shared, processes=2)
 
-    def check(self, name: str) -> Path:
+    def check(self, name: str) -> None:
         """Check that the run resumed bit for bit, trained, was scored, and is the same on two processes."""
         for launch in self.launches:
             launch.wait()
-        one, two = (self.folder / number / name for number in ("one", "two"))
+        one = self.folder / "one" / name
         assert timeless(one) == timeless(one / "uninterrupted")
         assert same_encoder(one, one / "uninterrupted")
         lines = {line["step"]: line for line in records(one)}
         assert sorted(lines) == list(range(7))
         score = "val_top1" if METHODS[name.partition(" of ")[0]].supervised else "knn_top1"
         assert {step for step, line in lines.items() if score in line} == {0, 6}
-        shared = [line for line in records(two) if "loss" in line]
-        assert len(shared) == 6
-        for line in shared:
-            assert line["loss"] == pytest.approx(lines[line["step"]]["loss"], rel=1e-5, abs=1e-5), line["step"]
         before = encoders.load(one / "checkpoints" / "step-00000003" / "encoder.safetensors").state_dict()
         after = encoders.load(one).state_dict()
         assert any(not torch.equal(tensor, before[key]) for key, tensor in after.items())
-        assert (two / "encoder.safetensors").exists()
-        return one
+        if name not in ALONE:
+            shared = [line for line in records(self.folder / "two" / name) if "loss" in line]
+            assert len(shared) == 6
+            for line in shared:
+                assert line["loss"] == pytest.approx(lines[line["step"]]["loss"], rel=1e-5, abs=1e-5), line["step"]
 
 
 @pytest.fixture(scope="module")

@@ -98,13 +98,15 @@ BF16: dict[str, Run] = {f"{method}, bf16": run(method, "--precision bf16", steps
 BF16["dino of swin_micro, bf16"] = run("dino", "--encoder swin_micro --optim.lr 3e-4 --precision bf16", steps=2)
 BF16["dino, bf16 between blocks"] = run("dino", "--precision bf16 --encoder.bf16_residuals true", steps=2)
 ALL = RUNS | SHARDED | FAMILIES | BF16
+# every method under DDP; under the others those whose parts differ most, since the engine knows no method
+BF16_OF_ENGINES = ["dino, bf16", "dinov3, bf16", "dino of swin_micro, bf16", "dino, bf16 between blocks"]
 ON_ENGINES = {
     "ddp": RUNS | BF16,
     "zero1": SKIPPED,  # the rest is the code of ZeRO-2
-    "zero2": RUNS | BF16,
+    "zero2": [*RUNS, *BF16_OF_ENGINES],
     # each family under one method here and under the other there; tests/pretrain/test_pairs.py has every pair under DDP
-    "zero3": [*RUNS, *SHARDED, *BF16, *list(FAMILIES)[::2]],
-    "fsdp2": [*RUNS, *SHARDED, *BF16, *list(FAMILIES)[1::2]],
+    "zero3": [*RUNS, *SHARDED, *BF16_OF_ENGINES, *list(FAMILIES)[::2]],
+    "fsdp2": [*RUNS, *SHARDED, *BF16_OF_ENGINES, *list(FAMILIES)[1::2]],
 }
 
 # a user's own DeepSpeed files, with buckets smaller than tensors and groups smaller than an encoder
@@ -279,7 +281,7 @@ def test_a_users_deepspeed_file_changes_nothing(file: str, several: Callable, al
         assert_same(runs.folder(name), alone.folder(name))
 
 
-IN_GROUPS = (*NAMES, "dino, skipped", "mae, evaluated", "dino, bf16")
+IN_GROUPS = ("dinov3", "lejepa", "dino, skipped", "mae, evaluated", "dino, bf16")
 
 
 @pytest.fixture(scope="module")
