@@ -3,9 +3,9 @@
 A comment before a block, which the rendered page does not show, says what the block needs that a test lacks. Such a
 block is only parsed, or its lines with a given word: `<!-- needs: gpu -->`, `<!-- needs: network for timm: -->`.
 
-A page is one walk through a folder, in the order of its blocks. The tests shorten runs in one way: `SHORT`. They take
-two processes for more, and `tessera slurm submit --dry_run`. Photographs, shards and runs that a page reads but does
-not make are placeholders: crops of the two photographs of scikit-learn.
+A page is one walk through a folder, in the order of its blocks. The tests shorten runs by `SHORT`, heads by `SHORTER`.
+They take two processes for more, and `tessera slurm submit --dry_run`. Photographs, shards and runs that a page reads
+but does not make are placeholders: crops of the two photographs of scikit-learn.
 """
 
 import argparse
@@ -64,6 +64,7 @@ BLOCK = re.compile(
 )
 NEEDS = {"gpu", "network", "cluster", "hours"}
 SHORT = shlex.split("--steps 2 --batch_size 4 --workers 1 --evaluation.pictures 0 --evaluation.linear_iterations 10")
+SHORTER = {"segmentation": "--image_size 64 --epochs 1", "linear_probe": "--epochs 2"}
 TRAINING = ("pretrain", "adapt", "finetune")
 OUTPUTS = ("--output", "--csv", "--markdown", "--site")
 """Flags whose values are written, not read."""
@@ -348,9 +349,9 @@ def shortened(words: list[str], trained: int) -> list[str]:
         words.insert(3, "--dry_run")
     if words[1:2] == ["preview"] and {*OF_A_RUN} & {*words}:
         words += ["--batch_size", "4"]
-    if words[1:2] == ["segmentation"]:
-        words += ["--image_size", "64", "--epochs", "1"]  # instead of minutes on maps of 512 pixels
+    words += shlex.split(SHORTER.get(words[1], ""))
     if any(word in TRAINING for word in words) and not {"--dry_run", "--help"} & {*words}:
+        words += ["--dino.prototypes", "1024"] if "dino" in words else []
         words += [*SHORT, "--steps", str(2 + trained)] if "--resume" in words else SHORT
     return words
 

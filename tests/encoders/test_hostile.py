@@ -81,7 +81,7 @@ def test_other_files_are_named(saved: Path, text: str) -> None:
         encoders.load(saved)
 
 
-@pytest.mark.parametrize("entries", [{"dim": 49152, "heads": 1}, {"image_size": 65532}, {"depth": 1024}])
+@pytest.mark.parametrize("entries", [{"dim": 49152, "heads": 1}, {"image_size": 65532}])
 def test_memory_is_taken_only_for_settings_that_fit_the_weights(saved: Path, entries: dict[str, Any]) -> None:
     change(saved, **entries)
     with pytest.raises(WeightsError, match="do not fit the settings"):

@@ -1,14 +1,11 @@
 """Encoders by name: variants, settings, and settings without effect."""
 
 import inspect
-import subprocess
-import sys
 
 import pytest
 
 from tessera.encoders import VARIANTS, EncoderError, build, family, supported
 from tests.encoders.helpers import small
-from tests.launched import ROOT
 
 
 def test_names_that_are_not_known_come_with_the_nearest():
@@ -110,10 +107,3 @@ def test_supported_settings_are_those_that_the_variant_takes():
     assert supported("vit_small_14_dinov2", wanted).keys() == {"positions", "position_init", "init", "drop_path"}
     assert supported("navit_small", wanted) == {"positions": "sincos", "drop_path": 0.1}
     assert supported("swin_tiny", wanted) == {"drop_path": 0.1}
-
-
-def test_a_clone_has_the_same_variants_under_both_names():
-    """In the folder of the repository, `encoders` is importable besides `tessera.encoders`."""
-    code = "import encoders, tessera.encoders as t; print(encoders.VARIANTS is t.VARIANTS, encoders.build is t.build)"
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert ran.stdout == "True True\n"

@@ -12,9 +12,6 @@ from tessera.runtime.processes import exit_on_user_error
 from tests.evaluation.conftest import knn_oracle, made_up, save_encoder
 from tests.launched import ROOT
 
-SHARED = ROOT.parent / "shared" / "data" / "cifar10"
-
-
 images = partial(made_up, dim=12, classes=7, spread=1.2)
 
 
@@ -156,12 +153,3 @@ def test_mistakes_end_with_a_message(shards, tmp_path, capsys, monkeypatch):
     assert "Every k" in fails(k=[200])
     assert "does not fit" in fails(image_size=16, resize=8)
     assert not (tmp_path / "x.json").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not SHARED.exists(), reason="needs shared/data/cifar10 beside the project")
-def test_pixels_of_cifar10_give_the_known_accuracy(tmp_path):
-    options = {"checkpoint": "pixels", "image_size": 32, "k": [20], "output": str(tmp_path / "knn.json"), "workers": 2}
-    options |= {name: str(SHARED / f"cifar10-{part}-*.tar.gz") for name, part in (("train", "train"), ("val", "test"))}
-    run(KNNSettings(**options))
-    assert round(json.loads((tmp_path / "knn.json").read_text())["top1"], 3) == 0.458

@@ -10,7 +10,7 @@ from tessera import encoders
 from tessera.data.shards import open_shards
 from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.view_retrieval import ViewRetrievalSettings, crop_features, run, view_retrieval
-from tests.evaluation.conftest import FAMILIES, results_of_one_and_two_processes, save_encoder, write_shard
+from tests.evaluation.conftest import results_of_one_and_two_processes, save_encoder, write_shard
 from tests.installed import needs_extra
 
 
@@ -58,8 +58,8 @@ def test_every_encoder_gets_the_same_two_different_crops(shards):
     assert (views[0][0] - views[0][1]).abs().mean() > 0.1
 
 
-@pytest.mark.parametrize("variant", FAMILIES)
-def test_the_command_works_for_every_family(shards, tmp_path, variant):
+@pytest.mark.parametrize("variant", ["vit_micro", "swin_micro"])
+def test_the_command_works(shards, tmp_path, variant):
     path, data = save_encoder(tmp_path / f"{variant}.safetensors", variant), str(shards / "train-{0..1}.tar")
     run(ViewRetrievalSettings(checkpoint=path, data=data, workers=0))
     (file,) = tmp_path.glob(f"{variant}-view_retrieval-shards*-train-*.json")

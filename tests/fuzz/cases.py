@@ -31,19 +31,11 @@ def seeds(count: int) -> range:
     return range(1000, 1000 + count * int(os.environ.get("FUZZ_ROUNDS", "1")))
 
 
-def run(case: Callable[..., None], cases: int, seed: int, shrink: bool = True) -> None:
-    """Run generated cases of a test made by `hypothesis.given`, which prints the smallest case that fails.
-
-    With `shrink=False`, the first failure ends the run, and no smaller case is searched for.
-    """
-    chosen = hypothesis.settings(
-        max_examples=cases,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate, *([Phase.shrink] if shrink else [])],
-        report_multiple_bugs=shrink,
-        suppress_health_check=list(HealthCheck),
-    )
+def run(case: Callable[..., None], cases: int, seed: int) -> None:
+    """Run generated cases of a test made by `hypothesis.given`, which prints the smallest case that fails."""
+    phases = [Phase.generate, Phase.shrink]
+    options: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+    chosen = hypothesis.settings(max_examples=cases, phases=phases, **options)
     hypothesis.seed(seed)(chosen(case))()
 
 

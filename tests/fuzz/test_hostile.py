@@ -174,7 +174,7 @@ def hostile_names(folder: Path) -> Callable[..., None]:
     return case
 
 
-KINDS = [(hostile_images, 800), (hostile_names, 160)]
+KINDS = [(hostile_images, 300), (hostile_names, 80)]
 
 
 class _Answer(NamedTuple):

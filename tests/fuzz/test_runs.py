@@ -314,13 +314,13 @@ def pickles(folder: Path) -> Callable[..., None]:
 
 
 KINDS = [
-    (settings_files, 200),
-    (descriptions, 300),
-    (weight_files, 800),
-    (checkpoints, 60),
-    (train_states, 400),
-    (reports, 100),
-    (logs, 200),
+    (settings_files, 100),
+    (descriptions, 150),
+    (weight_files, 300),
+    (checkpoints, 40),
+    (train_states, 150),
+    (reports, 50),
+    (logs, 100),
     (pickles, 100),
 ]
 

@@ -180,7 +180,7 @@ def indices(folder: Path) -> Callable[..., None]:
     return case
 
 
-KINDS = [(images, 400), (tars, 1000), (indices, 1000)]
+KINDS = [(images, 150), (tars, 400), (indices, 400)]
 
 
 @pytest.mark.slow

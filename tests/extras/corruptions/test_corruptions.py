@@ -8,7 +8,7 @@ from PIL import Image
 from tessera import encoders
 from tessera.extras.corruptions.corruptions import CorruptionSettings, run
 from tessera.extras.corruptions.images import CORRUPTIONS, SEVERITIES, corrupt
-from tests.evaluation.conftest import knn_oracle, results_of_one_and_two_processes, save_encoder, write_shard
+from tests.evaluation.conftest import knn_oracle, save_encoder, write_shard
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,3 @@ def test_accuracies_equal_those_of_scikit_learn(data, tmp_path):
     assert len(set(every)) > 4
     assert found["top1"] == pytest.approx(np.mean(every))
     assert found["relative_top1"] == pytest.approx(np.mean(every) / found["clean_top1"])
-
-
-@pytest.mark.slow
-def test_two_processes_find_the_same(data, tmp_path):
-    given = options(data[0], tmp_path, workers=1)
-    one, two = results_of_one_and_two_processes(tmp_path, 29871, run, CorruptionSettings, given)
-    assert one["corruptions"] == two["corruptions"]
-    assert (one["top1"], one["clean_top1"]) == (two["top1"], two["clean_top1"])

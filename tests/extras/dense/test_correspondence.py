@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -15,10 +13,8 @@ from tessera.extras.dense.correspondence import (
     cut,
     found_tokens,
     places,
-    run,
     score,
 )
-from tests.evaluation.conftest import results_of_one_and_two_processes, save_encoder
 
 ROWS, COLUMNS = 6, 8
 
@@ -96,20 +92,3 @@ def test_the_crops_do_not_depend_on_batches(shards):
     ]
     assert found[0] == found[1] != found[2]
     assert found[0].entries["val_images"] == 12
-
-
-@pytest.mark.slow
-def test_two_processes_give_the_same(shards, tmp_path, free_port):
-    options = {
-        "checkpoint": save_encoder(tmp_path / "vit.safetensors"),
-        "data": str(shards / "val-0.tar"),
-        "workers": 0,
-    }
-    one, two = results_of_one_and_two_processes(tmp_path, free_port, run, CorrespondenceSettings, options)
-    assert one["val_images"] == two["val_images"] == 13
-    for name in ("top1", "chance"):
-        assert one[name] == pytest.approx(two[name], abs=1e-12)
-    assert one["protocol"] == "correspondence"
-    run(CorrespondenceSettings(**options))
-    (file,) = tmp_path.glob("vit-correspondence-*.json")
-    assert json.loads(file.read_text())["top1"] == one["top1"]

@@ -12,7 +12,7 @@ from tessera.evaluation.features import EvaluationError
 from tessera.extras.dense import depth
 from tessera.extras.dense.depth import DepthSettings, backward, depths, errors, metres, run
 from tests.data.batches import saved, write_tar
-from tests.evaluation.conftest import results_of_one_and_two_processes, save_encoder
+from tests.evaluation.conftest import save_encoder
 
 SETTINGS = DepthSettings(checkpoint="", train="", val="", depth_scale=1000, min_depth=0.5, max_depth=8)
 
@@ -138,13 +138,3 @@ def test_wrong_data_is_refused(scenes, shards):
         run(DepthSettings(**options | {"depth_scale": 0.01}))
     with pytest.raises(ShardError, match=r"train-0-0000 has no segmentation map or depth map"):
         run(DepthSettings(**options | {"train": str(shards / "train-0.tar")}))
-
-
-@pytest.mark.slow
-def test_two_processes_give_the_same(scenes, tmp_path, free_port):
-    path = save_encoder(tmp_path / "encoder.safetensors")
-    options = scenes | {"checkpoint": path, "epochs": 4, "batch_size": 8}
-    one, two = results_of_one_and_two_processes(tmp_path, free_port, run, DepthSettings, options)
-    assert (two["val_images"], two["train_images"]) == (5, 8)
-    for name in ("rmse", "abs_rel", "delta1"):
-        assert two[name] == pytest.approx(one[name], rel=5e-3)

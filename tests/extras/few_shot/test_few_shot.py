@@ -8,9 +8,9 @@ from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
 from tessera.extras.few_shot import few_shot
-from tessera.extras.few_shot.few_shot import FewShotSettings, drawn, places_in_class, run
+from tessera.extras.few_shot.few_shot import FewShotSettings, drawn, places_in_class
 from tessera.runtime.settings import validate
-from tests.evaluation.conftest import knn_oracle, results_of_one_and_two_processes
+from tests.evaluation.conftest import knn_oracle
 
 
 def settings(**changed: Any) -> FewShotSettings:
@@ -71,18 +71,3 @@ def test_accuracies_of_digits_are_those_of_scikit_learn(digits):
             assert found["top5"] >= found["top1"]
     assert rows[0]["logistic_regression"]["top1"] < rows[1]["logistic_regression"]["top1"]
     assert rows[0]["knn"]["top1_std"] > 0
-
-
-@pytest.mark.slow
-def test_two_processes_give_the_same(shards, tmp_path, free_port):
-    options = {"checkpoint": "pixels", "image_size": 16, "workers": 0, "shares": [10, 30, 100]}
-    options |= {"train": str(shards / "train-{0..1}.tar"), "val": str(shards / "val-0.tar")}
-    one, two = results_of_one_and_two_processes(tmp_path, free_port, run, FewShotSettings, options)
-    assert [row["images"] for row in one["shares"]] == [3, 9, 31]
-    assert one["top1"] == one["shares"][0]["logistic_regression"]["top1"]
-    assert one["settings"]["strength"] == 0.0025
-    for row in (*one["shares"], *two["shares"]):
-        assert max(row.pop("iterations")) < 100  # rounding may cost an iteration
-    same = ("top1", "top5", "shares", "train_images", "val_images", "classes", "data")
-    assert {key: two[key] for key in same} == {key: one[key] for key in same}
-    assert len({row["knn"]["top1"] for row in one["shares"]}) > 1

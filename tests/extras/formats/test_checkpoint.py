@@ -180,18 +180,6 @@ def test_heads_are_used_where_there_are_any():
         load_weights(small(classes=9), model.state_dict())
 
 
-def test_messages_say_what_would_fit():
-    state = build("vit_micro", patch_size=8).state_dict()
-    with pytest.raises(
-        ValueError, match=r"width 96, 4 blocks .* encoder has width 48.* build vit_micro with patch_size=8"
-    ):
-        load_weights(small(), state)
-    with pytest.raises(ValueError, match=r"Unknown to the encoder: .*qkv.bias.* encoder settings: qkv_bias"):
-        load_weights(small(qkv_bias=False), small().state_dict())
-    with pytest.raises(ValueError, match="source must be one of auto, ours"):
-        load_weights(small(), state, "dion")
-
-
 def test_prefixes_of_distributed_and_of_compiled_modules_are_taken_off():
     model, encoder = timm_vit(), small()
     load_weights(encoder, {f"module._orig_mod.{name}": tensor for name, tensor in model.state_dict().items()})

@@ -10,7 +10,7 @@ from sklearn.neighbors import NearestNeighbors
 from tessera import encoders
 from tessera.evaluation.features import EvaluationError, extract
 from tessera.extras.ood.ood import OODSettings, run, separation
-from tests.evaluation.conftest import FAMILIES, results_of_one_and_two_processes, save_encoder, write_shard
+from tests.evaluation.conftest import save_encoder, write_shard
 
 
 @pytest.mark.parametrize("digits", [1, 6])
@@ -32,8 +32,8 @@ def others(tmp_path) -> str:
     return str(write_shard(tmp_path / "other-0.tar", images, None))
 
 
-@pytest.mark.parametrize("variant", FAMILIES)
-def test_the_command_equals_scikit_learn_for_every_family(shards, tmp_path, variant):
+@pytest.mark.parametrize("variant", ["vit_micro", "swin_micro"])
+def test_the_command_equals_scikit_learn(shards, tmp_path, variant):
     path, train, val = save_encoder(tmp_path / f"{variant}.safetensors", variant), *data(shards)
     other = others(tmp_path)
     run(OODSettings(checkpoint=path, train=train, val=val, ood=other, k=3, workers=0))
@@ -70,12 +70,3 @@ def test_too_few_images_are_refused(shards, tmp_path):
         run(OODSettings(**given))
     with pytest.raises(EvaluationError, match="is in both --train and --val"):
         run(OODSettings(**given | {"val": train}))
-
-
-@pytest.mark.slow
-def test_two_processes_find_the_same(shards, tmp_path):
-    train, val = data(shards)
-    given = {"checkpoint": save_encoder(tmp_path / "vit.safetensors"), "train": train, "val": val, "k": 3}
-    one, two = results_of_one_and_two_processes(tmp_path, 29873, run, OODSettings, given | {"ood": others(tmp_path)})
-    assert one["auroc"] == pytest.approx(two["auroc"])
-    assert one["fpr_at_95_tpr"] == pytest.approx(two["fpr_at_95_tpr"])

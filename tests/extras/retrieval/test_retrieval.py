@@ -7,7 +7,7 @@ from sklearn.metrics import average_precision_score
 
 from tessera.evaluation.features import EvaluationError, LabelledFeatures
 from tessera.extras.retrieval.retrieval import RetrievalSettings, retrieve, run
-from tests.evaluation.conftest import FAMILIES, made_up, results_of_one_and_two_processes, save_encoder, write_shard
+from tests.evaluation.conftest import made_up, save_encoder
 
 
 def oracle(gallery, val=None):
@@ -61,28 +61,11 @@ def test_a_query_without_a_relevant_image_is_left_out():
         retrieve(alone, None)
 
 
-@pytest.mark.parametrize("variant", FAMILIES)
-def test_the_command_works_for_every_family(shards, tmp_path, variant):
+@pytest.mark.parametrize("variant", ["vit_micro", "swin_micro"])
+def test_the_command_works(shards, tmp_path, variant):
     path = save_encoder(tmp_path / f"{variant}.safetensors", variant)
     run(RetrievalSettings(checkpoint=path, train=str(shards / "train-{0..1}.tar"), workers=0))
     (file,) = tmp_path.glob(f"{variant}-retrieval-shards*-train-*.json")
     found = json.loads(file.read_text())
     assert (found["queries"], found["left_out"], found["protocol"]) == (31, 0, "retrieval, leave one out")
     assert 0.3 < found["mean_average_precision"] < 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("scored", "queries"), [("val", 9), ("train", 13)])
-def test_two_processes_give_the_same(tmp_path, free_port, scored, queries):
-    options = {"checkpoint": "pixels", "train": str(tmp_path / "train.tar"), "image_size": 16, "workers": 0}
-    images = np.random.default_rng(0).integers(0, 256, (9, 16, 16, 3), dtype=np.uint8)
-    gallery = images[[0, 1, 2, 3, 0, 4, 1, 0, 2, 5, 6, 0, 1]]  # copies of an image rank equally on any process
-    write_shard(tmp_path / "train.tar", gallery, [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0])
-    write_shard(tmp_path / "val.tar", images, [0, 1, 2, 0, 1, 2, 0, 1, 2])
-    if scored == "val":
-        options |= {"val": str(tmp_path / "val.tar"), "source": {"allow_overlap": True}}
-    one, two = results_of_one_and_two_processes(tmp_path, free_port, run, RetrievalSettings, options)
-    same = ("mean_average_precision", "queries", "left_out", "train_images", "val_images", "classes")
-    assert {key: two[key] for key in same} == {key: one[key] for key in same}
-    assert one["queries"] == queries
-    assert 0.2 < one["mean_average_precision"] < 0.9

@@ -14,6 +14,7 @@ from tessera.encoders.randomness import random_keys
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
+from tests.launched import find_free_port
 from tests.pretrain import small
 from tests.pretrain.small import MICRO, on_processes
 from tests.teachers import small_settings
@@ -40,8 +41,14 @@ def forward(method: Method, images: slice, step: int = 3) -> tuple[Tensor, dict[
     return loss, metrics, batch
 
 
-@pytest.mark.parametrize(("variant", "encoder"), [*((name, {}) for name in MICRO), ("vit_micro", UNUSED)])
-@pytest.mark.parametrize("name", METHODS.names())
+@pytest.mark.parametrize(
+    ("name", "variant", "encoder"),
+    [
+        *((name, "vit_micro", UNUSED) for name in METHODS.names()),
+        # tests/pretrain/test_pairs.py has all pairs
+        *((name, variant, {}) for name in ("dinov3", "mae") for variant in MICRO),
+    ],
+)
 def test_every_trained_parameter_gets_a_gradient(name: str, variant: str, encoder: dict[str, Any]) -> None:
     method = make(name, variant, encoder).train()
     loss, metrics, _ = forward(method, slice(0, 4))
@@ -99,26 +106,35 @@ def found(method: Method, loss: Tensor, metrics: dict[str, Tensor], batch: Batch
     }
 
 
-def _two(rank: int, name: str, settings: dict[str, Any], folder: str) -> None:
+def _two(rank: int, folder: str) -> None:
     half = IMAGES // 2
-    method = make(name, **settings)
-    result = found(method, *forward(method, slice(rank * half, rank * half + half)))
-    for tensor in (*result["gradients"].values(), *result["means"].values()):
-        torch.distributed.all_reduce(tensor)
-        tensor /= 2
-    torch.save(result, f"{folder}/{rank}.pt")
+    for number, (name, settings) in enumerate(TWO):
+        method = make(name, **settings)
+        result = found(method, *forward(method, slice(rank * half, rank * half + half)))
+        for tensor in (*result["gradients"].values(), *result["means"].values()):
+            torch.distributed.all_reduce(tensor)
+            tensor /= 2
+        torch.save(result, f"{folder}/{number}-{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the results of each of two processes, in one launch."""
+    folder = tmp_path_factory.mktemp("halves")
+    on_processes(_two, find_free_port(), str(folder), group=True, limit=300)
+    return folder
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("name", "settings"), TWO)
-def test_two_processes_equal_one(name: str, settings: dict[str, Any], tmp_path: Path, free_port: int) -> None:
+@pytest.mark.parametrize("number", range(len(TWO)), ids=[name for name, _ in TWO])
+def test_two_processes_equal_one(number: int, halves: Path) -> None:
     """With drop path, and with another number of hidden tokens on each."""
-    on_processes(_two, free_port, name, settings, str(tmp_path), group=True)
+    name, settings = TWO[number]
     method = make(name, **settings)
     whole = found(method, *forward(method, slice(IMAGES)))
     # batch norm makes the gradient of a bias before it zero: what float32 leaves there is small beside the whole alone
     size = torch.cat([gradient.flatten() for gradient in whole["gradients"].values()]).norm()
-    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    results = [torch.load(halves / f"{number}-{rank}.pt") for rank in range(2)]
     for view, hidden in whole["hidden"].items():
         assert results[0]["hidden"][view] + results[1]["hidden"][view] == hidden
     for result in results:
