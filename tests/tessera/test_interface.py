@@ -30,6 +30,7 @@ from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.run import main
 from tessera.runtime.user_error import UserError
 from tests.launched import ROOT, TINY, records
+from tests.pretrain.small import few_digits
 
 SMALL = {
     "steps": 3,
@@ -111,7 +112,8 @@ def resources() -> tuple[int, int, int]:
 def test_a_run_of_another_method_continues_without_its_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = SMALL | {"dino": None, "encoder": "vit_micro", "seed": 3}
+    scored = dict(zip(("train", "val"), few_digits(), strict=True))
+    settings = SMALL | {"dino": None, "encoder": "vit_micro", "seed": 3} | {"evaluation": SMALL["evaluation"] | scored}
     run = tessera.pretrain("lejepa", output=str(tmp_path / "a run"), **settings)
     assert f"next:    tessera linear_probe --checkpoint '{run.path}' --train " in capsys.readouterr().out
     losses = [line["loss"] for line in run.metrics if "loss" in line]

@@ -52,6 +52,7 @@ def prefixes(held: dict[str, torch.Tensor]) -> dict[str, str]:
     return {"encoder": "teacher.encoder.", "student": "student.encoder.", "teacher": "teacher.encoder."}
 
 
+@pytest.mark.parametrize("run", ["dinov3", "mae"], indirect=True)
 def test_an_encoder_is_one_for_everything_that_takes_encoders(run, tmp_path: Path) -> None:
     folder, name, held = run
     for chosen in ("encoder", "student", "teacher"):
@@ -79,8 +80,9 @@ def test_an_encoder_is_one_for_everything_that_takes_encoders(run, tmp_path: Pat
     torch.testing.assert_close(load_file(older), before, rtol=0, atol=1e-5)
 
 
-def test_each_method_exports_to_other_libraries(run, tmp_path: Path) -> None:
-    """The teacher of DINOv2 and DINOv3 is frozen and has a mask token, which its features do not need."""
+@pytest.mark.parametrize("run", ["dinov3", "mae"], indirect=True)
+def test_methods_with_and_without_a_teacher_export_to_other_libraries(run, tmp_path: Path) -> None:
+    """The teacher of DINOv3 is frozen and has a mask token, which its features do not need."""
     folder, _, held = run
     for part in prefixes(held):
         export.export(folder, tmp_path / f"{part}.safetensors", part, to="timm")
