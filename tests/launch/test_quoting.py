@@ -24,7 +24,7 @@ def words_of(script: str, *options: str) -> list[str]:
 
 
 @given(st.lists(texts, max_size=30))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_bash_reads_exactly_the_words(words: list[str]) -> None:
     line = quoted_line(["printf", r"%s\0", "", *words])
     assert line.isprintable()  # one line without anything on which a terminal acts

@@ -162,7 +162,7 @@ def test_engine_and_processes_from_the_environment(pretrain: Script) -> None:
     assert not {"--multi_gpu", "--mixed_precision"} & set(argv)  # the file says it, and flags would win over it
 
 
-@pytest.mark.parametrize("given", [["--output", "my run"], ["--output=my run"], []])
+@pytest.mark.parametrize("given", [["--output=my run"], []])
 def test_only_a_restart_resumes(pretrain: Script, given: list[str]) -> None:
     folder = pretrain.folder / ("my run" if given else "runs/slurm-1234567")
 
@@ -180,7 +180,7 @@ def test_only_a_restart_resumes(pretrain: Script, given: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "flags"), [("pretrain", ["--output", "run"]), ("evaluation", ["knn", "--checkpoint", "run"])]
 )
-@pytest.mark.parametrize("code", [75, 0, 1, 2, 143])
+@pytest.mark.parametrize("code", [75, 0, 1])
 def test_only_a_saved_stop_is_requeued(script: Callable[[str], Script], name: str, flags: list[str], code: int) -> None:
     job = script(f"{name}.sbatch")
     job.commands.answer({"called tessera": [(code, "", "")]})

