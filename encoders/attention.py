@@ -6,7 +6,6 @@ Letters in shapes: N tokens of an image; T tokens of all packed images; d width 
 from torch import Tensor
 
 from tessera.encoders.dot_product import dot_product_attention
-from tessera.encoders.errors import EncoderError
 from tessera.encoders.segments import Segments
 
 
@@ -28,15 +27,10 @@ def attention(
         scale: factor of the logits. None means d ** -0.5.
         bias: tensor that broadcasts to (..., heads, N, N). A float bias is added to the logits. A bool bias excludes
             keys where the bias is False.
-        segments: boundaries of packed images in the sequence of all tokens.
-
-    Raises:
-        EncoderError: both `bias` and `segments` are given.
+        segments: boundaries of packed images in the sequence of all tokens. These take no bias.
     """
     if segments is None:
         return dot_product_attention(q, k, v, bias=bias, scale=scale)
-    if bias is not None:
-        raise EncoderError("Attention of packed images supports no bias. Pass either bias or segments.")
     if segments.uniform:
         q, k, v = (x.unflatten(1, (len(segments.lengths), -1)).transpose(0, 1) for x in (q, k, v))  # (B, heads, N, d)
         out = dot_product_attention(q, k, v, scale=scale)

@@ -243,17 +243,14 @@ class Encoder(nn.Module):
         """Check the arguments of `forward`.
 
         Raises:
-            EncoderError: the encoder does not accept packed images; packed patches do not match the encoder or the
-                grids of the images; the images are not floats, have the wrong number of channels, or are smaller than
-                one patch; the mask does not fit the grids of tokens; or the encoder cannot replace or drop hidden
-                tokens.
+            EncoderError: the encoder does not accept packed images; the images are not floats, have the wrong number of
+                channels, or are smaller than one patch; the mask does not fit the grids of tokens; or the encoder
+                cannot replace or drop hidden tokens.
         """
         if not isinstance(images, PackedImages):
             self._check_tensor(images)
         elif not self.takes_packed:
             raise self._no_packed_images()
-        else:
-            self._check_packed(images)
         self._check_mask(images, mask, drop)
 
     def checked(self, images: Images, mask: Mask | None = None, *, drop: bool = False) -> Tensor:
@@ -284,26 +281,6 @@ class Encoder(nn.Module):
             raise EncoderError(
                 f"Images of {images.shape[-2]} x {images.shape[-1]} pixels are smaller than one patch of "
                 f"{self.stride} x {self.stride} pixels."
-            )
-
-    def _check_packed(self, images: PackedImages) -> None:
-        count, side, values = int(images.lengths.sum()), self.stride, images.patches.shape[-1]
-        if not images.patches.is_floating_point():
-            raise EncoderError(f"Images must be normalised floats, not {images.patches.dtype}.")
-        if images.patch != side:
-            raise EncoderError(
-                f"The images are packed in patches of {images.patch} pixels, but the encoder takes patches of {side}."
-            )
-        if values != side**2 * self.channels:
-            raise EncoderError(
-                f"Packed patches have {values} values. Patches of {side} x {side} pixels with {self.channels} channels "
-                f"have {side**2 * self.channels} values. For another number of channels, build the encoder with "
-                "channels=N."
-            )
-        if len(images.patches) != count or int(images.grids.min()) < 1:
-            raise EncoderError(
-                f"{len(images.patches)} packed patches do not match images with grids of {images.grids.tolist()} "
-                "patches. An image must have rows x columns patches, at least 1."
             )
 
     def _check_mask(self, images: Images, mask: Mask | None, drop: bool) -> None:
@@ -341,12 +318,8 @@ class Encoder(nn.Module):
 
     def replace_hidden(self, x: Tensor, hidden: Tensor) -> Tensor:
         """Replace the tokens of `x` (..., D) by the mask token where `hidden` (..., 1) is True."""
-        token = getattr(self, "mask_token", None)
-        if token is None:
-            raise EncoderError(
-                "The encoder needs a mask token to replace hidden tokens. Build the encoder with mask_token=True."
-            )
-        return torch.where(hidden, token, x)
+        assert self.mask_token is not None  # as `check` has found
+        return torch.where(hidden, self.mask_token, x)
 
 
 def encode(encoder: nn.Module, views: Sequence[Images], mask: Mask | None = None) -> tuple[Tensor, Tensor]:

@@ -171,20 +171,16 @@ def can_pack(views: Sequence[Images], patch: int) -> bool:
 def pack(views: Sequence[Images], patch: int) -> PackedImages:
     """Join the images of all views, in order, into one `PackedImages`.
 
-    A view is a tensor (B, C, H, W), which is cut into patches of `patch` x `patch` pixels, or packed images.
+    A view is a tensor (B, C, H, W), which is cut into patches of `patch` x `patch` pixels, or images packed so.
 
     Raises:
-        EncoderError: a side of an image is not a multiple of `patch`, or a packed view has patches of another size.
+        EncoderError: a side of an image is not a multiple of `patch`.
     """
     parts = []
     for view in views:
         if isinstance(view, Tensor):
             grid = torch.tensor([view.shape[-2] // patch, view.shape[-1] // patch])
             view = PackedImages(patchify(view, patch), grid.expand(len(view), 2), patch)
-        if view.patch != patch:
-            raise EncoderError(
-                f"A view has patches of {view.patch} pixels, not of {patch} pixels. Pack it with patch={patch}."
-            )
         parts.append(view)
     if len(parts) == 1:
         return parts[0]

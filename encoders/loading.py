@@ -12,20 +12,7 @@ from tessera.runtime.user_error import printable
 
 SMALLEST = 1e-6
 """Threshold for weights near zero. Trained and newly initialised encoders have far larger weights."""
-Source = Literal[
-    "auto",
-    "ours",
-    "dino",
-    "dinov2",
-    "dinov3",
-    "mae",
-    "deit",
-    "swin",
-    "twins",
-    "sam",
-    "timm",
-    "transformers",
-]
+Source = Literal["auto", "ours"]
 State = dict[str, Tensor]
 
 

@@ -142,7 +142,7 @@ def fitting(source: Path, variant: str | None, settings: dict[str, Any]) -> tupl
         described, preprocessing = read_description(description)
         known = described if variant is None else known
     elif variant is None and origin is None:
-        state = unwrap(checkpoint, "auto", Report())
+        state = unwrap(checkpoint, Report())
         known = recognise(state).describe(state)
     encoder = build(**(known | settings))
     encoder.preprocessing = preprocessing

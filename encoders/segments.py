@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tessera.encoders.errors import EncoderError
-
 
 def copy_to_device(numbers: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to `device` without waiting for the device."""
@@ -41,11 +39,6 @@ class Segments:
     """True if all images have the same number of tokens and the same number of queries."""
 
     def __post_init__(self):
-        if self.sequences is not None and int(self.sequences.sum()) != len(self.lengths):
-            raise EncoderError(
-                f"The packed sequences hold {int(self.sequences.sum())} images, but the batch has {len(self.lengths)} "
-                "images."
-            )
         counts = (self.lengths, self.query_lengths)
         object.__setattr__(self, "uniform", all(bool((n == n[0]).all()) for n in counts))
 
@@ -93,13 +86,8 @@ class Segments:
 
     @cached_property
     def padded(self) -> tuple["PaddedSequences", "PaddedSequences"]:
-        """Layout of the queries in padded sequences, and layout of the keys and values in padded sequences.
-
-        Raises:
-            EncoderError: `sequences` is None.
-        """
-        if self.sequences is None:
-            raise EncoderError("These segments have no packed sequences. Pass `sequences` to Segments.")
+        """Layout of the queries in padded sequences, and layout of the keys and values in padded sequences."""
+        assert self.sequences is not None
         rows = torch.repeat_interleave(self.sequences)  # (B,): sequence of each image
         counts = (self.query_lengths, self.lengths)
         queries, tokens = (_pad(n, rows, len(self.sequences), self.device) for n in counts)

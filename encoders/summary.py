@@ -4,7 +4,7 @@
 
 The table shows the cost of one image. The encoder is on torch's meta device, which allocates no memory. The number
 of multiply-accumulates is half the number of floating-point operations that torch counts in matrix products,
-convolutions and attention. Attention in windows and attention over the full image are also listed separately.
+convolutions and attention.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
@@ -34,10 +34,6 @@ class Summary:
     """Number of rows and number of columns in the grid of output tokens."""
     macs: int
     """Multiply-accumulates of the forward pass."""
-    window_attention_macs: int
-    """Multiply-accumulates of attention in windows. They are included in `macs`."""
-    global_attention_macs: int
-    """Multiply-accumulates of attention over the full image. They are included in `macs`."""
     activation_bytes: int
     """Size in bytes of all tensors that the forward pass of float32 training saves for the backward pass."""
 
@@ -59,17 +55,14 @@ def summarize(encoder: Encoder, height: int, width: int) -> Summary:
     images = torch.empty(1, encoder.channels, height, width, device="meta")
     with (
         FlopCounterMode(display=False) as counter,
-        FusedAttention(encoder) as attention,
+        FusedAttention() as attention,
         torch.autograd.graph.saved_tensors_hooks(keep, lambda none: none),
     ):
         encoder(images)
-    in_windows, over_all = (attention.operations[windows] // 2 for windows in (True, False))
     return Summary(
         parameters=sum(p.numel() for p in encoder.parameters()),
         tokens=encoder.grid(height, width),
-        macs=counter.get_total_flops() // 2 + in_windows + over_all,
-        window_attention_macs=in_windows,
-        global_attention_macs=over_all,
+        macs=(counter.get_total_flops() + attention.operations) // 2,
         activation_bytes=sum(size for address, size in kept.items() if address not in weights),
     )
 
@@ -81,29 +74,15 @@ class FusedAttention(TorchFunctionMode):
     placeholder saves the tensors that a fused kernel saves for the backward pass.
     """
 
-    def __init__(self, encoder: Encoder) -> None:
-        super().__init__()
-        self.operations = {True: 0, False: 0}
-        """Number of operations by kind of attention. Key True: attention in windows. Key False: over the full image."""
-        self.tokens = 0
-        """Number of tokens of the current block. Attention over fewer tokens counts as attention in windows."""
-        parts = [part if isinstance(part, nn.ModuleList) else [part] for part in encoder.blocks]
-        self.hooks = [block.register_forward_pre_hook(self._enter) for part in parts for block in part]
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for hook in self.hooks:
-            hook.remove()
-
-    def _enter(self, block: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self.tokens = inputs[0].numel() // inputs[0].shape[-1]
+    operations = 0
+    """Number of operations of attention."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         q, k, v = args
-        self.operations[q.shape[-2] < self.tokens] += sdpa_flop_count(q.shape, k.shape, v.shape)
+        self.operations += sdpa_flop_count(q.shape, k.shape, v.shape)
         return _Kernel.apply(q, k, v, kwargs.get("attn_mask"))
 
 
@@ -130,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
         rows = [row(variant, options.image_size, settings) for variant in options.variants or encoders.VARIANTS.names()]
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    headings = ("variant", "pixels", "parameters", "tokens", "GMAC", "window attention", "global attention", "memory")
+    headings = ("variant", "pixels", "parameters", "tokens", "GMAC", "memory")
     print("Cost of one image. Memory: tensors that float32 training keeps for the backward pass.\n")
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     for cells in (headings, ["-" * width for width in widths], *rows):  # rows of a Markdown table
@@ -164,7 +143,7 @@ def row(variant: str, image_size: int | None, settings: dict[str, Any]) -> list[
         f"{height} x {width}",
         f"{s.parameters:,}",
         f"{s.tokens[0]} x {s.tokens[1]}",
-        *(f"{macs / 1e9:,.3f}" for macs in (s.macs, s.window_attention_macs, s.global_attention_macs)),
+        f"{s.macs / 1e9:,.3f}",
         f"{s.activation_bytes / 1e6:,.0f} MB",
     ]
 

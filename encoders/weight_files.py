@@ -86,22 +86,9 @@ FORMATS: Registry[Format] = Registry(
 )
 """Weight formats of extras and of other packages."""
 
-PLACES = {
-    "auto": ("teacher", "student", "model", "state_dict"),
-    "ours": (),
-    "dino": ("teacher", "student"),
-    "mae": ("model",),
-    "dinov2": ("teacher", "student", "model"),
-    "dinov3": ("teacher", "student", "model"),
-    "deit": ("model",),
-    "swin": ("model",),
-    "twins": ("model",),
-    "sam": (),
-    "timm": ("state_dict", "model"),
-    "transformers": (),
-}
-"""Map from each source to the checkpoint keys that may hold the state dict, in order of preference. A checkpoint that
-has none of these keys is itself the state dict."""
+PLACES = ("teacher", "student", "model", "state_dict")
+"""Checkpoint keys that may hold the state dict, in order of preference. A checkpoint that has none of these keys is
+itself the state dict."""
 
 WRAPPERS = {"backbone.": ("head.", "head_dense.", "dino_head.", "ibot_head."), "encoder.": ("decoder.",)}
 """Map from the name prefix of the encoder's tensors to the name prefixes of tensors outside of the encoder. The first
@@ -119,9 +106,8 @@ def load_weights(
         encoder: encoder that receives the weights.
         path_or_state_dict: path of a weight file, the content of such a file, or weights of a backbone, such as
             `timm:NAME`.
-        source: project that wrote the file. The source determines the key under which the file stores the weights.
-            "auto" tries the keys of all sources. With "ours", a position table that has as many rows as the encoder's
-            table is assumed to have the encoder's grid.
+        source: "auto", or "ours" for weights of this project: a position table that has as many rows as the encoder's
+            table then has the encoder's grid.
 
     Raises:
         WeightsError: the file cannot be read, or the weights do not fit the encoder. In both cases, the encoder keeps
@@ -136,7 +122,7 @@ def load_weights(
     if source not in get_args(Source):
         raise WeightsError(f"source must be one of {', '.join(get_args(Source))}, not {source!r}.")
     report = Report()
-    state, own = unwrap(checkpoint, source, report), encoder.state_dict()
+    state, own = unwrap(checkpoint, report), encoder.state_dict()
     form = _format_of(encoder)
     if form is None:
         _check_own_names(state, own)
@@ -263,22 +249,22 @@ def _check_file(path: Path) -> None:
         )
 
 
-def unwrap(checkpoint: Any, source: Source, report: Report) -> State:
+def unwrap(checkpoint: Any, report: Report) -> State:
     """Return the flat state dict of a checkpoint. The names of wrapper modules are removed from tensor names.
 
     Raises:
-        WeightsError: the checkpoint is not a dict with string keys, or it has no state dict where `source` stores it.
+        WeightsError: the checkpoint is not a dict with string keys, or it has no state dict.
     """
     _check_dict(checkpoint)
-    place = next((name for name in PLACES[source] if isinstance(checkpoint.get(name), Mapping)), None)
+    place = next((name for name in PLACES if isinstance(checkpoint.get(name), Mapping)), None)
     if place is not None:
         report.left_out += [name for name in checkpoint if name != place]
         checkpoint = checkpoint[place]
         _check_dict(checkpoint)
     if not checkpoint or not all(isinstance(value, Tensor) for value in checkpoint.values()):
         raise WeightsError(
-            f"The checkpoint has no state dict where source {source!r} stores it. The checkpoint holds "
-            f"{listed(checkpoint)}. Pass the state dict itself, or another source."
+            f"The checkpoint has no state dict under {', '.join(PLACES)}. The checkpoint holds {listed(checkpoint)}. "
+            "Pass the state dict itself."
         )
     check_plain(checkpoint)
     state = {name.removeprefix("module."): tensor for name, tensor in checkpoint.items()}

@@ -52,7 +52,7 @@ class LabelledSettings(FeatureSettings):
 
     train: str | list[str]
     """labelled SHARDS to train on"""
-    val: str | list[str] | None
+    val: str | list[str]
     """labelled SHARDS of the images that are scored; never used to choose hyperparameters"""
     output: str | None = None
     """JSON result file, which must not exist; default: a new file in OUTPUT/evaluation, or next to the encoder"""
@@ -113,10 +113,6 @@ def run_command(settings: type[SettingsT], run: Callable[[SettingsT], Any]) -> N
     stdio.protect()
     with exit_on_user_error():
         run(parse(settings))
-
-
-main = run_command
-"""Former name of `run_command`, which evaluations in other packages import."""
 
 
 def open_subject(settings: Any, accelerator: Accelerator, names: Flags = ("--train", "--val")) -> Subject:

@@ -58,8 +58,6 @@ class ProbeSettings(LabelledSettings, frozen=True):
 
     centre_pixels: ClassVar[bool] = False
 
-    val: str | list[str]
-    """labelled test SHARDS; never used to choose hyperparameters"""
     blocks: list[int] = Field([1], min_length=1)
     """numbers of blocks to try; for each number n, the input is the concatenated pooled outputs of the last n blocks"""
     average_pool: Literal["no", "yes", "both"] = "no"

@@ -139,7 +139,7 @@ def _build(config: RunConfig, *, fresh: bool, check: bool = True) -> Method:
 def _fitting(source: str | Path) -> str:
     """Return a sentence that names the variant of a weight file, or an empty text if the variant is unknown."""
     try:
-        state = unwrap(read(source), "auto", Report())
+        state = unwrap(read(source), Report())
         return f" The weights are those of --encoder {recognise(state).describe(state)['variant']}."
     except (WeightsError, OSError):
         return ""

@@ -13,13 +13,10 @@ import difflib
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 import itertools
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from tessera.runtime import stdio
 from tessera.runtime.plugins import entry_points
@@ -88,28 +85,13 @@ def run(words: list[str]) -> None:
                 print(f"tessera: {words[place]} runs in one process. Remove {word} before it.", file=sys.stderr)
                 raise SystemExit(2)
         sys.argv = [f"tessera {words[place]}", *words[place + 1 :]]
-        sys.exit(call(commands[words[place]][0]))
+        sys.exit(importlib.import_module(commands[words[place]][0]).main())
     if "--config_file" not in launcher:  # without these flags, accelerate prints a warning about its defaults
         launcher = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", *launcher]
     from tessera.launch import accelerate_launch  # imported here, because the import takes seconds
 
     sys.argv = ["tessera", *launcher, "--module", "tessera", *words[place:]]
     accelerate_launch.main()
-
-
-def call(name: str) -> int | None:
-    """Import the module of a command, call its `main`, and return the result: an exit code, or None for 0.
-
-    A module whose `main` takes arguments, or that has none, replaces this process as `python -m MODULE`. Evaluations of
-    other packages that were written for earlier versions of Tessera are such modules.
-    """
-    main: Any = getattr(importlib.import_module(name), "main", None)
-    try:
-        inspect.signature(main).bind()
-    except TypeError:
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", name, *sys.argv[1:]])
-    return main()
 
 
 def installed_commands() -> dict[str, tuple[str, str]]:

@@ -6,8 +6,8 @@ A line holds the part of the project that owns the setting, the command, the nam
 
 import argparse
 import contextlib
+import importlib
 import io
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,20 +31,16 @@ class Found(BaseException):
 
 
 def parser_of(module: str, patch: pytest.MonkeyPatch) -> Any:
-    """Return the class of settings with which a command parses its command line, or its `ArgumentParser`.
-
-    Return another object for a command that is replaced by another one.
-    """
+    """Return the class of settings with which a command parses its command line, or its `ArgumentParser`."""
 
     def found(parser: Any, *given: Any, **named: Any) -> None:
         raise Found(parser)
 
     patch.setattr(settings, "help_text", found)
     patch.setattr(argparse.ArgumentParser, "parse_known_args", found)
-    patch.setattr(os, "execv", found)
     patch.setattr(sys, "argv", ["tessera", "--help"])
     with contextlib.redirect_stdout(io.StringIO()), pytest.raises(Found) as raised:
-        command_line.call(module)
+        importlib.import_module(module).main()
     return raised.value.args[0]
 
 

@@ -67,10 +67,6 @@ class AttentiveSettings(HeadSettings):
 
     labelled_only: ClassVar[bool] = True
 
-    train: str | list[str]
-    """labelled SHARDS to train on"""
-    val: str | list[str]
-    """labelled test SHARDS; never used to choose hyperparameters"""
     classes: int | None = Field(None, ge=2)
     """number of classes; default: the number of class names, or else one more than the largest label of --train"""
     batch_size: int = Field(256, ge=1)

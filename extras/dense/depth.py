@@ -44,10 +44,6 @@ SMALLEST_LOSS = 1e-6
 class DepthSettings(DenseSettings):
     """Measure the errors of a linear prediction of depth from an encoder's frozen patch tokens."""
 
-    train: str | list[str]
-    """SHARDS with depth maps to train on"""
-    val: str | list[str]
-    """test SHARDS with depth maps; never used to choose hyperparameters"""
     depth_scale: float = Field(gt=0)
     """units of the maps per metre: 1000 for millimetres, 256 for KITTI, 1 for metres"""
     min_depth: float = Field(1e-3, gt=0)

@@ -47,7 +47,7 @@ class TokenSettings(EncoderSettings):
     """Settings of every command that evaluates the tokens of a frozen encoder."""
 
     train: str | list[str]
-    """SHARDS to train on"""
+    """SHARDS with the labels or maps to train on"""
     val: str | list[str]
     """test SHARDS; never used to choose hyperparameters"""
     batch_size: int = Field(16, ge=1)

@@ -68,10 +68,6 @@ RISE, EPSILON = 0.1, 1e-5
 class MapSettings(TokenSettings):
     """Settings of every command that reads segmentation maps."""
 
-    train: str | list[str]
-    """SHARDS with segmentation maps to train on"""
-    val: str | list[str]
-    """test SHARDS with segmentation maps; never used to choose hyperparameters"""
     classes: int | None = Field(None, ge=1, le=IGNORED)
     """number of classes; maps contain the values 0 to classes - 1, and 255 for ignored pixels; default: one more than
     the largest value in the maps of --train, all of which are read"""

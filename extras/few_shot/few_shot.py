@@ -42,10 +42,6 @@ KNN, LOGISTIC = "knn", "logistic_regression"
 class FewShotSettings(LabelledSettings, frozen=True):
     """k-NN and logistic regression on frozen features, with a share of the training labels."""
 
-    train: str | list[str]
-    """labelled SHARDS from which the training images are drawn"""
-    val: str | list[str]
-    """labelled SHARDS that are scored"""
     shares: list[Annotated[float, Field(gt=0, le=100)]] = Field([1, 2, 5, 10, 100], min_length=1)
     """percentages of the training images to use, taken from each class; at least one image of each class is used"""
     draws: int = Field(3, ge=1)

@@ -326,8 +326,7 @@ def _number(text: str | None) -> float | None:
 
 def print_table(table: Table, console: Console) -> None:
     """Print the table. If it is too wide for the terminal, print the runs as columns, or leave out settings that follow
-    from the method, or all settings. As a last resort, numbers stand for the headings, and the last columns are left
-    out."""
+    from the method, or all settings. If nothing fits, the cells are cut."""
     unlimited = console.options.update(width=10**6)
     everything, headings = range(len(table.columns)), [column.heading for column in table.columns]
     without_method = [i for i in everything if not table.columns[i].follows_method]
@@ -336,25 +335,13 @@ def print_table(table: Table, console: Console) -> None:
         titles, *rows = ([line[i] for i in chosen] for line in (headings, *table.rows))
         turned, *others = zip(titles, *rows, strict=True)
         sides = ["right" if table.columns[i].count else "left" for i in chosen]
-        for wide in (_rich_table(titles, rows, sides), _rich_table(turned, others, ["left"] * len(turned))):
-            if wide.__rich_measure__(console, unlimited).maximum <= console.width:
-                console.print(wide)
-                _print_hidden(len(everything) - len(titles), console)
-                return
-    for count in range(len(titles), 1, -1):
-        numbered = [titles[0], *map(str, range(1, count))]
-        wide = _rich_table(numbered, [row[:count] for row in rows], sides[:count])
-        if wide.__rich_measure__(console, unlimited).maximum <= console.width or count == 2:
+        forms = _rich_table(titles, rows, sides), _rich_table(turned, others, ["left"] * len(turned))
+        fitting = [form for form in forms if form.__rich_measure__(console, unlimited).maximum <= console.width]
+        if fitting:
             break
-    console.print(wide)
-    for number, title in enumerate(titles[1:count], start=1):
-        console.print(f"{number}: {title}", markup=False, highlight=False)
-    _print_hidden(len(everything) - count, console)
-
-
-def _print_hidden(columns: int, console: Console) -> None:
-    if columns:
-        console.print(f"{columns} more columns do not fit here. The page and --csv FILE have all.")
+    console.print(*(fitting or forms)[:1])
+    if hidden := len(everything) - len(titles):
+        console.print(f"{hidden} more columns do not fit here. The page and --csv FILE have all.")
 
 
 def _rich_table(titles: Sequence[str], rows: Sequence[Sequence[str]], sides: Sequence[Any]) -> RichTable:

@@ -47,7 +47,7 @@ class RetrievalSettings(LabelledSettings):
 
     train: str | list[str]
     """labelled SHARDS of the gallery, whose images are ranked"""
-    val: str | list[str] | None = None
+    val: str | list[str] | None = None  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
     """labelled SHARDS of the queries; default: every image of --train, with all others as its gallery"""
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tessera.encoders.layers import LayerScale, init_linear, interpolate, resize_table, sincos_table
+from tessera.encoders.layers import init_linear, interpolate, resize_table, sincos_table
 
 
 def naive_bicubic(table, old, new, scale):
@@ -73,13 +73,6 @@ def test_sincos_table_is_the_formula():
     torch.testing.assert_close(sincos_table(rows, columns, dim), torch.tensor(expected), rtol=0, atol=1e-7)
     with pytest.raises(ValueError, match="multiple of 4"):
         sincos_table(2, 2, 18)
-
-
-def test_layer_scale_multiplies_channels():
-    layer = LayerScale(3, 0.5)
-    assert torch.equal(layer.gamma, torch.full((3,), 0.5))
-    layer.gamma.data = torch.tensor([1.0, 2.0, 3.0])
-    assert torch.equal(layer(torch.ones(2, 2, 3)), torch.tensor([1.0, 2.0, 3.0]).expand(2, 2, 3))
 
 
 @pytest.mark.parametrize(("init", "deviation"), [("xavier", math.sqrt(2 / 1000)), ("trunc_normal", 0.02)])

@@ -115,25 +115,6 @@ def test_nothing_is_read_from_the_device(positions, pool):
     assert features.pooled.is_meta
 
 
-@torch.no_grad()
-def test_autocast_gives_attention_half_precision(monkeypatch):
-    seen, original = [], navit.attention
-
-    def spy(q, k, v, **options):
-        seen.extend([q.dtype, k.dtype, v.dtype])
-        return original(q, k, v, **options)
-
-    monkeypatch.setattr(navit, "attention", spy)
-    encoder, packed = small(), pack(images_of(), 4)
-    expected = encoder(packed)
-    assert set(seen) == {torch.float32}
-    seen.clear()
-    with torch.autocast("cpu", torch.bfloat16):
-        features = encoder(packed)
-    assert set(seen) == {torch.bfloat16}
-    assert torch.nn.functional.cosine_similarity(features.tokens.float(), expected.tokens).min() > 0.99
-
-
 @pytest.mark.parametrize(
     ("images", "message"),
     [
@@ -146,17 +127,6 @@ def test_autocast_gives_attention_half_precision(monkeypatch):
             r"5 x 6 patches .* tables of 4 rows and 6 columns.* image_size=\(20, 24\).*fraction",
         ),
         (pack(images_of([(16, 8), (8, 36)]), 4), r"up to 4 x 9 patches .* image_size=\(16, 36\)"),
-        (pack(images_of([(16, 24)]), 8), "packed in patches of 8 pixels, but the encoder takes patches of 4"),
-        (pack(images_of([(16, 24)], channels=5), 4), "80 values. .* with 3 channels have 48 values.*channels=N"),
-        (
-            PackedImages(torch.zeros(5, 48), torch.tensor([[2, 3]]), 4),
-            r"5 packed patches do not match images with grids of .*\[\[2, 3\]\]",
-        ),
-        (
-            PackedImages(torch.zeros(6, 48), torch.tensor([[2, 3], [0, 2]]), 4),
-            r"6 packed patches do not match images with grids of",
-        ),
-        (PackedImages(torch.zeros(6, 48).byte(), torch.tensor([[2, 3]]), 4), "must be normalised floats"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(images, message):

@@ -16,7 +16,7 @@ from tessera.encoders.randomness import random_keys
 from tessera.encoders.rope import RotaryPositions
 from tessera.encoders.vit import ViT
 from tests.encoders import helpers
-from tests.encoders.helpers import images_of, same, scramble
+from tests.encoders.helpers import images_of, scramble
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 SMALL = helpers.SMALL["rope_vit_small"]
@@ -210,20 +210,3 @@ def test_last_attention_and_initial_values():
     assert fresh.patch_embed.proj.weight.abs().max().item() == pytest.approx(1 / math.sqrt(3 * 256), rel=0.01)
     assert fresh.blocks[0].attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert fresh.blocks[0].ls1.gamma.unique().tolist() == pytest.approx([1e-5])
-
-
-@torch.no_grad()
-def test_a_vit_with_rotary_positions_is_a_rope_vit():
-    rope, images = small(), images_of(2, 3, 24, 40)
-    alike = {"registers": 4, "mask_key_bias": True, "norm_eps": 1e-5}
-    plain = build("vit_small", **SMALL, positions="rope", **alike).eval()
-    plain.load_state_dict(rope.state_dict())
-    assert same(plain(images), rope(images))
-
-
-@torch.no_grad()
-def test_class_scores_with_rotary_positions():
-    encoder, images = small(classes=5, distillation_token=True, rope_rescale=None), images_of(2, 3, 24, 40)
-    scores, distilled = encoder.train().logits(images)
-    torch.testing.assert_close(scores, encoder.head(encoder(images).pooled), **CLOSE)
-    assert distilled.shape == (2, 5)

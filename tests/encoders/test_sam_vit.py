@@ -45,14 +45,6 @@ def test_absolute_positions_are_resized_by_the_rule_of_mae():
     assert [block.attn.rel_pos_w.shape[0] for block in encoder.blocks] == [7, 19, 7]
 
 
-def test_positions_take_one_tensor_of_all_pairs():
-    """The sum of both terms is laid out as attention reads it, so it is never copied."""
-    bias = small().blocks[1].attn._bias(torch.randn(2, 3, 5, 7, 16))
-    assert bias.shape == (2, 3, 35, 35)
-    assert bias.is_contiguous()
-    assert bias._base.shape == (2, 3, 5, 7, 5, 7)
-
-
 @torch.no_grad()
 def test_the_neck_follows_the_last_block():
     encoder, images = small(), images_of(2, 3, 24, 36)

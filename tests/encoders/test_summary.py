@@ -41,17 +41,8 @@ def test_macs_of_a_small_vit_by_hand():
     counted = summarize(on_meta("vit_micro"), 16, 16)
     attention = depth * 2 * tokens * tokens * dim
     linear = 16 * 3 * 4 * 4 * dim + depth * tokens * (3 + 1 + 4 + 4) * dim * dim
-    assert counted.global_attention_macs == attention
-    assert counted.window_attention_macs == 0
     assert counted.macs == linear + attention
     assert counted.tokens == (4, 4)
-
-
-def test_attention_of_sam_within_windows_and_over_the_image_by_hand():
-    """12 blocks of 768 channels at 64 x 64 tokens: 4 over all of them, 8 in 5 x 5 windows of 14 x 14."""
-    counted = summarize(on_meta("sam_vit_b"), 1024, 1024)
-    assert counted.global_attention_macs == 4 * 2 * (64 * 64) ** 2 * 768
-    assert counted.window_attention_macs == 8 * 2 * 25 * (14 * 14) ** 2 * 768
 
 
 @pytest.mark.parametrize("variant", ["vit_micro", "navit_micro", "swin_micro", "twins_svt_micro", "sam_vit_micro"])
@@ -80,17 +71,6 @@ def test_activations_are_those_of_a_real_pass(variant):
     real = sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in weights)
     counted = summarize(frozen(on_meta(variant)), 16, 16).activation_bytes
     assert counted == pytest.approx(real, rel=0.05 if variant == "sam_vit_micro" else 0.01)
-
-
-@pytest.mark.parametrize("variant", ["vit_micro", "twins_svt_micro"])
-def test_the_encoder_is_left_as_it_was(variant):
-    encoder = on_meta(variant)
-    first = summarize(encoder, 16, 16)
-    assert not any(module._forward_pre_hooks for module in encoder.modules())
-    assert summarize(encoder, 16, 16) == first
-    with pytest.raises(ValueError, match="smaller than one patch"):
-        summarize(encoder, 0, 0)
-    assert not any(module._forward_pre_hooks for module in encoder.modules())
 
 
 def test_the_command(capsys, monkeypatch):

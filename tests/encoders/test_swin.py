@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tessera.encoders import build
 from tessera.encoders.swin import VARIANTS, Swin, make_windows
 from tests.encoders.helpers import CLOSE, first_input, images_of, scramble
 
@@ -122,13 +121,6 @@ def test_positions_are_resized_for_other_grids():
         images = images_of(1, 3, *size)
         expected = encoder.patch_embed(images) + table.permute(0, 2, 3, 1)
         torch.testing.assert_close(first_input(encoder, images), expected, **CLOSE)
-
-
-def test_the_grid_of_any_size_counts_parts_of_a_token_in_full():
-    encoder = build("swin_tiny", depths=(1, 1, 1, 1))
-    sizes = ((224, 224), (225, 193), (33, 32), (4, 5))
-    assert [encoder.grid(*size) for size in sizes] == [(7, 7), (8, 7), (2, 1), (1, 1)]
-    assert encoder.stride == 32
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 from tessera.encoders import build
 from tessera.encoders.layers import MLP, PreNormBlock
 from tessera.encoders.twins import GlobalAttention, LocalAttention, Twins, cached_keys
-from tests.encoders.helpers import CLOSE, images_of, same, scramble
+from tests.encoders.helpers import images_of, same, scramble
 
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 SMALL: dict[str, Any] = {
@@ -123,17 +123,6 @@ def test_an_odd_grid_is_completed_with_zeros(layout):
     assert torch.equal(embed(x), embed(full))
 
 
-@torch.no_grad()
-def test_scale_may_as_well_be_in_the_queries():
-    encoder, plain, images = small(qk_scale=0.5), small(), images_of(2, 3, 24, 40)
-    for dim, heads, stage in zip(plain.dims, plain.heads, plain.blocks, strict=True):
-        for block in stage:
-            queries = block.attn.qkv if hasattr(block.attn, "qkv") else block.attn.q
-            queries.weight[:dim] *= 0.5 * math.sqrt(dim // heads)
-            queries.bias[:dim] *= 0.5 * math.sqrt(dim // heads)
-    torch.testing.assert_close(encoder(images).tokens, plain(images).tokens, **CLOSE)
-
-
 def test_windows_seen_in_evaluation_serve_a_training():
     cached_keys.cache_clear()
     encoder, images = small(), images_of(2, 3, 33, 32)
@@ -157,8 +146,3 @@ def test_initial_values_are_those_of_the_published_code():
         assert layer.weight.std().item() == pytest.approx(math.sqrt(2 / fan_out), rel=0.05)
         assert not layer.bias.any()
     assert not block.attn.kv.bias.any()
-
-
-def test_a_pyramid_of_other_channels_is_refused():
-    with pytest.raises(ValueError, match="build the encoder with channels=N"):
-        small().pyramid(images_of(2, 2, 24, 24))

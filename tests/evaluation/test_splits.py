@@ -234,12 +234,6 @@ def test_training_images_in_other_shards_are_refused(tmp_path):
     assert "val.tar/007 of --val is also in --train, as train.tar/007" in refuses(train, val)
 
 
-def test_equal_names_of_other_images_are_no_overlap(tmp_path):
-    train = write(tmp_path / "train.tar", range(40))
-    val = write(tmp_path / "val.tar", range(100, 140), names=range(40))
-    opened(train, val)
-
-
 def photos(folder, numbers):
     """Write one picture per number to folders of two classes."""
     for number in numbers:

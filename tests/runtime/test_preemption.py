@@ -6,7 +6,6 @@ import random
 import re
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from tessera.pretrain.monitoring.online import OnlineKNN
 from tessera.pretrain.run import main
 from tessera.runtime import preemption
 from tessera.runtime.machine import is_running
-from tests.data.batches import write_tar
-from tests.data.made import picture
 from tests.launched import TINY, newest_step, records, same_encoder, timeless, wait_until
 from tests.pretrain.small import few_digits
 
@@ -103,19 +100,6 @@ def test_signals_before_the_run_starts_are_kept() -> None:
             signal.signal(number, handler)
 
 
-def test_other_threads_set_no_signal_handlers() -> None:
-    handlers = []
-
-    def listen() -> None:
-        with preemption.listening():
-            handlers.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=listen)
-    thread.start()
-    thread.join()
-    assert handlers == [signal.getsignal(signal.SIGTERM)]
-
-
 def _ask_before(monkeypatch: pytest.MonkeyPatch, steps: set[int], bad: range = range(0)) -> None:
     """Signals to this process in the forward pass of `steps` (counted from 0); the loss of `bad` ones is not finite."""
     forward = DINO.forward
@@ -168,21 +152,6 @@ def test_a_stop_between_skipped_steps(tmp_path: Path, monkeypatch: pytest.Monkey
         assert main(["--resume", "--output", str(output)]) == 0
     assert timeless(output) == timeless(tmp_path / "whole")
     assert same_encoder(output, tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_a_stop_loses_no_count_of_corrupt_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    images = [b"no image" if number % 6 == 0 else picture(number, (16, 16), "PNG") for number in range(48)]
-    shard = write_tar(tmp_path / "images.tar", [(f"{number:03d}.png", image) for number, image in enumerate(images)])
-    run = [*TINY, "--data", shard, "--record_every", "12", "--checkpoint_every", "5"]
-    run += ["--dino.global_size", "32", "--dino.local_size", "16"]
-    assert main([*run, "--output", str(tmp_path / "whole")]) == 0
-    with monkeypatch.context() as patch:
-        _ask_before(patch, {7})
-        assert main([*run, "--output", str(tmp_path / "stopped")]) == 75
-    assert main(["--resume", "--output", str(tmp_path / "stopped")]) == 0
-    counts = [records(tmp_path / name)[-1]["corrupt_images"] for name in ("whole", "stopped")]
-    assert counts[0] == counts[1] > 20
 
 
 @pytest.mark.slow

@@ -120,11 +120,6 @@ def test_a_shell_may_expand_a_glob(name: str) -> None:
             load(*other)
 
 
-def test_flags_before_positional_arguments() -> None:
-    copy = validate(Copy, flags(Copy, ["--images", "a.tar", "b", "c"], "copy"))
-    assert (copy.images.shards, copy.source, copy.others) == ("a.tar", Path("b"), ["c"])
-
-
 def test_shards_with_weights() -> None:
     assert load("--data", '{"a.tar": 1, "b.tar": 0.5}').data == {"a.tar": 1.0, "b.tar": 0.5}
     with pytest.raises(SettingsError, match=r"the value of --data is neither JSON nor YAML"):

@@ -1,6 +1,5 @@
 """A run outlives its terminal and the readers of its output, and names from outside forge nothing in its messages."""
 
-import logging
 import os
 import pty
 import signal
@@ -123,12 +122,6 @@ def test_messages_about_names_from_outside_hold_them_escaped(
     assert "\r" not in said
     assert "\nrun.py: done" not in said
     assert "step 9/9" in said
-
-
-def test_the_log_holds_names_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    record = logging.LogRecord("x", logging.INFO, "", 0, "shard %s", ("\x1b[31mred",), None)
-    assert run.escape_controls(record)
-    assert record.getMessage() == "shard \\x1b[31mred"
 
 
 def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None:

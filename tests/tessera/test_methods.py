@@ -86,30 +86,12 @@ def test_a_loop_of_ones_own_on_two_processes(free_port: int, tmp_path: Path, mon
         torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-4)
 
 
-FORMER = """
-def run(settings: ClassMeansSettings) -> dict:
-    return evaluate("class_means", settings, score)
-
-
-if __name__ == "__main__":
-    main(ClassMeansSettings, run)
-"""
-
-
 def install_evaluation(folder: Path) -> dict[str, str]:
-    """Install the evaluation of the tutorial in `folder`. Return the environment in which it is found.
-
-    A second module, `former_means`, runs as a script, as tutorials of earlier versions had it.
-    """
+    """Install the evaluation of the tutorial in `folder`. Return the environment in which it is found."""
     (module,) = (block for block in re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL) if "make_command" in block)
-    own = 'run, main = make_command("class_means", ClassMeansSettings, score)\n'
-    assert own in module
-    former = module.replace(own, FORMER).replace("make_command", "evaluate, main")
     (folder / "my_package").mkdir(parents=True)
     (folder / "my_package/class_means.py").write_text(module)
-    (folder / "my_package/former_means.py").write_text(former)
-    points = {name: f"my_package.{name}" for name in ("class_means", "former_means")}
-    write_metadata(folder, "my-package", {"tessera.evaluations": points})
+    write_metadata(folder, "my-package", {"tessera.evaluations": {"class_means": "my_package.class_means"}})
     return os.environ | {"PYTHONPATH": str(folder), "COLUMNS": "200"}
 
 
@@ -127,7 +109,7 @@ def test_the_evaluation_of_the_tutorial_is_a_command(tmp_path: Path) -> None:
     given = ["--checkpoint", str(run), "--train", train, "--val", val, "--workers", "0"]
     (run / "evaluation").mkdir(exist_ok=True)
     results = []
-    for number, words in enumerate((["former_means"], ["--num_processes", "2", "class_means"])):
+    for number, words in enumerate((["class_means"], ["--num_processes", "2", "class_means"])):
         file = run / "evaluation" / f"{number}.json"
         done = command(*words, *given, "--output", str(file))
         assert done.returncode == 0, done.stderr

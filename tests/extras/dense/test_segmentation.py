@@ -11,7 +11,7 @@ from tessera import encoders
 from tessera.data.shards import ShardError
 from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.tokens import patch_tokens
-from tessera.extras.dense.frozen import rate, window_tokens
+from tessera.extras.dense.frozen import window_tokens
 from tessera.extras.dense.segmentation import (
     Head,
     SegmentationSettings,
@@ -119,12 +119,6 @@ def test_a_step_without_a_pixel_has_no_gradient():
     assert all(float(parameter.grad.abs().max()) == 0 for parameter in head.parameters() if parameter.grad is not None)
 
 
-def test_the_learning_rate_rises_and_falls():
-    found = [rate(step, 40_000) for step in (0, 749, 1500, 20_000, 39_999)]
-    assert found == pytest.approx([1 / 1500, 0.5 * (1 - 749 / 40_000), 1 - 1500 / 40_000, 0.5, 1 / 40_000])
-    assert [rate(step, 2) for step in range(2)] == [1.0, 0.5]
-
-
 def test_ignored_values_are_not_numbered():
     numbers = class_numbers(5, [0, 3])
     assert numbers[:6].tolist() == [255, 0, 1, 255, 2, 255]
@@ -214,13 +208,6 @@ def test_windows_give_the_mean_of_their_logits():
     for wrong in (side + 1, size + patch):
         with pytest.raises(EvaluationError, match=f"Windows of {wrong} pixels do not fit an image of {size} pixels"):
             window_tokens(encoder, images, "fp32", wrong)
-
-
-def test_a_window_of_the_whole_image_changes_nothing(scenes, tmp_path):
-    path = save_encoder(tmp_path / "encoder.safetensors")
-    options = scenes | {"checkpoint": path, "epochs": 2, "batch_size": 8, "lr": 0.02, "image_size": 32}
-    whole, same, windows = (result(tmp_path, **options, window=window) for window in (None, 32, 16))
-    assert same["per_class"] == whole["per_class"] != windows["per_class"]
 
 
 @pytest.mark.slow

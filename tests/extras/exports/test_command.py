@@ -194,12 +194,3 @@ def test_a_run_folder_gives_a_model_card_and_a_certificate(tmp_path: Path, capsy
     with pytest.raises(SystemExit, match="2"):
         export.main([str(tmp_path / "none.safetensors"), "--to", "onnx"])
     assert "is not a run folder. Give the file to write" in capsys.readouterr().err
-
-
-def test_the_printed_command_names_a_relative_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    encoders.save(encoders.build("vit_micro"), tmp_path / "encoder.safetensors")
-    monkeypatch.chdir(tmp_path)
-    export.main(["encoder.safetensors", "timm.safetensors", "--to", "timm"])
-    assert 'checkpoint_path="./timm.safetensors"' in capsys.readouterr().out

@@ -4,7 +4,6 @@ import io
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -129,11 +128,3 @@ def test_images_of_every_mode_are_upright_and_rgb() -> None:
         other = image.convert(mode)
         expected = preprocessing.prepare(other.convert("RGB"), preprocessing.description(encoder))
         assert levels(preparation(encoder)(other), expected, encoder) < 2.5, mode
-
-
-def test_an_encoder_without_a_photograph() -> None:
-    grey = encoders.build("vit_micro", channels=1, depth=1)
-    grey.preprocessing = Preprocessing((0.5,), (0.2,))
-    assert photograph(grey) is None
-    assert photograph(encoders.build("vit_micro", image_size=(16, 32), depth=1)) is None
-    assert np.asarray(made_photograph()).std() > 40

@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import runpy
-import sys
 
 import pytest
 import timm
@@ -89,12 +87,3 @@ def test_what_cannot_be_is_refused(tmp_path, capsys):
             export.main([str(tmp_path / source), str(tmp_path / output), *options])
         assert message in capsys.readouterr().err
         assert not (tmp_path / output).exists()
-
-
-def test_the_former_command_starts_the_export(tmp_path, monkeypatch, capsys):
-    encoders.save(encoders.build("vit_micro", depth=1), tmp_path / "a.safetensors")
-    monkeypatch.setattr(sys, "argv", ["weights", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_module("tessera.encoders.weights", run_name="__main__")
-    assert not stopped.value.code
-    assert encoders.load(tmp_path / "b.safetensors").settings["depth"] == 1

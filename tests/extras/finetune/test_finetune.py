@@ -129,13 +129,6 @@ def test_what_cannot_be_built_is_refused() -> None:
     assert make(size=None, encoder={"image_size": 24}).image_size == 24
 
 
-def test_scores_are_the_classifier_of_the_pooled_features() -> None:
-    method = make().eval()
-    images = torch.randn(2, 3, 16, 16)
-    expected = method.encoder(images).pooled.double() @ method.head.weight.double().T + method.head.bias.double()
-    torch.testing.assert_close(method.logits(images).double(), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_images_without_operations_are_not_changed() -> None:
     pixels = torch.randint(256, (4, 3, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     images = to_model_input(batch_of([pixels])).views[0].images

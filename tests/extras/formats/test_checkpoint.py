@@ -35,12 +35,11 @@ def assert_equals_timm(encoder, model, size=32):
 
 
 @pytest.mark.parametrize("ending", ["pth", "safetensors"])
-@pytest.mark.parametrize("source", ["auto", "dino", "timm"])
-def test_flat_files_of_dino_and_timm(tmp_path, ending, source):
+def test_flat_files_of_dino_and_timm(tmp_path, ending):
     model, path = timm_vit(), tmp_path / f"vit.{ending}"
     (save_file if ending == "safetensors" else torch.save)(model.state_dict(), path)
     encoder = small()
-    report = load_weights(encoder, path, source)
+    report = load_weights(encoder, path)
     assert set(report.used) == set(encoder.state_dict())
     assert (report.left_out, report.fresh, report.resized) == ([], [], [])
     assert str(report) == "30 tensors loaded"
@@ -48,8 +47,7 @@ def test_flat_files_of_dino_and_timm(tmp_path, ending, source):
 
 
 @pytest.mark.parametrize("teacher", [True, False])
-@pytest.mark.parametrize("source", ["auto", "dino"])
-def test_training_checkpoint_of_dino_gives_the_teacher_without_its_head(tmp_path, teacher, source):
+def test_training_checkpoint_of_dino_gives_the_teacher_without_its_head(tmp_path, teacher):
     model, other = timm_vit(), {name: torch.zeros_like(t) for name, t in timm_vit().state_dict().items()}
     theirs = {f"backbone.{name}": tensor for name, tensor in (model.state_dict() if teacher else other).items()}
     student = {f"module.backbone.{n}": t for n, t in (other if teacher else model.state_dict()).items()}
@@ -64,7 +62,7 @@ def test_training_checkpoint_of_dino_gives_the_teacher_without_its_head(tmp_path
         checkpoint["teacher"] = theirs | head_of_dino("")
     torch.save(checkpoint, tmp_path / "checkpoint.pth")
     encoder = small()
-    report = load_weights(encoder, tmp_path / "checkpoint.pth", source)
+    report = load_weights(encoder, tmp_path / "checkpoint.pth")
     assert_equals_timm(encoder, model)
     assert {"optimizer", "epoch", "args", "dino_loss"} <= set(report.left_out)
     assert ("student" in report.left_out) == teacher
@@ -78,7 +76,7 @@ def test_checkpoints_of_mae(tmp_path):
     torch.save(checkpoint, tmp_path / "pretrained.pth")
     encoder = small(positions="sincos", mask_token=True)
     before = encoder.mask_token.clone()
-    report = load_weights(encoder, tmp_path / "pretrained.pth", "mae")
+    report = load_weights(encoder, tmp_path / "pretrained.pth")
     assert_equals_timm(encoder, model)
     assert not encoder.pos_embed.requires_grad
     assert torch.equal(encoder.mask_token, before)  # the checkpoint's mask token is the decoder's
@@ -106,7 +104,7 @@ def test_distilled_checkpoint_of_deit():
         img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=5
     ).eval()
     encoder = small(distillation_token=True)
-    report = load_weights(encoder, {"model": model.state_dict()}, "deit")
+    report = load_weights(encoder, {"model": model.state_dict()})
     assert report.left_out == ["head.weight", "head.bias", "head_dist.weight", "head_dist.bias"]
     images = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(encoder(images).pooled, model.forward_features(images)[:, 0], **CLOSE)

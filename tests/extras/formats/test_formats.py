@@ -254,7 +254,7 @@ REFUSED: list[tuple[str, dict[str, Any], Callable[[State], State], str]] = [
     ("vit_small", {}, without("pos_embed"), "Missing from the checkpoint: pos_embed"),
     ("vit_small", {}, beside(norm__bias=torch.ones(2)), r"norm.bias \(2,\), not \(48,\)"),
     ("vit_small", {}, without("patch_embed.proj.weight"), UNRECOGNISED),
-    ("vit_small", {}, beside(epoch=3), "has no state dict where source"),
+    ("vit_small", {}, beside(epoch=3), "has no state dict under teacher"),
     ("twins_svt_small", {}, without("blocks.1.0.norm2.bias"), "Missing from the checkpoint: blocks.1.0.norm2.bias"),
     ("twins_svt_small", {}, without("patch_embeds.0.proj.weight"), "Missing from the .*: patch_embeds.0.proj.weight"),
     ("twins_svt_small", {}, beside(norm__bias=torch.ones(2)), r"norm.bias \(2,\), not \(64,\)"),

@@ -33,7 +33,7 @@ timm_vit = partial(small_vit, embed_dim=64, depth=4, num_heads=1)
         ({"model": {0: torch.ones(2), "a": torch.ones(2)}}, "keys of type int"),
         (
             {"state": {0: {"step": 3}}, "param_groups": []},
-            "no state dict where source 'auto' stores it. The checkpoint holds state, param",
+            "no state dict under teacher, student, model, state_dict. The checkpoint holds state, param",
         ),
         ({}, "The checkpoint holds nothing"),
     ],

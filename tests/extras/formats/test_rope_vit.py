@@ -130,7 +130,7 @@ def test_training_checkpoints_hold_the_teacher_or_only_the_student(network):
         assert torch.equal(encoder(IMAGES).pooled, source(IMAGES).pooled)
     backbone = {f"backbone.{name}": tensor for name, tensor in dinov3_of(source).items()}
     encoder = small(mask_token=True)
-    report = load_weights(encoder, {"teacher": backbone | heads}, "dinov3")
+    report = load_weights(encoder, {"teacher": backbone | heads})
     assert report.left_out == list(heads)
     assert torch.equal(encoder(IMAGES).pooled, source(IMAGES).pooled)
 
@@ -249,7 +249,7 @@ def test_a_published_file_of_transformers_has_no_prefix_of_layers(tmp_path):
     oracle = of_transformers(hidden_size=128, num_attention_heads=2, intermediate_size=512)
     state = {name.replace("model.layer.", "layer."): tensor for name, tensor in oracle.state_dict().items()}
     encoder = build(**rope_vit.describe(state)).eval()
-    load_weights(encoder, state, "transformers")
+    load_weights(encoder, state)
     torch.testing.assert_close(encoder(IMAGES).pooled, oracle(IMAGES).pooler_output, **CLOSE)
 
 

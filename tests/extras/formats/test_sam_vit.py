@@ -34,12 +34,11 @@ def whole_model(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return state | other | {"pixel_mean": torch.zeros(3, 1, 1), "pixel_std": torch.ones(3, 1, 1)}
 
 
-@pytest.mark.parametrize("source", ["auto", "sam"])
 @torch.no_grad()
-def test_the_whole_model_gives_its_encoder(tmp_path, source):
+def test_the_whole_model_gives_its_encoder(tmp_path):
     oracle, encoder, images = timm_sam(), small(), images_of(2, 3, 24, 24)
     torch.save(whole_model(oracle.state_dict()), tmp_path / "sam.pth")
-    report = load_weights(encoder, tmp_path / "sam.pth", source)
+    report = load_weights(encoder, tmp_path / "sam.pth")
     assert set(report.used) == set(encoder.state_dict())
     assert (report.fresh, report.resized) == ([], [])
     assert len(report.left_out) == 4
@@ -56,7 +55,7 @@ def test_the_encoder_alone_under_all_names(form):
     state, encoder, images = oracle.state_dict(), small(), images_of(2, 3, 24, 24)
     if form in ("alone", "ours"):
         state = {name.replace("mlp.fc", "mlp.lin"): tensor for name, tensor in state.items()}
-    report = load_weights(encoder, state, "timm" if form == "timm" else "auto")
+    report = load_weights(encoder, state)
     assert report.left_out == (["head.fc.weight", "head.fc.bias"] if form == "classifier" else [])
     assert report.fresh == []
     torch.testing.assert_close(encoder.feature_map(images), oracle.forward_features(images), **CLOSE)
@@ -97,7 +96,7 @@ def test_a_plain_vit_grows_into_a_sam_vit(kind):
         state |= {name: torch.zeros(1, 48) for name in extra}
     encoder = build("sam_vit_b", **SMALL | {"window_size": 0}, mask_token=True).eval()
     token, neck = encoder.mask_token.clone(), encoder.neck[0].weight.clone()
-    report = load_weights(encoder, state, "mae" if kind == "mae" else "auto")
+    report = load_weights(encoder, state)
     norm = "fc_norm" if kind == "timm avg" else "norm"
     special = ["cls_token"] + ["reg_token"] * (kind == "registers")
     assert sorted(report.left_out) == sorted([*special, f"{norm}.weight", f"{norm}.bias", *extra])

@@ -29,14 +29,13 @@ def timm_twins(**options) -> Any:
     return scramble(timm.create_model("twins_svt_small", **TIMM | options))
 
 
-@pytest.mark.parametrize("source", ["auto", "twins"])
 @torch.no_grad()
-def test_files_of_meituan(tmp_path, source):
+def test_files_of_meituan(tmp_path):
     model = timm_twins(num_classes=5)  # with the names of the published code
     torch.save({"model": model.state_dict(), "args": argparse.Namespace(lr=1.0), "epoch": 3}, tmp_path / "svt.pth")
     encoder = small(mask_token=True)
     before = encoder.mask_token.clone()
-    report = load_weights(encoder, tmp_path / "svt.pth", source)
+    report = load_weights(encoder, tmp_path / "svt.pth")
     assert sorted(report.left_out) == ["args", "epoch", "head.bias", "head.weight"]
     assert report.fresh == ["mask_token"]
     assert torch.equal(encoder.mask_token, before)
@@ -45,7 +44,7 @@ def test_files_of_meituan(tmp_path, source):
     torch.testing.assert_close(
         encoder(images).pooled, model.forward_head(model.forward_features(images), True), **CLOSE
     )
-    assert load_weights(small(), model.state_dict(), source).left_out == ["head.weight", "head.bias"]  # flat
+    assert load_weights(small(), model.state_dict()).left_out == ["head.weight", "head.bias"]  # flat
 
 
 def test_description_of_another_layout_and_of_unknown_heads():

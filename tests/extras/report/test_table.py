@@ -141,21 +141,6 @@ def printed(table: Table, width: int) -> list[list[str]]:
     return [[cell.strip() for cell in line.replace("┃", "│").split("│")[1:-1]] for line in lines]
 
 
-def test_a_narrow_terminal_breaks_no_cell(tmp_path: Path) -> None:
-    for number in range(12):
-        make_run(tmp_path / f"run-{number}", [record(20, 3.0, knn_top1=0.2, linear_top1=0.5)], seed=number)
-    table = make_table(read_runs([tmp_path])[0])
-    console = Console(file=io.StringIO(), width=60)
-    print_table(table, console)
-    assert isinstance(console.file, io.StringIO)
-    shown = console.file.getvalue()
-    assert max(map(len, shown.splitlines())) <= 60
-    assert all(f"│ run-{number} " in shown for number in range(12))
-    assert shown.count(" 20.0 ") == 12
-    assert "1: 20-NN" in shown
-    assert "more columns do not fit here" in shown
-
-
 def test_cells_are_escaped_for_each_format(tmp_path: Path) -> None:
     texts = {"equals": "=1+1", "at": "@x", "tag": "<b>x</b>", "link": "[x](y)", "number": "-1"}
     for name, text in texts.items():
