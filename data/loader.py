@@ -165,7 +165,8 @@ def training_batches(
         for opened in sources:
             opened.require_labels()
     if reading.maps is not None:
-        _require_maps(sources, transform)
+        for opened in sources:
+            opened.require_targets()
     if reading.augment is not None:
         reading.augment.check(len(transform.views), packed=transform.packing is not None)
     mixture = mixture_sampler(sources, weights, seed, stream, batches.batch_size, batches.streams)
@@ -244,18 +245,15 @@ def evaluation_batches(
             further changes.
 
     Raises:
-        ValueError: `batch_size` is below 1.
         ShardError: the shards cannot be used, or labels or maps are missing. Iterating over the batches also raises
             this error, if a label is not an integer or a map is wrong.
     """
-    if batch_size < 1:
-        raise ValueError(f"The batch size is {batch_size}. It must be at least 1.")
     rank, world_size = part
     opened = open_shards(shards, progress=rank == 0, source=reading.source)
     if labels:
         opened.require_labels()
     if reading.maps is not None:
-        _require_maps([opened], transform)
+        opened.require_targets()
     count = opened.images if images is None else min(images, opened.images)
     chosen = np.linspace(0, opened.images - 1, count).round().astype(np.int64).tolist() if images else range(count)
     numbers = chosen[rank * count // world_size : (rank + 1) * count // world_size]
@@ -263,19 +261,6 @@ def evaluation_batches(
     dataset = EvaluationDataset(opened, transform, labels, reading.decoding)
     collator = Collator(transform, min(batch_size, opened.images), reading.preprocessing, cut_for=cut_for)
     return Batches(dataset, batches, collator, reading.workers, opened.images)
-
-
-def _require_maps(sources: Sequence[Source], transform: Transform) -> None:
-    """Check that every sample has a map, and that the transform draws one crop.
-
-    Raises:
-        ShardError: a sample has no map. The message names the sample.
-        ValueError: the transform draws several crops, or packed crops.
-    """
-    if transform.packing is not None or [view.crops for view in transform.views] != [1]:
-        raise ValueError("Maps need a transform that draws one crop of each image, without packing.")
-    for opened in sources:
-        opened.require_targets()
 
 
 def _warn_of_small_cache(sources: Sequence[Source], spans: Sequence[int]) -> None:

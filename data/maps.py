@@ -159,13 +159,8 @@ def encode_map(values: Tensor, member: str) -> bytes:
 def cut_map(values: Tensor, view: ViewParameters) -> Tensor:
     """Cut the same crops from a map as `data.resample.cut` cuts from its image: (H, W) -> (n, S, T).
 
-    A pixel of a crop has the value of the nearest pixel of the map.
-
-    Raises:
-        ValueError: the crops are rotated.
+    A pixel of a crop has the value of the nearest pixel of the map. The crops must not be rotated.
     """
-    if view.degrees is not None:
-        raise ValueError("The crops of maps cannot be rotated. Set the rotation to 0.")
     first, second, height, width = view.window or (0, 0, *view.size)
     crops = []
     for (top, left, *sides), flip in zip(view.boxes.tolist(), view.flips.tolist(), strict=True):

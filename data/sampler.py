@@ -117,9 +117,6 @@ class ShuffledSampler:
             samples, 16 from a million samples on, and more for billions of samples.
         buffer: number of samples in the shuffle buffer of a stream.
         source: index of this list of shards in a mixture of sources. Each source is shuffled differently.
-
-    Raises:
-        ValueError: there is no shard, a shard is empty, or an argument is out of range.
     """
 
     def __init__(
@@ -133,15 +130,7 @@ class ShuffledSampler:
         source: int = 0,
     ) -> None:
         counts = np.asarray(counts, dtype=np.int64)
-        if not len(counts) or counts.min() < 1:
-            raise ValueError("A sampler needs at least one shard, and at least one sample in each shard.")
-        if not 0 <= seed < 2**64:
-            raise ValueError(f"The seed is {seed}. It must be from 0 to 2**64 - 1.")
         block = _suitable_block(counts) if block is None else block
-        if min(streams, block, buffer) < 1:
-            raise ValueError(
-                f"streams is {streams}, block is {block} and buffer is {buffer}. Each of them must be at least 1."
-            )
         self.images = int(counts.sum())
         self.streams, self.block, self.buffer = streams, block, buffer
         self._counts, self._seed, self._source = counts, seed, source

@@ -158,7 +158,7 @@ class Cache:
                 try:
                     _lock(descriptor)
                     if _names(part, descriptor):  # another process may have renamed or removed the part file
-                        made = self._make(descriptor, part, path, fill, size)
+                        made = self._make(descriptor, part, path, fill)
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
                 finally:
                     if not made:
@@ -205,7 +205,7 @@ class Cache:
     def _path(self, name: str) -> Path:
         return self.folder / name[:2] / name
 
-    def _make(self, descriptor: int, part: Path, path: Path, fill: Callable[["Sink"], None], size: int | None) -> bool:
+    def _make(self, descriptor: int, part: Path, path: Path, fill: Callable[["Sink"], None]) -> bool:
         """Fill the locked part file and rename it to `path`. Return False if the entry already exists, else True."""
         if path.exists():  # another process wrote the entry before this process got the lock
             part.unlink()
@@ -213,8 +213,6 @@ class Cache:
         sink = Sink(self, descriptor)
         try:
             fill(sink)
-            if size is not None and sink.written != size:
-                raise CacheError(f"{part} has {sink.written} bytes, but {size} were expected. Start the command again.")
             part.rename(path)
             return True
         except BaseException:

@@ -14,7 +14,7 @@ from PIL import Image
 from tessera.data.augment import to_model_input
 from tessera.data.batch import ViewParameters
 from tessera.data.check_shards import main as check
-from tessera.data.crops import CenterCrop, MultiCrop, MultiCropConfig, RandomCrop, RandomCropConfig, WholeImage
+from tessera.data.crops import CenterCrop, RandomCrop, RandomCropConfig, WholeImage
 from tessera.data.decode import ImageError
 from tessera.data.loader import Reading, evaluation_batches, training_batches
 from tessera.data.make_shards import main
@@ -124,8 +124,6 @@ def test_crops_are_those_of_nearest_neighbours():
         assert torch.equal(crop, expected.flip(1) if flip else expected)
         inner = expected[2:12, 3:15]
         assert torch.equal(part, inner.flip(1) if flip else inner)
-    with pytest.raises(ValueError, match="cannot be rotated"):
-        cut_map(values, ViewParameters(boxes, (16, 24), flips, np.zeros(3)))
 
 
 def aligned(seed, height, width):
@@ -227,10 +225,6 @@ def test_broken_and_missing_maps_are_named(write_tar):
         with pytest.raises(ShardError, match=message):
             list(training_batches(path, crop, BatchSampler(2), seed=0, reading=Reading(maps=3)))
         assert sum(map(len, evaluation_batches(path, WholeImage(16), 2, labels=False))) == 2
-    path = write_tar("good.tar", good)
-    views = MultiCrop(MultiCropConfig(global_size=16))
-    with pytest.raises(ValueError, match="one crop of each image"):
-        evaluation_batches(path, views, 2, labels=False, reading=Reading(maps=3))
 
 
 def test_the_index_knows_maps(write_tar, tmp_path):

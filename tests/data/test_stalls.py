@@ -176,18 +176,6 @@ def test_a_worker_long_at_work_is_described(monkeypatch):
     assert states.describe() == ("worker 0 has not started", True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ["del batches", "raise SystemExit(75)"])
-def test_stopped_workers_do_not_change_the_exit_code(end, write_shards):
-    (path,) = write_shards([20])
-    program = PROGRAM.replace("time.sleep(600)", f"{end}\nraise SystemExit(75)")
-    start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", program, path], stdout=subprocess.PIPE, text=True, timeout=60)
-    assert done.returncode == 75
-    assert time.monotonic() - start < 20
-    assert not any(is_running(pid, None) for pid in map(int, done.stdout.split()))
-
-
 def test_workers_outlive_signals_but_not_a_killed_parent(write_shards):
     (path,) = write_shards([20])
     program = subprocess.Popen([sys.executable, "-c", PROGRAM, path], stdout=subprocess.PIPE, text=True)

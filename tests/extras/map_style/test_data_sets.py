@@ -5,13 +5,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 import tessera
 from tessera.data.shards import ShardError
 from tessera.runtime.settings import SettingsError
 from tessera.runtime.user_error import UserError
-from tests.launched import ROOT, records
 from tests.tessera.test_interface import SMALL
 
 
@@ -76,29 +74,6 @@ def test_evaluations(tmp_path):
         tessera.knn("pixels", both := Pairs(), both, image_size=16, workers=0)
 
 
-PROGRAM = """
-import sys
-import tessera
-from tests.extras.map_style.test_data_sets import DATA, RUN
-
-if __name__ == "__main__":
-    tessera.pretrain(data=DATA, output=sys.argv[1], **RUN)
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one(tmp_path, fork):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    losses = []
-    for processes in (1, 2):
-        output = tmp_path / str(processes)
-        fork([str(output)], processes=processes, script=program, PYTHONPATH=str(ROOT)).wait()
-        losses.append([line["loss"] for line in records(output) if "loss" in line])
-    assert len(losses[0]) == 3
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
 def dark(crop):
     return crop // 4
 
@@ -138,17 +113,3 @@ def test_stages(tmp_path):
     file.write_text("method: dino\ndata:\n  shards: photos\n  stages: [os:abort]\n  augment: os:abort\n")
     with pytest.raises(SettingsError, match=r"only you may have run: .*data.augment os:abort and data.stages os:abort"):
         tessera.pretrain(config=str(file), output=str(tmp_path / "run"))
-
-
-def test_streams_are_refused():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            yield torch.zeros(3, 8, 8)
-
-    refused = {"match": "a Stream is read as a stream, which cannot be resumed"}
-    with pytest.raises(ShardError, **refused):
-        tessera.pretrain(data=Stream())
-    with pytest.raises(ShardError, **refused):
-        next(iter(tessera.training_batches(data=Blobs(), evaluation={"val": Stream()})))
-    with pytest.raises(ShardError, **refused):
-        tessera.knn("pixels", Stream(), Blobs())
