@@ -9,7 +9,6 @@ Shape letters: as in `pretrain.methods.dinov2`; P tokens of a global crop.
 
 import copy
 import math
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -47,25 +46,14 @@ class CropSizes(NamedTuple):
         return cls(sides[0], sides[1], sides[-1] if len(sides) > 2 else sides[0])
 
 
-def checked_sizes(given: dict[str, float] | None) -> dict[str, float] | None:
-    """Check combinations of crop sizes and their probabilities, and return them, smallest sizes first.
+def sorted_sizes(given: dict[str, float] | None) -> dict[str, float] | None:
+    """Return combinations of crop sizes and their probabilities, smallest sizes first."""
+    return given and dict(sorted(given.items(), key=lambda item: CropSizes.parse(item[0])))
 
-    Raises:
-        ValueError: there is no combination, a combination is not written as `global/local/gram` or `global/local`, or a
-            probability is not positive.
-    """
-    if given is None:
-        return None
-    for text, probability in given.items():
-        if not re.fullmatch(r"[1-9]\d*/[1-9]\d*(/[1-9]\d*)?", text):
-            raise ValueError(
-                f"{text!r} is not a combination of crop sizes. Write global/local/gram, as in 512/112/768."
-            )
-        if not 0 < probability < math.inf:
-            raise ValueError(f"The probability of {text} must be a positive number. Leave out unused combinations.")
-    if not given:
-        raise ValueError("There is no combination of crop sizes. Give at least one, or leave out the setting.")
-    return dict(sorted(given.items(), key=lambda item: CropSizes.parse(item[0])))
+
+Combination = Annotated[str, Field(pattern=r"^[1-9]\d*/[1-9]\d*(/[1-9]\d*)?$")]
+"""Sizes that are written as `global/local/gram`, or as `global/local`."""
+Sizes = Annotated[dict[Combination, Annotated[float, Field(gt=0)]], Field(min_length=1)]
 
 
 class DINOv3Config(DINOv2Config, frozen=True):
@@ -99,7 +87,7 @@ class DINOv3Config(DINOv2Config, frozen=True):
     gram_size: Derived[int] = derived(ge=1)
     """side in pixels of the crops for the Gram teacher, whose tokens are resized to the student's grid; default:
     global_size; the Gram teacher then sees the student's global crops without masks"""
-    sizes: Annotated[dict[str, float] | None, AfterValidator(checked_sizes)] = None
+    sizes: Annotated[Sizes | None, AfterValidator(sorted_sizes)] = None
     """combinations of global_size, local_size and gram_size, one of which is drawn for each step: a mapping from
     global/local/gram (or global/local) to a relative probability, such as {512/112/768: 0.3, 768/160/1152: 0.7}; the
     three settings then default to the combination with the largest global crops; default: the same sizes at every

@@ -32,7 +32,7 @@ class NarrowTransformer(nn.Module):
         mask_token: add a learned token for hidden tokens, for which the encoder returns no features.
 
     Raises:
-        EncoderError: the width does not fit the number of heads, or `depth` is 0 and `mask_token` is set.
+        EncoderError: the width does not fit the number of heads.
     """
 
     def __init__(self, features: int, dim: int, depth: int, heads: int, predicted: int, *, mask_token: bool) -> None:
@@ -40,8 +40,6 @@ class NarrowTransformer(nn.Module):
         check_counts(features=features, predicted=predicted)
         if depth:
             check_heads(dim, heads)
-        elif mask_token:
-            raise EncoderError("A transformer without blocks cannot predict hidden tokens. Choose a larger depth.")
         self.embed = nn.Linear(features, dim) if depth else nn.Identity()
         self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(1, dim), std=0.02)) if mask_token else None
         block = {"mlp_ratio": 4.0, "qkv_bias": True, "norm_eps": 1e-6, "layer_scale": None, "drop_path": 0.0}
@@ -73,12 +71,11 @@ class NarrowTransformer(nn.Module):
             sequences: `PackedImages.sequences`, or None for images of one size.
 
         Raises:
-            EncoderError: an image has too many rows or columns of tokens, or `mask` needs a mask token.
+            EncoderError: an image has too many rows or columns of tokens.
         """
         x = self.embed(tokens)  # (V, E) or (T, E)
         if mask is not None:
-            if self.mask_token is None:
-                raise EncoderError("Hidden tokens need a mask token. Build the transformer with mask_token=True.")
+            assert self.mask_token is not None
             x = self.mask_token.to(x.dtype).repeat(len(mask.hidden), 1).index_copy(0, mask.visible, x)  # (T, E)
         if not self.blocks:
             return self.pred(x)

@@ -277,12 +277,8 @@ class PendingCenter:
         """Move `center` (K,) towards the mean of the step's logits over the rows of all processes. Collective.
 
         If there are no rows, or if `updated` is 0, the centre does not change.
-
-        Raises:
-            RuntimeError: no logits were added in this step.
         """
-        if self._sums is None:
-            raise RuntimeError("after_step was called before a forward pass of the same step. Call forward first.")
+        assert self._sums is not None, "after_step needs a forward pass of the same step"
         sums = all_reduce_sum(self._sums[1])  # (K + 1,)
         used = (sums[-1] > 0) & (torch.as_tensor(updated, device=sums.device) == 1)
         center.lerp_(torch.where(used, sums[:-1] / sums[-1], center), 1 - momentum)

@@ -184,8 +184,6 @@ def clip_gradients(
         copies: Number of processes that hold the same part, if `sharded` is True.
     """
     flat = [g for part in grads for g in part]
-    if not flat:
-        raise ValueError("no parameter has a gradient. Call clip_gradients after the backward pass.")
     norms = torch.stack(torch._foreach_norm(flat))  # pyright: ignore[reportPrivateImportUsage]  # (tensors,)
     if sharded:
         norms = (all_reduce_sum(norms.square()) / copies).sqrt()

@@ -120,16 +120,6 @@ def test_the_flop_of_a_step_are_those_counted_by_hand() -> None:
     assert 5 < kernels < 40
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("--gpu h100", "Add --dry_run"),
-    ("--dry_run --gpus 8", "--gpus belongs to"),
-    ("--dry_run --gpu b42", "h100"),
-])  # fmt: skip
-def test_what_does_not_fit_is_refused(text: str, message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        load([*SMALL.split(), *text.split()])
-
-
 def test_settings_are_those_of_the_gpu(tmp_path: str, capsys: pytest.CaptureFixture[str]) -> None:
     config: RunConfig = load(["--encoder", "vit_micro", "--encoder.depth", "1", "--dry_run", "--gpu", "a100"])
     accelerator, _ = make_accelerator(config)
