@@ -261,7 +261,7 @@ def large_crops(config: RunConfig, sources: list[Source]) -> str:
     """Return a sentence if crops are more than twice as large as the first images of the sources, or else ""."""
     name = next((one for one in ("global_size", "size") if hasattr(config.method_config, one)), None)
     crop, sides = getattr(config.method_config, name or "", None), list[int]()
-    decoding = Decoding(config.data.channels, config.loader.max_pixels)
+    decoding = Decoding.of(config.data.preprocessing, config.loader.max_pixels)
     for source in sources:
         for number in range(min(source.images, PROBED)):
             with suppress(ImageError, DroppedError):

@@ -29,7 +29,7 @@ from tessera.encoders.weight_files import format_of
 from tessera.extras.backbones.module import ModuleEncoder
 from tessera.extras.backbones.timm_models import import_timm
 from tessera.extras.exports.certificate import TOLERANCE, Exported, Photograph, certify, names_after, shapes, tokens_of
-from tessera.extras.exports.preparation import description, prepare, pretrained_cfg, ranged_sentence, takes_bytes
+from tessera.extras.exports.preparation import byte_moments, description, prepare, pretrained_cfg, ranged_sentence
 from tessera.extras.formats import transformers_export
 from tessera.runtime.files import atomic_write
 
@@ -83,7 +83,7 @@ def export(
         raise WeightsError(f"{output} {hint}.")
     if dynamic_size and form not in ("onnx", "torch"):
         raise EncoderError(f"--dynamic_size is for onnx and torch. The size of images in {form} follows its own rules.")
-    if form in ("timm", "transformers") and not takes_bytes(encoder):
+    if form in ("timm", "transformers") and not byte_moments(encoder.preprocessing):
         log.warning("%s", ranged_sentence(encoder))
     encoder.eval()
     with _frozen(encoder), tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
@@ -171,7 +171,7 @@ def to_transformers(encoder: Encoder, file: Path) -> Exported:
     # transform of timm does not. It reads config.json, and other programs read preprocessor_config.json.
     # It takes RGB images of 8 bits only.
     processor = None
-    if encoder.channels == 3 and takes_bytes(encoder):
+    if encoder.channels == 3 and byte_moments(encoder.preprocessing):
         processor = {"image_processor_type": "TimmWrapperImageProcessor", "pretrained_cfg": pretrained_cfg(encoder)}
         file.with_name("preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
     _save(state, file)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tessera.extras.exports.preparation import absent_values
 from tessera.extras.report.run_folders import RunFolder, read_run
 from tessera.runtime.user_error import without_controls
 
@@ -76,8 +77,8 @@ def _input(described: Mapping[str, Any]) -> Iterable[str]:
         yield from ["An image file is opened upright, on a white background:", "", "```python", *OPENING, "```", ""]
     if "low" in described:
         yield f"Images (B, C, H, W) of the type {described['pixel_type']}: a value v of channel c becomes"
-        yield "x = clamp((v - low[c]) / (high[c] - low[c]), 0, 1), minus mean[c], divided by std[c]. Before an image is"
-        yield f"resized, {'nodata and NaN' if 'nodata' in described else 'NaN'} become the mean of their channel."
+        yield "x = clamp((v - low[c]) / (high[c] - low[c]), 0, 1), minus mean[c], divided by std[c]."
+        yield absent_values(described)
     else:
         yield "Images (B, C, H, W): pixels from 0 to 1, minus mean, divided by std."
 

@@ -7,7 +7,7 @@ from tessera.encoders.base import Encoder
 from tessera.encoders.preprocessing import image_size
 from tessera.evaluation.transform import preparation
 from tessera.extras.exports.certificate import Photograph
-from tessera.extras.exports.preparation import takes_bytes
+from tessera.extras.exports.preparation import byte_moments
 
 HEIGHT, WIDTH = 427, 640
 """Height and width of `made_photograph` in pixels."""
@@ -36,7 +36,7 @@ def photograph(encoder: Encoder) -> Photograph | None:
     not square.
     """
     height, width = image_size(encoder)
-    if not takes_bytes(encoder):
+    if not byte_moments(encoder.preprocessing):
         return None
     if encoder.channels != 3 or encoder.preprocessing.channels != 3 or height != width:
         return None

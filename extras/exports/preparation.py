@@ -1,6 +1,7 @@
 """Preparation of an image for an encoder as the evaluations do it, stated in the terms of other libraries."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,33 +21,49 @@ def description(encoder: Encoder) -> dict[str, Any]:
     An encoder for images that are not square has no resize and no crop, because the evaluations prepare square images.
     """
     preprocessing, (height, width) = encoder.preprocessing, image_size(encoder)
-    found: dict[str, Any] = {"mode": "RGB"} if preprocessing.channels == 3 and takes_bytes(encoder) else {}
+    moments = byte_moments(preprocessing)
+    found: dict[str, Any] = {"mode": "RGB"} if preprocessing.channels == 3 and moments else {}
     if height == width:
         found |= {"resize": short_side(height), "crop": height, "interpolation": "bicubic", "antialias": True}
-    if takes_bytes(encoder):
-        found["pixels"] = "0 to 1"
-    else:
-        found |= {"pixels": "clamp((value - low) / (high - low), 0, 1)", "pixel_type": preprocessing.pixel_type}
-        found |= dict(zip(("low", "high"), map(list, preprocessing.range), strict=True))
-        found |= {} if preprocessing.nodata is None else {"nodata": preprocessing.nodata}
+    if moments:
+        return found | {"pixels": "0 to 1", "mean": list(moments[0]), "std": list(moments[1])}
+    found |= {"pixels": "clamp((value - low) / (high - low), 0, 1)", "pixel_type": preprocessing.pixel_type}
+    found |= dict(zip(("low", "high"), map(list, preprocessing.range), strict=True))
+    found |= {} if preprocessing.nodata is None else {"nodata": preprocessing.nodata}
     return found | {"mean": list(preprocessing.mean), "std": list(preprocessing.std)}
 
 
-def takes_bytes(encoder: Encoder) -> bool:
-    """Return True if the encoder takes images of 8 bits, whose values from 0 to 255 become 0 to 1."""
-    return encoder.preprocessing == Preprocessing(encoder.preprocessing.mean, encoder.preprocessing.std)
+def byte_moments(preprocessing: Preprocessing) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Return mean and std for values of 8 bits divided by 255; None if they cannot state the preparation of images.
+
+    A range that clamps no value of 8 bits is a part of mean and std.
+    """
+    low, high = preprocessing.range
+    if preprocessing.pixel_type != "uint8" or preprocessing.nodata is not None or max(low) > 0 or min(high) < 255:
+        return None
+    if preprocessing.low is None:
+        return preprocessing.mean, preprocessing.std
+    each = list(zip(preprocessing.mean, preprocessing.std, low, high, strict=True))
+    mean = tuple((start + one * (end - start)) / 255 for one, _, start, end in each)
+    return mean, tuple(one * (end - start) / 255 for _, one, start, end in each)
+
+
+def absent_values(described: Mapping[str, Any]) -> str:
+    """Return a sentence about values without data for a `description`, or "" if there are none."""
+    marks = [f"nodata ({described['nodata']})"] if "nodata" in described else []
+    marks += ["NaN"] if described["pixel_type"] == "float32" else []
+    return f"Before an image is resized, {' and '.join(marks)} become the mean of their channel." if marks else ""
 
 
 def ranged_sentence(encoder: Encoder) -> str:
     """Return a sentence for other libraries, whose transforms cannot prepare the images of an encoder."""
-    preprocessing = encoder.preprocessing
-    low, high = (", ".join(f"{value:g}" for value in bound) for bound in preprocessing.range)
-    mark = "NaN" if preprocessing.nodata is None else f"NaN and nodata ({preprocessing.nodata})"
+    described = description(encoder)
+    low, high = (", ".join(f"{value:g}" for value in described[name]) for name in ("low", "high"))
     return (
-        f"This encoder takes {preprocessing.pixel_type} images, which the transforms of timm and transformers do not "
+        f"This encoder takes {described['pixel_type']} images, which the transforms of timm and transformers do not "
         f"prepare: x = clamp((value - low) / (high - low), 0, 1), then (x - mean) / std, where low is {low} and high "
-        f"is {high}. {mark} become the mean before the image is resized."
-    )
+        f"is {high}. {absent_values(described)}"
+    ).rstrip()
 
 
 def prepare(image: Any, described: dict[str, Any]) -> Tensor:
@@ -75,14 +92,16 @@ def pretrained_cfg(encoder: Encoder) -> dict[str, Any]:
             'Write the mean and std of each channel into "preprocessing" of the .json file of the encoder.'
         )
     height, width = image_size(encoder)
+    moments = byte_moments(preprocessing)
+    mean, std = moments or (preprocessing.mean, preprocessing.std)
     return {
         "input_size": (encoder.channels, height, width),
         "interpolation": "bicubic",
         "crop_pct": _crop_pct(min(height, width)),
         "crop_mode": "center",
-        "mean": preprocessing.mean,
-        "std": preprocessing.std,
-        **({} if takes_bytes(encoder) else {"notes": (ranged_sentence(encoder),)}),
+        "mean": mean,
+        "std": std,
+        **({} if moments else {"notes": (ranged_sentence(encoder),)}),
     }
 
 
