@@ -56,6 +56,10 @@ HOSTILE: list[dict[str, Any]] = [
     {"self": 1},
     {"unknown": 1},
     {"unkn\nown" * 1000: 1},
+    *(
+        {"preprocessing": {"mean": [0.5] * 3, "std": [1.0] * 3, "low": [0] * 3, "high": [9] * 3} | wrong}
+        for wrong in ({"high": None}, {"low": [9] * 3}, {"high": [9]}, {"pixel_type": ["int8"]}, {"nodata": [1]})
+    ),
     {"preprocessing": {"mean": [0.5] * 10**5, "std": [1.0] * 10**5}},
 ]
 

@@ -1,11 +1,12 @@
 """Encoders by name: built, saved, loaded."""
 
+import json
 import os
 
 import pytest
 import torch
 
-from tessera.encoders import build, family, load, save, saving
+from tessera.encoders import Preprocessing, build, family, load, save, saving
 
 
 def test_files_that_do_not_belong_together_are_refused(tmp_path):
@@ -56,3 +57,21 @@ def test_modes_of_the_caller_do_not_reach_the_weights(tmp_path):
         loaded = load(tmp_path / "encoder.safetensors")
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in saved.state_dict().items())
     assert not any(parameter.is_inference() for parameter in loaded.parameters())
+
+
+@pytest.mark.parametrize(
+    "preprocessing",
+    [
+        Preprocessing((0.1,) * 3, (0.2,) * 3),
+        Preprocessing((0.1,) * 3, (0.2,) * 3, "uint8", (1.0,) * 3, (200.0,) * 3),
+        Preprocessing((0.1,) * 3, (0.2,) * 3, "uint16", (112.0, 0.0, 3.0), (9840.0,) * 3, "auto"),
+        Preprocessing((0.1,) * 3, (0.2,) * 3, "float32", (-1.5,) * 3, (1.5,) * 3, -3.4028234663852886e38),
+    ],
+)
+def test_type_and_range_are_saved(preprocessing, tmp_path):
+    encoder = build("vit_micro")
+    encoder.preprocessing = preprocessing
+    save(encoder, tmp_path / "a.safetensors")
+    assert load(tmp_path / "a.safetensors").preprocessing == preprocessing
+    stored = json.loads((tmp_path / "a.json").read_text())["preprocessing"]
+    assert (stored.keys() == {"mean", "std"}) == (preprocessing.low is None)  # files of usual encoders stay the same

@@ -312,12 +312,51 @@ def test_normalisation_of_the_images() -> None:
     [
         (["--data.mean", "0.5,0.5"], "data.mean has 2 values, but data.channels is 3"),
         (["--data.std", "0.5,0.5,0"], "data.std must be positive"),
+        (["--data.range", "0,1,2"], r"data.range has 3 values, .* LOW,HIGH of each channel: 6 values"),
+        (["--data.range", "4,4"], "Each LOW must be less than its HIGH"),
         (["--encoder.channels", "1"], "encoder.channels is 1, but data.channels is 3"),
     ],
 )
 def test_normalisation_that_does_not_fit_is_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         resolve(load([*SHARDS, *arguments]), 1000)
+
+
+def test_a_range_is_measured_or_given_and_repeated_from_the_file(tmp_path: Path) -> None:
+    two = [*SHARDS, "--encoder", "vit_micro", "--data.channels", "2"]
+    found = Preprocessing((0.4, 0.5), (0.2, 0.1), "uint16", (3.0, 4.0), (900.0, 800.0), "auto")
+    config = resolve(load([*two, "--data.nodata", "auto"]), 1000, found)
+    assert config.data.preprocessing == found
+    assert config.data.range == (3, 900, 4, 800)
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert resolve(load(["--config", str(file)]), 1000).data == config.data
+    given = resolve(load([*two, "--data.pixel_type", "int16", "--data.range", "-5,7"]), 1000, found)
+    assert given.data.preprocessing == Preprocessing((0.4, 0.5), (0.2, 0.1), "int16", (-5.0, -5.0), (7.0, 7.0))
+    rgb = [*SHARDS, "--data.range", "0,200", "--data.mean", "0.5,0.5,0.5", "--data.std", "1,1,1"]
+    assert resolve(load(rgb), 1000).data.preprocessing.high == (200, 200, 200)
+    with pytest.raises(SettingsError, match="The range of the images was not measured"):
+        resolve(load([*SHARDS, "--data.pixel_type", "uint16"]), 1000)
+
+
+def test_a_run_of_an_older_version_reads_uint8(tmp_path: Path) -> None:
+    saved = yaml.safe_load(to_yaml(resolve(load(SHARDS), 1000)))
+    for name in ("pixel_type", "range", "nodata"):
+        del saved["data"][name]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    assert load(["--resume", str(tmp_path)]).data.pixel_type == "uint8"
+    assert load(SHARDS).data.pixel_type == "auto"
+
+
+def test_weights_with_a_range_give_it_to_the_data(tmp_path: Path) -> None:
+    encoder, file = encoders.build("vit_micro", channels=2), tmp_path / "a.safetensors"
+    usual = Preprocessing((0.4, 0.5), (0.2, 0.1))
+    ranged = Preprocessing((0.4, 0.5), (0.2, 0.1), "uint16", (3.0, 4.0), (900.0, 800.0), -1.0)
+    for encoder.preprocessing in (usual, ranged):
+        encoders.save(encoder, file)
+        config = load([*SHARDS, "--init_from", str(file)])
+        assert config.data.pixel_type == ("auto" if encoder.preprocessing == usual else "uint16")
+        assert resolve(config, 1000).data.preprocessing == encoder.preprocessing
 
 
 def test_a_method_may_fill_every_setting_of_the_optimizer() -> None:

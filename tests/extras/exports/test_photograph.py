@@ -3,6 +3,8 @@
 import io
 import json
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +62,41 @@ def test_timm_prepares_as_the_evaluations(size: int) -> None:
         assert levels(theirs(image), ours, encoder) < 2.5, shape
         assert levels(preprocessing.prepare(image, stated), ours, encoder) < 2.5, shape
         assert float((theirs(image) - ours).abs().mean()) < 2e-3
+
+
+def test_a_range_that_clamps_no_byte_is_a_part_of_mean_and_std() -> None:
+    data, encoder, image = pytest.importorskip("timm").data, built(96), taken(500, 333)
+    moments = encoder.preprocessing.mean, encoder.preprocessing.std
+    encoder.preprocessing = Preprocessing(*moments, "uint8", (-10.0, 0.0, -3.0), (255.0, 400.0, 256.0))
+    theirs = data.create_transform(**preprocessing.pretrained_cfg(encoder), is_training=False)
+    assert levels(theirs(image), preparation(encoder)(image), encoder) < 2.5
+    stated = json.loads(json.dumps(preprocessing.description(encoder)))
+    assert levels(preprocessing.prepare(image, stated), preparation(encoder)(image), encoder) < 2.5
+
+
+@pytest.mark.parametrize(
+    "ranged",
+    [
+        {"pixel_type": "uint16", "low": (3.0,) * 3, "high": (9000.0,) * 3},
+        {"pixel_type": "float32", "low": (-1.0,) * 3, "high": (1.0,) * 3, "nodata": -9999.0},
+        {"low": (3.0,) * 3, "high": (300.0,) * 3},
+        {"nodata": 0.0},
+    ],
+)
+def test_images_that_no_other_library_prepares_are_described(ranged: dict[str, Any]) -> None:
+    encoder = built(96)
+    encoder.preprocessing = replace(encoder.preprocessing, **ranged)
+    assert photograph(encoder) is None
+    stated = json.loads(json.dumps(preprocessing.description(encoder)))
+    assert stated["pixels"] == "clamp((value - low) / (high - low), 0, 1)"
+    own = {name: tuple(stated[name]) for name in ("mean", "std", "low", "high")}
+    low, high = encoder.preprocessing.range
+    assert own == {"mean": (0.1, 0.2, 0.3), "std": (0.5, 0.4, 0.3), "low": low, "high": high}
+    assert (stated["pixel_type"], stated.get("nodata")) == (ranged.get("pixel_type", "uint8"), ranged.get("nodata"))
+    (note,) = preprocessing.pretrained_cfg(encoder)["notes"]
+    assert f"takes {stated['pixel_type']} images" in note
+    assert f"low is {low[0]:g}, " in note
+    assert ("Before an image is resized" in note) == (stated["pixel_type"] == "float32" or "nodata" in stated)
 
 
 @pytest.mark.medium

@@ -45,6 +45,15 @@ def test_another_encoder_is_refused_and_another_sample_order_is_logged(caplog: p
         check_fits(checkpoint, settings() | {"encoder": settings()["encoder"] | {"depth": 2}})
 
 
+def test_other_pixels_are_refused() -> None:
+    old = settings()
+    new = {**old, "data": {"pixel_type": "uint8", "range": None, "nodata": None}}
+    check_fits(checkpoint_of({**old, "data": {"nodata": None}}), new)  # older versions read all images as uint8
+    for name, value in (("pixel_type", "uint16"), ("range", [0.0, 9.0]), ("nodata", 0.0)):
+        with pytest.raises(CheckpointError, match=rf"data\.{name} is .* in the checkpoint and .* in this run"):
+            check_fits(checkpoint_of(new), {**new, "data": {**new["data"], name: value}})
+
+
 def test_the_section_of_a_method_that_only_one_start_knew_is_no_change(caplog: pytest.LogCaptureFixture) -> None:
     other = {"ijepa": {"size": 64}}
     check_fits(checkpoint_of(settings() | other), settings())
@@ -65,7 +74,10 @@ def test_the_same_data_at_another_path_are_no_change(
         ("wds/train", "/moved/wds/val", True),
     ):
         caplog.clear()
-        check_fits(checkpoint_of(before), settings() | {"data": {"shards": shards}, "evaluation": {"val": val}})
+        check_fits(
+            checkpoint_of(before),
+            settings() | {"data": {"shards": shards, "pixel_type": "uint8"}, "evaluation": {"val": val}},
+        )
         assert ("evaluation.val ['wds/val'] -> /moved/wds/val" in caplog.text) == changed
         assert bool(caplog.messages) == changed
 
