@@ -80,7 +80,7 @@ def test_any_split_and_any_stops_give_the_same_run(write_shards, number):
 
 
 def test_corrupt_images_are_replaced_alike_everywhere(write_shards):
-    shards = write_shards(SHARDS[7])
+    shards = write_shards([1, 40, 3, 16, 17, 2, 41])
     for path in shards[1:3]:
         with open(path, "r+b") as file:
             file.seek(512)  # the first image of the shard, behind its header

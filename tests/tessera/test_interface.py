@@ -247,7 +247,7 @@ def test_one_prepared_image_equals_the_evaluation(tmp_path: Path) -> None:
         assert tessera.transform(encoder)(array).shape == (3, 24, 24)
     wrong = {
         "Give the image: PIL.Image.open('a.jpg')": "a.jpg",
-        "Give values from 0": np.zeros((9, 9, 3)),
+        "Give values of the type uint8": np.zeros((9, 9, 3)),
         "Give a P": 3,
     }
     for message, image in wrong.items():
