@@ -36,7 +36,6 @@ from tessera.data.shards.access import Access, SourceConfig
 from tessera.data.shards.index import (
     CLASSES,
     FOLDER_INDEX,
-    LARGEST_TABLE,
     TABLE,
     FolderIndex,
     ShardEntry,
@@ -360,14 +359,12 @@ def _check_table(facts: Facts, index: Index, write: bool) -> None:
     """Write the table beside a local shard if `write` is true. Otherwise, compare an existing table with the shard.
 
     Raises:
-        ShardError: the table is too large, is damaged or belongs to another shard.
+        ShardError: the table is damaged or belongs to another shard.
     """
     beside = Path(f"{facts.path}{TABLE}")
     if write:
         write_table(facts.path, index)
     elif beside.exists():
-        if beside.stat().st_size > LARGEST_TABLE:
-            raise ShardError(f"{beside} has more than {LARGEST_TABLE} bytes, the maximum for a table. Remove the file.")
         stored = parse_table(beside.read_bytes(), str(beside))
         if not all(np.array_equal(a, b) for a, b in zip(stored[:-1], index[:-1], strict=True)):  # without notes
             raise ShardError(f"{beside} belongs to another shard. {REPLACE_INDEX}")

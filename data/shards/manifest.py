@@ -207,8 +207,6 @@ def _class_number(text: str) -> int | None:
 
 def _rows(path: Path, *, need_labels: bool = False) -> Iterator[Row]:
     """Yield the path and the label of each entry of a manifest."""
-    if path.exists() and not path.is_file():
-        raise ShardError(f"{path} is not a regular file. Give a file that is stored on a disk.")
     try:
         yield from _csv_rows(path, need_labels)
     except (OSError, csv.Error) as error:

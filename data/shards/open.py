@@ -8,7 +8,6 @@ import itertools
 import logging
 import os
 import re
-import stat
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -333,8 +332,6 @@ def shard_at(path: str, access: Access = DEFAULT) -> Shard:
         status = os.stat(path)
     except OSError as error:
         raise unreadable(path, error) from error
-    if not stat.S_ISREG(status.st_mode):
-        raise ShardError(f"{path} is not a regular file. Give a file that is stored on a disk.")
     if not status.st_size:
         raise ShardError(f"{path} has 0 bytes. {MAKE_SHARD_AGAIN}")
     # A file that replaces the shard may have the same modification time. Programs cannot set the change time, so the

@@ -12,7 +12,6 @@ import os
 import random
 import re
 import signal
-import stat
 import subprocess
 import threading
 import time
@@ -112,9 +111,7 @@ def read_small(path: str, config: SourceConfig, limit: int) -> bytes | None:
         content = retry(path, config, once)
     else:
         try:
-            with open(path, "rb", opener=open_at_once) as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise ShardError(f"{path} is not a regular file. Correct or remove the file.")
+            with open(path, "rb") as file:
                 content = file.read(limit + 1)
         except FileNotFoundError:
             return None
@@ -123,11 +120,6 @@ def read_small(path: str, config: SourceConfig, limit: int) -> bytes | None:
     if content is not None and len(content) > limit:
         raise ShardError(f"{path} has more than {limit} bytes, the maximum for such a file. Remove the file.")
     return content
-
-
-def open_at_once(path: str, flags: int) -> int:
-    """Open a file for reading. Opening a pipe does not wait for its writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def describe(url: str, config: SourceConfig) -> tuple[int, str]:

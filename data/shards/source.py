@@ -1,8 +1,7 @@
 """Sources of samples, and the shards that they consist of.
 
 A `Shard` is a tar, a folder of images, or another kind of storage that comes in by a registry (`shards.registry`). A
-`Source` is a list of shards whose samples are numbered consecutively. A
-`Source` reads names, images, labels and maps, and handles shards that cannot be read.
+`Source` is a list of shards whose samples are numbered consecutively. It reads names, images, labels and maps.
 """
 
 import bisect
@@ -469,20 +468,12 @@ class Source:
         return seeded(*at)
 
     def target(self, number: int) -> bytes:
-        """Return the encoded map of a sample, a PNG or a NumPy array.
-
-        Raises:
-            SampleError: the sample has no map.
-        """
+        """Return the encoded map of a sample, a PNG or a NumPy array."""
         shard, sample = self.place(number)
         return self.shards[shard].target(self._index(shard), sample)
 
     def label(self, number: int) -> int:
-        """Return the class number of a sample, renumbered if the source has `numbers`.
-
-        Raises:
-            SampleError: the sample has no label, its label is not an integer, or classes.json has no name for it.
-        """
+        """Return the class number of a sample, renumbered if the source has `numbers`."""
         shard, sample = self.place(number)
         if self.access.stages:
             label = self._staged_label(number)
@@ -511,11 +502,7 @@ class Source:
         return label_number(self._last[1].label, self.name(number))
 
     def _first_staged_label(self) -> None:
-        """Check that the stages of the user yield a label, with the first sample that they do not drop.
-
-        Raises:
-            SampleError: the sample has no label.
-        """
+        """Check that the stages of the user yield a label, with the first sample that they do not drop."""
         for number in range(min(self.images, MOST_PROBED)):
             with suppress(DroppedError):
                 self._staged_label(number)
@@ -525,9 +512,6 @@ class Source:
         """Download the data of samples to the cache, with several simultaneous requests.
 
         Byte ranges that are already in the cache are not downloaded again.
-
-        Raises:
-            ShardError: a shard cannot be read.
         """
         if not self._downloads:
             return
@@ -544,11 +528,7 @@ class Source:
             list(pool.map(lambda call: call(), planned))
 
     def cached_bytes(self, samples: int) -> float:
-        """Return the number of bytes that the cache must hold while `samples` samples are in use.
-
-        Raises:
-            ShardError: a server does not answer.
-        """
+        """Return the number of bytes that the cache must hold while `samples` samples are in use."""
         used = min(samples / self.images, 1)
         return sum(
             int(size) * (used if shard.supports_ranges else 1)
@@ -557,19 +537,11 @@ class Source:
         )
 
     def all_labelled(self) -> bool:
-        """Return True if every sample has a label, and the labels can be compared.
-
-        Raises:
-            ShardError: as `count_labels`.
-        """
+        """Return True if every sample has a label, and the labels can be compared."""
         return self.count_labels() == self.images
 
     def count_labels(self) -> int:
-        """Return the number of samples with a label, or 0 if the labels cannot be compared.
-
-        Raises:
-            ShardError: `index.json` does not count the labels of a shard, and the shard cannot be read.
-        """
+        """Return the number of samples with a label, or 0 if the labels cannot be compared."""
         try:
             refuse_mixed_classes([self])
         except ShardError as error:

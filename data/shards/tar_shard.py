@@ -189,7 +189,7 @@ class Tar(Shard):
         """
         path = self.path + TABLE
         try:
-            with open(path, "rb", opener=remote.open_at_once) as file:
+            with open(path, "rb") as file:
                 content, modified = file.read(LARGEST_TABLE + 1), os.fstat(file.fileno()).st_mtime_ns
         except OSError:
             return None

@@ -8,7 +8,6 @@ needed, and read from there, as byte ranges of a remote tar are (`shards.tar_sha
 import functools
 import json
 import os
-import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ import numpy as np
 
 from tessera.data.failures import SampleError, ShardError, is_exhausted, unreadable
 from tessera.data.shards.access import DEFAULT, Access
-from tessera.data.shards.index import LARGEST_CLASSES, unique_names
+from tessera.data.shards.index import unique_names
 from tessera.data.shards.notes import LABELS, Note
 from tessera.data.shards.samples import IMAGE_KEYS, LABEL_KEYS
 from tessera.data.shards.source import Shard
@@ -62,8 +61,6 @@ class ParquetFile(Shard):
             status = os.stat(path)
         except OSError as error:
             raise unreadable(path, error) from error
-        if not stat.S_ISREG(status.st_mode):
-            raise ShardError(f"{path} is not a regular file. Give a file that is stored on a disk.")
         version = f"{status.st_mtime_ns}\n{status.st_ctime_ns}"
         metadata = _metadata(path, version)
         schema = metadata.schema.to_arrow_schema()
@@ -233,8 +230,6 @@ def _image_column(schema: Any, path: str, given: str | None) -> str:
         return name if types.is_binary(kind) or types.is_large_binary(kind) else None
 
     names = IMAGE_KEYS if given is None else (given,)
-    if repeated := [name for name in names if schema.names.count(name) > 1]:
-        raise ShardError(f"{path} has several columns named {repeated[0]}. Write the file again with unique names.")
     found = [column for name in names if (column := encoded(name))]
     if len(found) > 1:
         several = [column.removesuffix(".bytes") for column in found]
@@ -293,13 +288,7 @@ def _labels(file: Any, column: str | None) -> np.ndarray:
 
 
 def _class_names(path: str, metadata: Any, label: str) -> tuple[str, ...] | None:
-    """Return the class names from the metadata that Hugging Face's `datasets` writes; None if there are none.
-
-    Raises:
-        ShardError: the metadata are too large.
-    """
-    if len((metadata or {}).get(b"huggingface", b"")) > LARGEST_CLASSES:
-        raise ShardError(f"{path} has class names of more than {LARGEST_CLASSES:,} bytes. Write the file again.")
+    """Return the class names from the metadata that Hugging Face's `datasets` writes; None if there are none."""
     try:
         names = json.loads(metadata[b"huggingface"])["info"]["features"][label]["names"]
     except MemoryError as error:

@@ -1,13 +1,12 @@
 """Labels from a CSV: beside a folder of images, and as SHARDS."""
 
-import os
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from tessera.data.make_shards import main as make_shards
-from tessera.data.shards import DEFAULT, ShardError, Source, open_shards
+from tessera.data.shards import ShardError, Source, open_shards
 from tessera.data.shards.access import Access
 from tessera.data.shards.samples import SampleKeys
 from tests.installed import needs_extra
@@ -171,12 +170,3 @@ def test_a_list_of_images_with_labels_is_a_data_set(photos: Path) -> None:
     assert labels(open_shards(pairs)) == {"list/0": 0, "list/1": 1, "list/2": 2}
     with pytest.raises(ShardError, match=r"pairs of a path and a label\. Write them to a CSV"):
         open_shards([("a.png", 0)])
-
-
-def test_only_regular_files_are_read(photos: Path) -> None:
-    file = photos.parent / "x.csv"
-    os.mkfifo(file)
-    form = Access(keys=SampleKeys(labels=str(file)))
-    for shards, source in ((str(photos), form), (str(file), DEFAULT)):
-        with pytest.raises(ShardError, match=r"x\.csv is not a regular file"):
-            open_shards(shards, source=source)

@@ -244,11 +244,3 @@ def test_several_maps_of_a_sample_are_said(write_tar, caplog):
     path = write_tar("a.tar", [("a.jpg", b"0"), ("a.depth.png", b"d"), ("a.seg.png", b"s"), ("b.jpg", b"0")])
     (line,) = said(path, caplog)
     assert line.startswith("1 sample has several maps. Only the first of KEY.seg.png")
-
-
-@pytest.mark.parametrize("name", ["a.tar.index", "index.json", "classes.json"])
-def test_pipes_beside_a_shard_do_not_block(write_tar, name):
-    path = Path(write_tar("a.tar", [("a.jpg", b"0")]))
-    os.mkfifo(path.with_name(name))
-    with pytest.raises(ShardError, match=f"{name} is not a"):
-        open_shards(str(path)).class_names()

@@ -206,8 +206,6 @@ def test_columns_that_may_be_meant(tmp_path):
         parquet.write_table(pa.Table.from_arrays(columns, names=names), path)
         return path
 
-    with pytest.raises(ShardError, match=r"several columns named image"):
-        open_shards(file([image, image], ["image", "image"]))
     several = file([image, image], ["png", "jpg"])
     with pytest.raises(ShardError, match=r"several columns of encoded images: jpg, png. .*--data.image=jpg"):
         open_shards(several)
@@ -243,16 +241,6 @@ def test_images_that_expand(tmp_path, monkeypatch):
     monkeypatch.setattr("tessera.extras.parquet.parquet_file.LARGEST_GROUP", 200_000)
     path = write(tmp_path / "data" / "1.parquet", [bytes(300_000)], [0], compression="zstd", use_dictionary=False)
     with pytest.raises(ShardError, match=r"has a row group with 300,.* bytes of images, but at most 200,000"):
-        open_shards(path)
-
-
-def test_hostile_files(tmp_path, monkeypatch):
-    os.mkfifo(tmp_path / "x.parquet")
-    with pytest.raises(ShardError, match=r"x.parquet is not a regular file"):
-        open_shards(str(tmp_path / "x.parquet"))
-    path = write(tmp_path / "data" / "0.parquet", [picture(0)], [0], metadata=named(["x" * 1000]))
-    monkeypatch.setattr("tessera.extras.parquet.parquet_file.LARGEST_CLASSES", 1000)
-    with pytest.raises(ShardError, match=r"0.parquet has class names of more than"):
         open_shards(path)
 
 
