@@ -20,8 +20,12 @@ from PIL import Image
 from pydicom import dcmread
 from pydicom.pixels import apply_rescale, pixel_array
 
+from tessera.data.decode import ImageError
 from tessera.data.decoders import DECODERS, decoder_of
 from tessera.data.headers import HeaderError
+from tessera.data.nodata import missing
+from tessera.data.pages import count_pages, single_page
+from tessera.data.values import fitted, type_of
 
 LIMITS = {"most_bands": 4096, "max_pixels": 178_956_970}
 MOST = 8  # maximum number of pages of a file that are compared
@@ -43,78 +47,94 @@ def main() -> None:
     for folder in dict.fromkeys(row[0] for row in rows):
         counts = Counter(row[2] for row in rows if row[0] == folder)
         print(f"| {folder} | {' | '.join(str(counts[kind]) for kind in kinds)} |")
-    print("\n| file | result | how |\n|---|---|---|")
+    print("\n| files | result | the first |\n|---|---|---|")
+    groups: dict[str, list[str]] = {}
     for folder, name, kind, how in rows:
-        print(f"| {folder}/{name} | {kind} | {' '.join(how.split()).replace('|', '/')} |")
+        reason = how.partition(": ")[0] if kind == "equal" else " ".join(how.split()).replace("|", "/")
+        groups.setdefault(f"{kind}, {reason}", []).append(f"{folder}/{name}")
+    for group, names in sorted(groups.items()):
+        print(f"| {len(names)} | {group} | {names[0]} |")
 
 
 def result(path: Path) -> tuple[str, str]:
     """Return the kind of result for a file, and the form of the image or the reason why it is not read."""
     encoded = path.read_bytes()
-    decoder = DECODERS[name := decoder_of(encoded) or ""]
-    pages = 1
+    name = decoder_of(encoded) or ""
     try:
-        if hasattr(decoder, "count") and (pages := decoder.count(encoded)) > 1:
-            files = [decoder.single(encoded, page, **LIMITS) for page in range(min(pages, MOST))]
-            found = np.stack([decoder.read(file, **LIMITS).values for file in files])
-        else:
-            found = decoder.read(encoded, **LIMITS).values
-    except HeaderError as error:
+        pages = count_pages(encoded)
+        files = [single_page(encoded, page) for page in range(min(pages, MOST))]
+        found = [DECODERS[name].read(file, **LIMITS).values for file in files]
+        for values in found:
+            fitted(values, type_of(values), missing(values, None))
+    except (HeaderError, ImageError) as error:
         return "refused", str(error).partition(". ")[0][:160]
-    except ValueError as error:
-        return "refused", f"pages of different sizes: {error}"[:160]
-    form = f"{found.dtype} {found.shape}" + (f", {pages} pages" if pages > 1 else "")
-    others, problems = [], []
+    shapes = " ".join(dict.fromkeys(f"{values.dtype} {values.shape}" for values in found))
+    form = shapes + (f", {pages} pages" if pages > 1 else "")
+    others, readers = [], dict.fromkeys(range(len(found)), "")
     for reader, read in READERS[name].items():
         try:
-            other = read(encoded, path, pages)
+            other = read(path, len(found))
         except Exception as error:  # the libraries raise many kinds of errors
-            problems.append(f"{reader}: {type(error).__name__}")
+            others.append(f"{reader}: {type(error).__name__}")
             continue
-        if other.shape == found.shape and np.array_equal(other, found, equal_nan=other.dtype.kind == "f"):
-            return "equal", f"{form}, by {reader}"
-        others.append(f"{reader}: {other.dtype} {other.shape}")
-    if not others:
-        return "no other reader", f"{form}. {'; '.join(problems)}"
-    return "different", f"{form}. {'; '.join(others)}"
+        others.append(f"{reader}: {' '.join(dict.fromkeys(f'{one.dtype} {one.shape}' for one in other))}")
+        for page, (one, values) in enumerate(zip(other, found, strict=False)):
+            readers[page] = readers[page] or (reader if equal(one, values) else "")
+    if all(readers.values()):
+        return "equal", f"by {' and '.join(sorted({*readers.values()}))}: {form}"
+    readable = any("(" in one for one in others)
+    return "different" if readable else "no other reader", f"{form}. {'; '.join(others)}"
 
 
-def by_rasterio(encoded: bytes, path: Path, pages: int) -> np.ndarray:
-    """Return the bands of the first page (H, W, bands)."""
-    with rasterio.open(path) as file:
-        return file.read().transpose(1, 2, 0)
+def equal(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return True if the shapes and all values are equal. NaN equals NaN."""
+    return one.shape == other.shape and np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
 
 
-def by_tifffile(encoded: bytes, path: Path, pages: int) -> np.ndarray:
-    """Return the images of the first series: (H, W, bands), or (pages, H, W, bands) for several images."""
+def by_rasterio(path: Path, pages: int) -> list[np.ndarray]:
+    """Return the bands of the first pages of a TIFF (H, W, bands)."""
+    found = []
+    for page in range(pages):
+        with rasterio.open(path if pages == 1 else f"GTIFF_DIR:{page + 1}:{path}") as file:
+            found.append(file.read().transpose(1, 2, 0))
+    return found
+
+
+def by_tifffile(path: Path, pages: int) -> list[np.ndarray]:
+    """Return the first images (H, W, bands) of all series of a TIFF, in the order of their axes."""
+    found: list[np.ndarray] = []
     with tifffile.TiffFile(path) as file:
-        axes = file.series[0].get_axes(squeeze=False)
-        values = file.asarray(series=0, squeeze=False)
-    others, bands = [one for one in axes if one not in "YXCS"], [one for one in "CS" if one in axes]
-    values = values.transpose([axes.index(one) for one in (*others, "Y", "X", *bands)])
-    first = len(others)
-    images = values.reshape(-1, *values.shape[first : first + 2], int(np.prod(values.shape[first + 2 :])))
-    return images[:MOST] if pages > 1 else images[0]
+        for series in file.series:
+            axes = series.get_axes(squeeze=False)
+            values = series.asarray(squeeze=False)
+            others, bands = [one for one in axes if one not in "YXCS"], [one for one in "CS" if one in axes]
+            values = values.transpose([axes.index(one) for one in (*others, "Y", "X", *bands)])
+            first = len(others)
+            found += [*values.reshape(-1, *values.shape[first : first + 2], int(np.prod(values.shape[first + 2 :])))]
+    return found[:pages]
 
 
-def by_pillow(encoded: bytes, path: Path, pages: int) -> np.ndarray:
-    """Return the pixels of the first page as gray, RGB or RGBA (H, W, bands)."""
-    image = Image.open(path)
-    image.load()
-    mode = {"1": "L", "PA": "RGBA"}.get(image.mode, image.mode if image.mode in ("L", "LA", "RGBA") else "RGB")
-    values = np.asarray(image.convert(mode))
-    return values.reshape(*values.shape[:2], -1)
+def by_pillow(path: Path, pages: int) -> list[np.ndarray]:
+    """Return the pixels of the first pages as gray, RGB or RGBA (H, W, bands)."""
+    found = []
+    with Image.open(path) as image:
+        for page in range(pages):
+            image.seek(page)
+            kept = image.mode if image.mode in ("L", "LA", "RGBA") else "RGB"
+            values = np.asarray(image.convert({"1": "L", "PA": "RGBA"}.get(image.mode, kept)))
+            found.append(values.reshape(*values.shape[:2], -1))
+    return found
 
 
-def by_numpy(encoded: bytes, path: Path, pages: int) -> np.ndarray:
+def by_numpy(path: Path, pages: int) -> list[np.ndarray]:
     """Return the array of a file, with an axis for the band of a gray image."""
     found = np.load(path, allow_pickle=False)
     values = found if isinstance(found, np.ndarray) else found[found.files[0]]
-    return values[..., None] if values.ndim == 2 else values
+    return [values[..., None] if values.ndim == 2 else values]
 
 
-def by_pydicom(encoded: bytes, path: Path, pages: int) -> np.ndarray:
-    """Return the values of the modality (H, W, bands), or (pages, H, W, bands) for several frames."""
+def by_pydicom(path: Path, pages: int) -> list[np.ndarray]:
+    """Return the values of the modality of the first frames (H, W, bands)."""
     data = dcmread(path)
     values = pixel_array(data)
     if data.PhotometricInterpretation == "MONOCHROME1":
@@ -122,10 +142,10 @@ def by_pydicom(encoded: bytes, path: Path, pages: int) -> np.ndarray:
     values = apply_rescale(values, data) if data.SamplesPerPixel == 1 else values
     values = values.astype(np.float32) if values.dtype == np.float64 else values
     values = values[..., None] if data.SamplesPerPixel == 1 else values
-    return values[:MOST] if pages > 1 else values
+    return [*values[:pages]] if int(data.get("NumberOfFrames") or 1) > 1 else [values]
 
 
-READERS: dict[str, dict[str, Callable[[bytes, Path, int], np.ndarray]]] = {
+READERS: dict[str, dict[str, Callable[[Path, int], list[np.ndarray]]]] = {
     "tiff": {"rasterio": by_rasterio, "tifffile": by_tifffile, "Pillow": by_pillow},
     "arrays": {"NumPy": by_numpy},
     "dicom": {"pydicom": by_pydicom},

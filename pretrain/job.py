@@ -463,7 +463,7 @@ def finish_run(run: TrainingRun) -> None:
     form: dict[str, Any] = {"checkpoint": run.output, "train": train, "val": val}
     data = run.config.data
     stages = [data.stages] if isinstance(data.stages, str) else data.stages or []
-    form |= {"image": data.image, "label": data.label, "labels": run.config.labels}
+    form |= {"image": data.image, "label": data.label, "labels": run.config.labels, "pages": data.pages}
     form["stages"] = ",".join("MODULE:FUNCTION" if is_name(one) else one for one in stages)
     command = "tessera linear_probe"
     command += "".join(f" --{name} {shlex.quote(str(value))}" for name, value in form.items() if value)

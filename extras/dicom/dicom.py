@@ -28,6 +28,11 @@ RLE, JPEG = "1.2.840.10008.1.2.5", "1.2.840.10008.1.2.4."
 """Transfer syntax of run-length encoding, and the beginning of those of the JPEG family."""
 GRAY, INVERTED, COLORS = "MONOCHROME2", "MONOCHROME1", ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_RCT", "YBR_ICT")
 """Photometric interpretations that are read: gray, gray in which 0 is white, and those that become RGB."""
+KEPT = (
+    *("Rows", "Columns", "SamplesPerPixel", "BitsStored", "HighBit", "PixelRepresentation"),
+    *("RescaleSlope", "RescaleIntercept", "PixelPaddingValue", "PixelPaddingRangeLimit"),
+)
+"""Elements of the file of a frame, beside its values."""
 _OF_FRAMES = ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence")
 _JPEG_2000, _JPEG_LS = b"\xff\x4f\xff\x51", b"\xff\xf7"  # bytes before the size in two kinds of frames
 
@@ -64,7 +69,8 @@ def read(encoded: bytes, *, most_bands: int, max_pixels: int) -> Decoded:
         frames = _frames(dataset)
         if frames > 1:
             raise HeaderError(
-                f"a DICOM file with {frames} frames, but one image is expected. Set data.pages to first, each or max"
+                f"a DICOM file with {frames} frames, but one image is expected. Set data.pages to first, each or "
+                "max (--pages of other commands)"
             )
         return _decoded(dataset, _stored(dataset, 0, max_pixels))
 
@@ -150,7 +156,15 @@ def _stored(dataset: "Dataset", frame: int, max_pixels: int) -> np.ndarray:
         stored = len(dataset.PixelData)
         if stored < size * _frames(dataset):
             raise HeaderError(f"a damaged DICOM image: {stored} bytes cannot hold {_frames(dataset)} x {size} bytes")
-    return pixel_array(dataset, index=frame)
+    try:
+        values = pixel_array(dataset, index=frame)
+    except Exception as error:  # a plugin may not support a frame, or the frame is damaged
+        raise_lack_of_memory(error)
+        reason = str(error).rpartition("\n")[2].strip()
+        raise HeaderError(
+            f"a DICOM image with the transfer syntax {syntax.name} that is not decoded ({reason})"
+        ) from error
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def _check(dataset: "Dataset", max_pixels: int) -> None:
@@ -246,14 +260,22 @@ def _type_of(dataset: "Dataset", scale: _Scale, values: np.ndarray) -> type[np.g
 
 
 def _encoded(dataset: "Dataset", stored: np.ndarray) -> bytes:
-    """Return a DICOM file of one frame with the stored values, and with all other elements of the image."""
+    """Return a DICOM file of one frame with the stored values, from which `read` returns the image of the frame."""
+    from pydicom import Dataset
+    from pydicom.dataset import FileMetaDataset
     from pydicom.uid import ExplicitVRLittleEndian
 
-    file, kind = BytesIO(), "RGB" if stored.ndim == 3 else dataset.PhotometricInterpretation
-    dataset.NumberOfFrames = 1
-    for name in (*_OF_FRAMES, "ExtendedOffsetTable", "ExtendedOffsetTableLengths"):
-        dataset.pop(name, None)
-    dataset.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    dataset.set_pixel_data(stored, kind, int(dataset.BitsStored), generate_instance_uid=False)
-    dataset.save_as(file)
+    single = Dataset()
+    for name in KEPT:
+        if name in dataset:
+            setattr(single, name, dataset[name].value)
+    content = stored.astype(stored.dtype.newbyteorder("<")).tobytes()
+    single.PixelData = content + bytes(len(content) % 2)
+    single["PixelData"].VR = "OW"
+    single.BitsAllocated, single.PlanarConfiguration = 8 * stored.dtype.itemsize, 0
+    single.PhotometricInterpretation = "RGB" if stored.ndim == 3 else dataset.PhotometricInterpretation
+    single.file_meta, single.preamble = FileMetaDataset(), bytes(128)
+    single.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    file = BytesIO()
+    single.save_as(file)
     return file.getvalue()

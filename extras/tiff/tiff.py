@@ -9,6 +9,7 @@ decoded, and all sizes that determine the required memory are compared with limi
 have H x W pixels.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -87,8 +88,8 @@ def read(encoded: bytes, *, most_bands: int, max_pixels: int) -> Decoded:
         if len(images) > 1:
             raise HeaderError(
                 f"a TIFF file with {len(images)} pages, but one image is expected. Set data.pages to first, each or "
-                "max. Write pages that are channels as the bands of one page (tifffile: photometric='minisblack', "
-                "planarconfig='separate'), and set data.channels to their number"
+                "max (--pages of other commands). Write pages that are channels as the bands of one page (tifffile: "
+                "photometric='minisblack', planarconfig='separate'), and set data.channels to their number"
             )
         return _decoded(images[0], encoded, most_bands, max_pixels)
 
@@ -128,6 +129,7 @@ def single(encoded: bytes, pages: int | Literal["max"], *, most_bands: int, max_
 @contextmanager
 def _opened(encoded: bytes) -> "Iterator[TiffFile]":
     """Open a TIFF file. All errors in the block become `HeaderError`, except a lack of memory."""
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # it warns of each odd tag, and damage is an error here
     try:
         import imagecodecs  # noqa: F401 - gives tifffile decoders that never write past a strip
         from tifffile import TiffFile
@@ -304,7 +306,7 @@ def _is_plain(page: "TiffPage") -> bool:
     return (
         page.compression in COMPRESSIONS
         and page.photometric in ((GRAY, RGB) if page.bitspersample == 8 else (INVERTED, GRAY, RGB))
-        and page.bitspersample in (8, 16, 32, 64)
+        and page.bitspersample in (*range(8, 17), 32, 64)
         and (page.samplesperpixel > 4 or extra != (PREMULTIPLIED,))
     )
 
@@ -319,7 +321,7 @@ def _values(plane: _Plane, encoded: bytes) -> np.ndarray:
         start = page.dataoffsets[0] + plane.plane * page.nbytes
         values = np.frombuffer(encoded, dtype, page.size, start).reshape(page.shaped)
     values = values[:, 0].transpose(1, 2, 0, 3).reshape(*values.shape[2:4], -1)
-    return np.iinfo(values.dtype).max - values if page.photometric == INVERTED else values
+    return values.dtype.type(2**page.bitspersample - 1) - values if page.photometric == INVERTED else values
 
 
 def _unsupported(page: "TiffPage") -> HeaderError:
@@ -367,8 +369,7 @@ def _check(page: "TiffPage", max_pixels: int) -> None:
         raise HeaderError(f"a damaged TIFF image: its strips have {rows} rows, but the image has {height}")
     if prod(page.shaped) != height * width * bands:
         raise HeaderError("a TIFF image with a depth axis, which is not supported")
-    small = page.bitspersample < 16  # Pillow reads other pages of 16 bits with other values than they have
-    if page.compression not in (PILLOW_COMPRESSIONS if small else COMPRESSIONS):
+    if page.compression not in (PILLOW_COMPRESSIONS if page.bitspersample <= 8 else COMPRESSIONS):
         raise HeaderError(
             f"a TIFF image with the compression {page.compression!r}, which is not supported. Save it with LZW or "
             "deflate"
@@ -378,7 +379,11 @@ def _check(page: "TiffPage", max_pixels: int) -> None:
         raise HeaderError(
             f"a TIFF image with the colour type {page.photometric!r}, which is not supported. Save it as gray or RGB"
         )
-    if page.bitspersample not in (1, 2, 4, 8, 16, 32, 64) or page.dtype is None or page.dtype.kind not in "buif":
+    if (
+        page.bitspersample not in (1, 2, 4, *range(8, 17), 32, 64)
+        or page.dtype is None
+        or page.dtype.kind not in "buif"
+    ):
         raise HeaderError(
             f"a TIFF image with {page.bitspersample} bits per band ({page.dtype}), which is not supported. Save it "
             "with whole numbers of 8 or 16 bits, or with floating-point numbers of 32 bits"

@@ -114,6 +114,18 @@ def test_files_of_pydicom_have_its_values(name, kind):
     assert np.array_equal(found.values[..., 0], expected)
 
 
+@pytest.mark.parametrize("name", ["rtdose.dcm", "rtdose_expb.dcm", "SC_rgb_rle_16bit_2frame.dcm"])
+def test_frames_of_files_of_pydicom_have_its_values(name):
+    path = pydicom.data.get_testdata_file(name, download=False)
+    dataset = pydicom.dcmread(path)
+    expected = dataset.pixel_array * float(dataset.get("RescaleSlope", 1))
+    with open(path, "rb") as file:
+        encoded = file.read()
+    for page in range(2):
+        assert np.array_equal(read(single_page(encoded, page)).values.squeeze(), expected[page])
+    assert np.array_equal(read(single_page(encoded, "max")).values.squeeze(), expected.max(0))
+
+
 def encapsulated(content: bytes, syntax: str, **elements) -> bytes:
     """DICOM file of 9 x 7 pixels with one compressed frame."""
     data = pydicom.encaps.encapsulate([content])

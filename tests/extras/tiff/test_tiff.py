@@ -193,6 +193,14 @@ def test_values_keep_their_type(kind, byteorder):
         assert np.array_equal(found, values)
 
 
+@pytest.mark.parametrize("bits", [10, 12, 14])
+def test_packed_values_are_read(bits):
+    values = RNG.integers(0, 2**bits, (6, 9)).astype(np.uint16)
+    assert np.array_equal(values_of(tiff(values, bitspersample=bits))[..., 0], values)
+    inverted = tiff(2**bits - 1 - values, bitspersample=bits, photometric="miniswhite")
+    assert np.array_equal(values_of(inverted)[..., 0], values)
+
+
 def test_values_that_no_type_holds_are_refused():
     for kind, value, held in (("uint32", 2**24 + 1, False), ("uint32", 2**24, True), ("float64", 0.1, False)):
         encoded = tiff(np.full((4, 4), value, kind))
