@@ -1,8 +1,8 @@
 """Pretraining: the methods, the training loop, checkpoints and distributed engines.
 
 Files in the order in which a run passes them: `run` (command), `command_line`, `config` (settings), `resolve` (derived
-settings), `job` (prepares, trains, exports), `build` (method, encoder, engine), `loop`, `step`. The folders: `methods`
-(losses; one paper is one file), `engines` (DDP, ZeRO, FSDP2), `checkpoints`, `optim`, `monitoring`.
+settings), `job` (prepares, trains, exports), `build` (method, encoder, engine), `loop`, `step`, `scoring`. The folders:
+`methods` (losses; one paper is one file), `engines` (DDP, ZeRO, FSDP2), `checkpoints`, `optim`, `monitoring`.
 `preflight` and `origins` print the plan of `--dry_run`; `run_folder` owns the layout of a run folder.
 
 `tessera.pretrain` is both this package and the function `tessera.pretrain(method=..., data=...)`, so the package can be

@@ -7,17 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from tessera.data.batch import Batch
-from tessera.data.pictures import crops, panels
 from tessera.pretrain.checkpoints.resume import CheckpointError, random_states, set_random_states
 from tessera.pretrain.config import RunConfig
-from tessera.pretrain.monitoring import feature_maps, verdict
+from tessera.pretrain.monitoring import verdict
 from tessera.pretrain.monitoring.collapse import CollapseAlarm, CollapseError
-from tessera.pretrain.monitoring.online import Accuracy, OnlineKNN, OnlineViews
 from tessera.pretrain.monitoring.progress_bar import Progress
+from tessera.pretrain.scoring import due, record_and_score, record_pictures
 from tessera.pretrain.step import RunningStep, Step, finish_step, start_step, to_device
 from tessera.pretrain.training_run import TrainingRun
 from tessera.runtime import preemption
@@ -56,7 +54,7 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
     running: list[RunningStep] = []  # steps that are started but not finished: the newest, and for a moment two
     first = not state.scores and state.step < run.steps and (run.online or run.accuracy)  # of these images
     if state.step == 0 or state.unscored or first:
-        _record_and_score(run, state.unscored, None, alarm)
+        record_and_score(run, state.unscored, None, alarm)
         state.unscored = {}
     progress.scored(verdict.Scores(state.scores).newest)
     with progress:
@@ -66,7 +64,7 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
                 micro_batches, failure = _next_batches(run, batches, micro_batches, step)
             waited = time.perf_counter() - started
             if config.evaluation.pictures and step == 0:
-                _record_pictures(run, _pictures(run, to_device(run, micro_batches[0])))
+                record_pictures(run, micro_batches[0])
             previous, on_device = running[-1] if running else None, (to_device(run, batch) for batch in micro_batches)
             random, discard = random_states(), failure is not None
             running.append(start_step(run, step, on_device, discard=discard, waited=waited, previous=previous))
@@ -75,15 +73,15 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
             if result is None:
                 continue
             stop = result.stop and state.step < run.steps
-            evaluate = _due(config.evaluate_every, state.step)
-            if not result.discarded and (_due(config.record_every, state.step) or evaluate or state.step == run.steps):
+            evaluate = due(config.evaluate_every, state.step)
+            if not result.discarded and (due(config.record_every, state.step) or evaluate or state.step == run.steps):
                 record = _record(run, result, meter)
                 if stop and evaluate:
                     # An evaluation would delay the stop. The resumed run evaluates this step.
                     state.unscored = record
                 else:
                     with _rescuing(run, meter, record):
-                        _record_and_score(run, record, micro_batches[0], alarm)
+                        record_and_score(run, record, micro_batches[0], alarm)
                 progress.scored(record)
                 progress.line(record)
                 with _rescuing(run, meter):
@@ -125,7 +123,7 @@ def _finish(
 def _uses_weights(config: RunConfig, step: int) -> bool:
     """Return True if metrics, an evaluation or a checkpoint are due after `step` steps."""
     every = (config.record_every, config.evaluate_every, config.checkpoint_every)
-    return step == config.steps or any(_due(interval, step) for interval in every)
+    return step == config.steps or any(due(interval, step) for interval in every)
 
 
 def _next_batches(
@@ -251,10 +249,6 @@ def _count_corrupt(run: TrainingRun, meter: Meter) -> None:
     meter.corrupt = 0
 
 
-def _due(every: int | None, step: int) -> bool:
-    return bool(every) and step % every == 0
-
-
 def _record(run: TrainingRun, result: Step, meter: Meter) -> dict[str, Any]:
     """Return the training metrics of this step, averaged over processes, without evaluation metrics. Collective."""
     _count_corrupt(run, meter)
@@ -281,99 +275,6 @@ def _record(run: TrainingRun, result: Step, meter: Meter) -> dict[str, Any]:
     if torch.cuda.is_available():
         record["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
     return record | dict(zip(names, means, strict=True)) | run.method.health()
-
-
-def _record_and_score(run: TrainingRun, record: dict[str, Any], batch: Batch | None, alarm: CollapseAlarm) -> None:
-    """Write the metrics of a step.
-
-    Before the first step, after the last step and every `evaluate_every` steps, also run the evaluation, print its
-    verdict, and draw pictures.
-    """
-    step = run.state.step
-    if step in (0, run.steps) or _due(run.config.evaluate_every, step):
-        shown: dict[str, np.ndarray | None] = {}
-        if run.config.evaluation.pictures and batch is not None:
-            shown |= _pictures(run, to_device(run, batch))
-        if run.online is not None or run.dense is not None:
-            shown |= _score(run, record, alarm)
-        if run.accuracy is not None:
-            record |= _classify(run, run.accuracy)
-        _record_pictures(run, {name: picture for name, picture in shown.items() if picture is not None})
-    if run.recorder and record:
-        run.recorder.scalars({"step": step, "images": run.state.images} | record)
-
-
-def _score(run: TrainingRun, record: dict[str, Any], alarm: CollapseAlarm) -> dict[str, np.ndarray | None]:
-    """Evaluate the features and tokens of the encoder, add the scores to `record`, and return pictures. Collective."""
-    shown: dict[str, np.ndarray | None] = {}
-    encoder = run.engine.gather_full_parameters(run.method.trained_encoder())
-    if isinstance(run.online, OnlineKNN):
-        record |= run.online.evaluate(encoder, pixels=run.state.step == 0 or not run.state.scores)
-        if run.recorder and run.config.evaluation.pictures:
-            images, training = run.online.shown_images(encoder.preprocessing), encoder.training
-            bands = run.config.evaluation.bands
-            encoder.eval()  # batch norm would use statistics of all processes, but only the main process is here
-            shown = {
-                "attention": feature_maps.attention(encoder, images, bands=bands),
-                "pca": feature_maps.pca(encoder, images, bands=bands),
-            }
-            encoder.train(training)
-    elif run.online is not None:
-        record |= run.online.evaluate(encoder)
-    if run.online is not None:
-        log.info("%s", _verdict(run, run.online, record, alarm))
-    if run.dense is not None:
-        found = run.dense.evaluate(encoder)
-        for score in found.values():
-            log.info("step %d: %s %.1f %%", run.state.step, run.dense.name, 100 * score)
-        record |= found
-    return shown
-
-
-def _classify(run: TrainingRun, evaluation: Accuracy) -> dict[str, float]:
-    """Evaluate the classifier, log its accuracies, and return them. Collective.
-
-    The accuracies are also added to the scores of the run.
-    """
-    found = evaluation.evaluate(run.engine.gather_full_parameters(run.method))
-    scores = verdict.Scores(run.state.scores)
-    scores.add(run.state.step, found)
-    scores.memory["last"] = found
-    log.info("%s", verdict.accuracy_line(scores, found))
-    return found
-
-
-def _verdict(
-    run: TrainingRun, evaluation: OnlineKNN | OnlineViews, record: dict[str, Any], alarm: CollapseAlarm
-) -> str:
-    """Add the accuracies in `record` to the scores of the run, and return a one-line verdict on the run."""
-    step, scores = run.state.step, verdict.Scores(run.state.scores)
-    scores.add(step, record)
-    if len(scores.history) == 1:
-        return f"step {step}: {evaluation.name} {verdict.baselines(scores)}{verdict.linear(scores)}"
-    signs = alarm.signs(record, run.method.collapse_signs(record))
-    early = max(run.config.optim.warmup_steps, int(run.config.health.grace * run.steps))
-    found = verdict.outcome(scores.history, evaluation.queries, early, signs, scores.linear)
-    advice = list(signs.values()) or run.method.advice(record)
-    return verdict.line(scores, evaluation.name, evaluation.queries, found, advice)
-
-
-def _record_pictures(run: TrainingRun, shown: dict[str, np.ndarray]) -> None:
-    if run.recorder:
-        run.recorder.pictures(run.state.step, shown)
-
-
-def _pictures(run: TrainingRun, batch: Batch) -> dict[str, np.ndarray]:
-    """Return pictures by name: the crops of a batch, and the method's predictions for this batch. Collective."""
-    images, bands = run.config.evaluation.pictures, run.config.evaluation.bands
-    shown = {"crops": crops(batch, images, bands=bands)}
-    if run.method.has_panels:
-        method = run.engine.gather_on_main(run.method)
-        if method is not None:
-            method.to(run.accelerator.device)
-            found = method.panels(batch, images)
-            shown |= {name: panels(rows, batch.preprocessing, bands=bands) for name, rows in found.items()}
-    return shown
 
 
 def _report_skipped(run: TrainingRun, result: Step) -> None:

@@ -257,7 +257,9 @@ def _warn_of_order(path: Path, differing: dict[str, Any], old: dict[str, Any], n
     names = [n for n in sorted(differing) if n in ("seed", "batch_size", "shards") or n.startswith("stream.")]
     if not names:
         return
-    reasons = [_of_data(old, new) if one == "shards" else f"{one} is {new.get(one)}" for one in names]
+    reasons = [
+        "the shards have other names or sizes" if one == "shards" else f"{one} is {new.get(one)}" for one in names
+    ]
     cures = [f"resume with --{one} {old[one]}" for one in names if one != "shards" and old.get(one) is not None]
     cures += ["restore the data, or list the old shards first and new ones after them"] if "shards" in names else []
     log.warning(
@@ -270,16 +272,6 @@ def _warn_of_order(path: Path, differing: dict[str, Any], old: dict[str, Any], n
 def _absolute(shards: str | list[str] | None) -> list[str]:
     """Return the paths of SHARDS as absolute paths."""
     return [os.path.abspath(one) for one in ([shards] if isinstance(shards, str) else shards or [])]
-
-
-def _of_data(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Return the difference between the data of a checkpoint and those of the run."""
-    before, now = old.get("images"), new.get("images")
-    if not isinstance(before, int) or not isinstance(now, int) or before == now:
-        return "the shards have other names or sizes"
-    noun = "image" if abs(before - now) == 1 else "images"
-    change = f"{before - now:,} fewer" if now < before else f"{now - before:,} more"
-    return f"the data have {change} {noun} ({before:,} before, {now:,} now)"
 
 
 def _encoder_defaults(variant: object) -> dict[str, Any]:
