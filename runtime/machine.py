@@ -18,10 +18,10 @@ LAUNCHERS = re.compile(
 """Pattern of the names of programs that start training processes: scripts, or modules after `-m`."""
 PR_SET_PDEATHSIG = 1
 """Code of the Linux `prctl` operation that sets which signal a process receives when its parent ends."""
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Codes of two settings of glibc's `mallopt`. The first is the amount of free memory at the end of the heap above which
-glibc returns memory to the system. The second is the largest number of blocks that glibc allocates outside of the
-heap."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+"""Codes of three settings of glibc's `mallopt`: the amount of free memory at the end of the heap above which glibc
+returns memory to the system, the size from which glibc allocates a block outside of the heap, and the largest number of
+such blocks."""
 LIBC = ctypes.CDLL(None)
 """The C library. It is opened here, because a forked process must not open a library: the process fails if another
 thread of its parent was opening one during the fork."""
@@ -163,10 +163,14 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Restore glibc's defaults after `keep_freed_memory`, for example in a forked process."""
+    """Restore glibc's defaults after `keep_freed_memory`, for example in a forked process.
+
+    By default, glibc raises its thresholds from 128 KiB as a program frees larger blocks, up to the values here. Once a
+    threshold was set, glibc no longer adapts it.
+    """
     global _keeps_freed_memory
     if _keeps_freed_memory:
-        _mallopt({M_MMAP_MAX: 65_536, M_TRIM_THRESHOLD: 128 * 1024})
+        _mallopt({M_MMAP_MAX: 65_536, M_MMAP_THRESHOLD: 32 * 2**20, M_TRIM_THRESHOLD: 64 * 2**20})
         _keeps_freed_memory = False
 
 
