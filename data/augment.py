@@ -11,6 +11,7 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,7 +102,18 @@ def to_model_input(batch: Batch, dtype: torch.dtype = torch.float32, *, compile:
     views = [
         replace(view, images=_finish(view, batch.preprocessing, dtype, compile), colors=()) for view in batch.views
     ]
+    if batch.bands is not None:
+        views = [replace(view, images=_without_missing(view, batch.bands)) for view in views]
     return replace(batch, views=views, memory=None)
+
+
+def _without_missing(view: View, bands: np.ndarray) -> Images:
+    """Set the channels that images do not have to NaN. `bands` (B,) are the channels that they have."""
+    if isinstance(view.images, PackedImages):
+        raise ValueError("Packed images cannot have fewer channels. Use crops of one size.")
+    numbers = torch.arange(view.images.shape[1])
+    missing = (numbers >= torch.from_numpy(bands)[:, None]).repeat(view.crops, 1)  # (n * B, C)
+    return view.images.masked_fill_(copy_to_device(missing, view.images.device)[:, :, None, None], float("nan"))
 
 
 def _finish(view: View, preprocessing: Preprocessing, dtype: torch.dtype, compile: bool) -> Images:

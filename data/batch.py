@@ -166,6 +166,8 @@ class Batch:
     maps: Tensor | None = None
     """(B, S, T): map of classes (uint8) or of depth (float32) of each image, cut to the only crop of the image; None if
     not requested."""
+    bands: np.ndarray | None = None
+    """(B,) int64: number of channels that each image has; None if all images have all channels."""
     skipped: list[str] = field(default_factory=list)
     """Corrupt images that were replaced or left out, each in the form `shard.tar/key: reason`."""
     preprocessing: Preprocessing = IMAGENET

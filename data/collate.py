@@ -85,6 +85,8 @@ class Sample(NamedTuple):
     """Index of the source that the sample comes from, in a mixture of sources."""
     map: Tensor | None = None
     """Map (S, T) of the only crop; None if maps are not read."""
+    bands: int | None = None
+    """Number of channels that the image has; None for all."""
 
 
 class Skipped(NamedTuple):
@@ -135,6 +137,7 @@ class Collator:
         labels = [sample.label for sample in kept if sample.label is not None]
         positions = [sample.position for sample in kept if sample.position is not None]
         maps = [sample.map for sample in kept if sample.map is not None]
+        bands = [sample.bands or self.preprocessing.channels for sample in kept]
         return replace(
             batch,
             keys=[sample.key for sample in kept],
@@ -142,6 +145,7 @@ class Collator:
             positions=np.array(positions) if positions else None,
             sources=np.array([sample.source for sample in kept]),
             maps=torch.stack(maps) if maps else None,
+            bands=np.array(bands) if self.preprocessing.fewer_channels else None,
             skipped=skipped,
             preprocessing=self.preprocessing,
         )

@@ -63,11 +63,14 @@ class Decoding:
     """Value of pixels without data; `auto` for the value that each file names."""
     fill: tuple[float, ...] | None = None
     """Value of each channel for pixels without data; None leaves their values as they are."""
+    fewer_channels: bool = False
+    """True to accept images with fewer channels."""
 
     @classmethod
     def of(cls, preprocessing: Preprocessing, max_pixels: int = MAX_PIXELS, maps: MapKind | None = None) -> "Decoding":
         """Return the decoding of the images that a preprocessing describes."""
         form = {"pixel_type": preprocessing.pixel_type, "nodata": preprocessing.nodata, "fill": preprocessing.fill}
+        form["fewer_channels"] = preprocessing.fewer_channels
         return cls(preprocessing.channels, max_pixels, maps, **form)
 
     def picture(self, image: Undecoded) -> Picture:
@@ -76,7 +79,7 @@ class Decoding:
         Raises:
             ImageError: the image is damaged, too large or of an unsupported format.
         """
-        form = {"pixel_type": self.pixel_type, "nodata": self.nodata, "fill": self.fill}
+        form = {"pixel_type": self.pixel_type, "nodata": self.nodata, "fill": self.fill, "fewer": self.fewer_channels}
         return Picture(image, max_pixels=self.max_pixels, channels=self.channels, **form)
 
 
@@ -393,4 +396,4 @@ def decode_sample(key: str, picture: Picture, views: SampleParameters) -> Sample
     if shrink > 1:
         views = [view.shrunk(shrink) for view in views]
     pixels: Tensor = picture.pixels(shrink)
-    return Sample(key, pixels, views)
+    return Sample(key, pixels, views, bands=picture.bands)

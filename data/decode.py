@@ -7,8 +7,9 @@ pixels as simplejpeg, but more slowly. Other formats have decoders in a registry
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from io import BytesIO
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import simplejpeg
@@ -183,6 +184,7 @@ class Picture:
         pixel_type: type of the data set.
         nodata: as in `decode`.
         fill: as in `decode`.
+        fewer: accept images with fewer bands, whose other channels are 0. Gray stays one band.
 
     Raises:
         ImageError: the image cannot be decoded or is not accepted, for the reasons that `decode` lists. For a damaged
@@ -196,7 +198,7 @@ class Picture:
     size: tuple[int, int]
     """Height and width of the upright image."""
     absent: Tensor | None
-    """True for values without data, (C, H, W) bool; None if all values hold data."""
+    """True for values without data, (bands, H, W) bool; None if all values hold data."""
 
     def __init__(
         self,
@@ -207,14 +209,17 @@ class Picture:
         pixel_type: PixelType = "uint8",
         nodata: float | Literal["auto"] | None = None,
         fill: Sequence[float] | None = None,
+        fewer: bool = False,
     ) -> None:
         self._max_pixels, self._channels, self._pixels = max_pixels, channels, None
-        self.plain, self.absent = False, None
+        self.plain, self.absent, self._all_channels, self._fewer = False, None, channels, fewer
         encoded = image if isinstance(image, bytes) else _encoded(image)
         self.encoded = encoded or b""
         if encoded is not None and not encoded:
             raise ImageError("the file is empty")
         name = None if encoded is None else decoder_of(encoded)
+        if fewer and name is None and (bands := _bands_of(image, encoded)) < channels:
+            self._channels = bands
         if name is None and pixel_type == "uint8" and not isinstance(nodata, int | float):
             self._read(image, encoded)
             return
@@ -225,7 +230,12 @@ class Picture:
         assert self._pixels is not None
         self.size = self._pixels.shape[1], self._pixels.shape[2]
         if self.absent is not None and fill is not None:
-            self._pixels = filled(self._pixels, self.absent, fill)
+            self._pixels = filled(self._pixels, self.absent, fill[: self._channels])
+
+    @property
+    def bands(self) -> int:
+        """Number of bands of the image that are channels: C, or fewer with `fewer`."""
+        return self._channels
 
     def _read_values(
         self,
@@ -260,6 +270,8 @@ class Picture:
             stored = _stored(image, encoded, pixel_type, channels, self._max_pixels)
         values, mark = stored.values, stored.nodata if nodata == "auto" else nodata
         bands = values.shape[2]
+        if self._fewer and bands < channels:
+            self._channels = channels = bands
         if bands != channels and (stored.mode is None or channels not in _CHANNELS):
             raise ImageError(
                 f"a {(name or 'decoded').upper()} image with {bands} bands cannot be converted to {channels} channels. "
@@ -324,6 +336,15 @@ class Picture:
         Raises:
             ImageError: the file is damaged or truncated.
         """
+        found = self._own_pixels(shrink)
+        if self._channels == self._all_channels:
+            return found
+        pixels = found.new_zeros(*found.shape[1:], self._all_channels).permute(2, 0, 1)
+        pixels[: self._channels] = found
+        return pixels
+
+    def _own_pixels(self, shrink: int) -> Tensor:
+        """Return the decoded pixels (bands, H, W)."""
         if self._pixels is not None:
             return self._pixels
         pixels = self._plain_pixels(shrink) if self.plain and self._channels in (1, 3) else None
@@ -361,6 +382,20 @@ def _encoded(image: Undecoded) -> bytes | None:
     if isinstance(image, np.ndarray | Tensor) and image.ndim == 1:
         return np.asarray(image).tobytes()
     return None
+
+
+def _bands_of(image: Undecoded, encoded: bytes | None) -> int:
+    """Return the number of bands of a decoded image, or 1 for a gray and 3 for a colour JPEG, PNG or WebP."""
+    if encoded is None and not isinstance(image, Image.Image):
+        shape = np.shape(cast(Any, image))
+        return 1 if len(shape) == 2 else shape[0 if isinstance(image, Tensor) else 2]
+    if encoded is not None and is_png(encoded):
+        return 1 if encoded[25:26] in (b"\0", b"\4") else 3
+    if encoded is not None and is_jpeg(encoded):
+        with suppress(HeaderError):  # the decoder reports the damage
+            return 1 if read_jpeg(encoded).components == 1 else 3
+    gray = isinstance(image, Image.Image) and image.mode in ("1", "L", "LA", "La", "I", "I;16", "F")
+    return 1 if gray else 3
 
 
 def _decoded_pixels(image: Undecoded, channels: int, max_pixels: int) -> Tensor:

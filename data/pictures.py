@@ -66,7 +66,7 @@ def colours(
         bands: numbers of the bands that are shown, counted from 1; None for the first three.
         limits: values that are shown as 0 and 1, as `limits` returns them; None for 0 and 1.
     """
-    return as_rgb(unit(images, preprocessing).clamp(0, 1), bands, limits)
+    return as_rgb(unit(images, preprocessing).clamp(0, 1).nan_to_num(0), bands, limits)  # a missing channel is black
 
 
 def unit(images: Tensor, preprocessing: Preprocessing) -> Tensor:

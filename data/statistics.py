@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -68,6 +69,8 @@ class PixelSettings(NamedTuple):
     """True if mean and std are needed for uint8 without a range; False if the values of ImageNet may serve."""
     given_moments: bool = False
     """True if mean and std are given as numbers, so that they need not be measured for any type."""
+    fewer_channels: bool = False
+    """True if images may have fewer channels."""
 
 
 class MeasuredPixels(NamedTuple):
@@ -92,7 +95,8 @@ def measure_pixels(sources: Sources, settings: PixelSettings) -> MeasuredPixels 
     kind = found_type(sources) if settings.pixel_type == "auto" else settings.pixel_type
     usual = kind == "uint8" and settings.range is None
     if usual and nodata is None:
-        return MeasuredPixels(pixel_statistics(sources, channels), "") if settings.moments else None
+        fewer = settings.fewer_channels
+        return MeasuredPixels(pixel_statistics(sources, channels, fewer=fewer), "") if settings.moments else None
     given = ((0.0,) * channels, (255.0,) * channels) if usual else settings.range
     given = given if isinstance(given, tuple) else None
     if given is not None and settings.given_moments:
@@ -104,7 +108,7 @@ def measure_pixels(sources: Sources, settings: PixelSettings) -> MeasuredPixels 
     counted, images = list[ValueCounts](), 0
     for source in sources.lists:
         counted.append(counts := ValueCounts(kind))
-        for pixels, absent in _sampled(source, channels, kind, nodata):
+        for pixels, absent in _sampled(source, channels, kind, nodata, fewer=settings.fewer_channels):
             counts.add(pixels.numpy(), None if absent is None else absent.numpy())
             images += 1
     measured = range_of(counted, _weights(sources), given)
@@ -174,17 +178,18 @@ def found_type(sources: Sources) -> PixelType:
     return next(iter(found), "uint8") if len(found) < 2 else "float32"
 
 
-def pixel_statistics(sources: Sources, channels: int, images: int = SAMPLED) -> Preprocessing:
+def pixel_statistics(sources: Sources, channels: int, images: int = SAMPLED, *, fewer: bool = False) -> Preprocessing:
     """Return mean and standard deviation of each channel over all pixels, in [0, 1].
 
     The statistics of a source come from its `index.json`. If the index has no statistics for `channels` channels, the
     statistics are computed from `images` images, which are evenly spread over the source. Corrupt images are left out.
-    The result depends only on the shards and their weights at the first step.
+    The result depends only on the shards and their weights at the first step. With `fewer`, images may have fewer
+    channels, and a channel has the statistics of the images that have it.
 
     Raises:
-        ShardError: the shards cannot be read, or none of the images can be decoded.
+        ShardError: the shards cannot be read, none of the images can be decoded, or no image has a channel.
     """
-    found = [_source_statistics(source, channels, images) for source in sources.lists]
+    found = [_source_statistics(source, channels, images, fewer) for source in sources.lists]
     means, stds = (np.array(values) for values in zip(*found, strict=True))  # (S, C) each
     weights = _weights(sources)
     mean = np.average(means, axis=0, weights=weights)
@@ -227,22 +232,33 @@ def _weights(sources: Sources) -> list[float]:
     return [weight[0] if isinstance(weight, Mapping) else weight for weight in sources.weights]
 
 
-def _source_statistics(source: Source, channels: int, images: int) -> tuple[Sequence[float], Sequence[float]]:
+def _source_statistics(
+    source: Source, channels: int, images: int, fewer: bool
+) -> tuple[Sequence[float], Sequence[float]]:
     """Return the mean and the standard deviation of each channel of one source of uint8."""
     mean, std, kind, low, _, nodata = source.statistics
     usual = kind in (None, "uint8") and low is nodata is None
     if usual and mean is not None and std is not None and len(mean) == channels:
         return mean, std
     counts = np.zeros((channels, 256), dtype=np.int64)
-    for pixels, _ in _sampled(source, channels, "uint8", None, images):
-        counts += histogram(pixels)
-    found = moments(counts)
-    assert found is not None
+    for pixels, absent in _sampled(source, channels, "uint8", None, images, fewer=fewer):
+        own = channels if absent is None else int((~absent).flatten(1).any(1).sum())
+        counts[:own] += histogram(pixels[:own])
+    if (found := moments(counts)) is None:
+        raise ShardError(
+            f"no sampled image has {channels} channels. Give data.channels the largest number of channels."
+        )
     return found
 
 
 def _sampled(
-    source: Source, channels: int, kind: PixelType, nodata: float | Literal["auto"] | None, images: int = SAMPLED
+    source: Source,
+    channels: int,
+    kind: PixelType,
+    nodata: float | Literal["auto"] | None,
+    images: int = SAMPLED,
+    *,
+    fewer: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield the pixels (C, H, W) of images that are evenly spread over a source, and True for values without data.
 
@@ -255,11 +271,16 @@ def _sampled(
         source.prepare(some)
         for number in some:
             try:
-                picture = Picture(source.image(number), channels=channels, pixel_type=kind, nodata=nodata)
+                picture = Picture(source.image(number), channels=channels, pixel_type=kind, nodata=nodata, fewer=fewer)
                 pixels = picture.pixels()
             except (DroppedError, ImageError) as error:
                 reasons.append(str(error))
                 continue
-            yield pixels, picture.absent
+            absent = picture.absent
+            if picture.bands < channels:
+                everything = torch.ones(pixels.shape, dtype=torch.bool)
+                everything[: picture.bands] = False if absent is None else absent
+                absent = everything
+            yield pixels, absent
     if len(reasons) == len(numbers):
         raise ShardError(f"none of {len(reasons)} sampled images can be decoded. The first error is: {reasons[0]}.")

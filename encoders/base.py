@@ -44,6 +44,8 @@ class Preprocessing:
     nodata: float | Literal["auto"] | None = None
     """Value of pixels without data; `auto` for the value that each file names, None for no such value. NaN and infinite
     values never hold data."""
+    fewer_channels: bool = False
+    """True if images may have fewer channels. The other channels are NaN after normalisation."""
 
     def __post_init__(self) -> None:
         self._check_range()

@@ -218,7 +218,8 @@ def _preprocessing(described: Any, path: Path) -> Preprocessing:
         )
         nodata = described.get("nodata")
         nodata = nodata if nodata in (None, "auto") else float(nodata)
-        return Preprocessing(mean, std, described.get("pixel_type", "uint8"), low, high, nodata)
+        fewer = described.get("fewer_channels", False)
+        return Preprocessing(mean, std, described.get("pixel_type", "uint8"), low, high, nodata, fewer is True)
     except (KeyError, TypeError, ValueError) as error:
         form, given = '{"mean": [...], "std": [...]}', printable(repr(described)[:100])
         raise EncoderError(f'"preprocessing" in {path} must be {form}, not {given} ({error}).') from error

@@ -153,6 +153,7 @@ class Pixels(Encoder):
         """Return the pixels of each image as its pooled features: (B, C, S, S) -> (B, C * S * S)."""
         if mask is not None or drop or not isinstance(images, Tensor):
             raise ValueError("`Pixels` requires one tensor of images. Pass no packed images, no mask, and drop=False.")
+        images = images.nan_to_num()  # a missing channel has the mean of the channel
         return Features(images.flatten(1), images.permute(0, 2, 3, 1).flatten(0, 2), self.grids(images))
 
 

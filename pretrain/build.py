@@ -112,6 +112,17 @@ def _build(config: RunConfig, *, fresh: bool, check: bool = True) -> Method:
             except WeightsError as error:
                 raise SettingsError(f"init_from: {error}{_fitting(source)}") from error
         encoder.preprocessing = config.data.preprocessing
+        if config.data.fewer_channels and METHODS[config.method].predicts_pixels:
+            raise SettingsError(
+                f"{config.method} predicts pixels, so all images need all channels. Remove data.fewer_channels, or "
+                "choose --method dino or lejepa."
+            )
+        if config.data.fewer_channels and not encoder.takes_fewer_channels:
+            variant = config.encoder.variant
+            raise SettingsError(
+                f"data.fewer_channels needs an encoder that takes images with fewer channels, but {variant} does not. "
+                f"Set --encoder each:{variant.removeprefix('each:')}, with --encoder.join mean."
+            )
     except SettingsError:
         raise
     except (ValueError, OSError) as error:

@@ -373,6 +373,7 @@ def started_encoder(init_from: str) -> dict[str, Any]:
         raise SettingsError(f"init_from: {error}") from error
     settings.pop("channels", None)  # data.channels sets the number of channels
     data: dict[str, Any] = {"channels": preprocessing.channels, "mean": preprocessing.mean, "std": preprocessing.std}
+    data |= {"fewer_channels": True} if preprocessing.fewer_channels else {}
     if preprocessing.low is not None and preprocessing.high is not None:
         data |= {"pixel_type": preprocessing.pixel_type, "nodata": preprocessing.nodata}
         data["range"] = tuple(itertools.chain.from_iterable(zip(preprocessing.low, preprocessing.high, strict=True)))

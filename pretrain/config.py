@@ -63,6 +63,9 @@ class DataConfig(Section, frozen=True):
     """data.augment makes the crops from whole images, in place of the method's crops, mirroring and colours"""
     channels: int = Field(default=3, ge=1)
     """number of channels of an image"""
+    fewer_channels: bool = False
+    """images may have fewer channels, which needs an encoder that takes them, such as each:vit_small; gray images have
+    one channel"""
     mean: Literal["auto"] | tuple[float, ...] | None = None
     """mean of each channel, for pixel values from 0 to 1; auto: measured on the shards; default: the values of ImageNet
     for 3 channels, auto for any other number of channels"""
@@ -147,7 +150,7 @@ class DataConfig(Section, frozen=True):
         assert isinstance(self.std, tuple)
         assert self.pixel_type != "auto"
         low, high = self.given_range or (None, None)
-        return Preprocessing(self.mean, self.std, self.pixel_type, low, high, self.nodata)
+        return Preprocessing(self.mean, self.std, self.pixel_type, low, high, self.nodata, self.fewer_channels)
 
 
 class CheckpointConfig(Section):

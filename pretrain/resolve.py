@@ -315,6 +315,7 @@ def measure_data(config: RunConfig, opened: Sources, accelerator: Accelerator) -
         data.nodata,
         data.needs_statistics,
         isinstance(data.mean, tuple) and isinstance(data.std, tuple),
+        data.fewer_channels,
     )
     if data.pixel_type == "uint8" and data.range is None and not data.needs_statistics:
         return None

@@ -183,6 +183,8 @@ class Method(nn.Module):
 
     # Training with labels.
 
+    predicts_pixels: ClassVar[bool] = False
+    """True if pixels are the target of the loss, so that images cannot have fewer channels."""
     supervised: ClassVar[bool] = False
     """True if the method trains a classifier with labels. `Config` then has the setting `classes`, and the accuracy of
     `logits` is evaluated in place of the k-NN accuracy."""

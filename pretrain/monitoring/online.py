@@ -197,7 +197,7 @@ def pooled_and_pixels(encoder: Encoder, images: Tensor) -> Tensor:
     (B, C, S, S) -> (B, D + C * s * s), where s is the smaller of S and `PIXEL_SIDE`.
     """
     side = min(images.shape[-1], PIXEL_SIDE)
-    return torch.cat([pooled(encoder, images), F.adaptive_avg_pool2d(images, side).flatten(1)], 1)
+    return torch.cat([pooled(encoder, images), F.adaptive_avg_pool2d(images.nan_to_num(), side).flatten(1)], 1)
 
 
 class Accuracy(OnlineEvaluation):
