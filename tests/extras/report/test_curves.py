@@ -4,7 +4,6 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import numpy as np
-import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
@@ -59,11 +58,3 @@ def test_svg_takes_the_colours_of_the_page() -> None:
     assert "var(--line)" in svg
     assert "#010203" not in svg
     assert svg == to_svg(chart, look)  # the same bytes every time
-
-
-@pytest.mark.parametrize("count", [3, 33, 70])
-def test_every_run_has_a_look(tmp_path: Path, count: int) -> None:
-    runs, _ = read_runs([make_run(tmp_path / f"{number:02d}", []) for number in range(count)])
-    look = looks(runs)
-    assert len(look) == count
-    assert len({*look.values()}) == min(count, 32)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tessera.evaluation.results import data_name
-from tessera.extras.report.run_folders import ReportError, read_runs, short_names
+from tessera.extras.report.run_folders import ReportError, read_runs
 from tests.extras.report.made import MACHINE, add_result, make_run, record
 
 
@@ -131,8 +131,3 @@ def test_folders_of_runs_are_searched(tmp_path: Path) -> None:
     assert "none is not a folder" in problems[1]
     with pytest.raises(ReportError, match="is not a run folder"):
         read_runs([tmp_path / "empty"])
-
-
-def test_names_of_runs_are_short_and_unique() -> None:
-    assert short_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
-    assert short_names([Path("/x/a"), Path("/y/a"), Path("/y/b")]) == ["x/a", "y/a", "y/b"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tessera.extras.report.run_folders import ReportError
-from tessera.extras.report.runs import RunsSettings, age, run
+from tessera.extras.report.runs import RunsSettings, run
 from tessera.runtime.lock import holder, locked
 
 
@@ -53,7 +53,3 @@ def test_without_runs_the_message_says_what_to_do(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ReportError, match=r"start a run: tessera pretrain --data IMAGES"):
         run(RunsSettings())
-
-
-def test_ages_are_rounded() -> None:
-    assert [age(seconds) for seconds in (5, 90, 7200, 200_000)] == ["now", "2 min ago", "2 h ago", "2 days ago"]

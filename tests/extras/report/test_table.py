@@ -100,15 +100,6 @@ def test_runs_without_a_common_score_are_not_ranked(tmp_path: Path) -> None:
     assert make_table(table.runs, "20-NN, %").sorted_by == "20-NN in training, val, %"
 
 
-def test_settings_have_few_digits(tmp_path: Path) -> None:
-    for name, lr in (("a", 0.0007071067811865476), ("b", 0.001)):
-        make_run(tmp_path / name, [record(20, 2.0)], optim={"lr": lr, "betas": [0.9, lr]}, seed=1234567)
-    table = make_table(read_runs([tmp_path])[0])
-    assert column(table, "optim.lr") == ["0.0007071", "0.001"]
-    assert column(table, "optim.betas") == ["0.9,0.0007071", "0.9,0.001"]
-    assert next(one for one in table.columns if one.title == "optim.lr").cells[0].value == 0.0007071067811865476
-
-
 def test_settings_that_differ_are_columns(tmp_path: Path) -> None:
     table = make_table(runs_of(tmp_path))
     settings = [one for one in table.columns if one.kind == "setting"]
@@ -121,15 +112,6 @@ def test_settings_that_differ_are_columns(tmp_path: Path) -> None:
         "method": False,
         "optim.lr": True,
     }
-
-
-def test_knn_columns_follow_the_validation_set(tmp_path: Path) -> None:
-    shards = {"a": "/x/digits/val-{000..009}.tar", "b": "/y/digits/val-*.tar", "c": ["/x/cats/a.tar", "/x/cats/b.tar"]}
-    for name, val in shards.items():
-        make_run(tmp_path / name, [record(20, 2.0, knn_top1=0.5)], evaluation={"val": val, "k": 20})
-    table = make_table(read_runs([tmp_path])[0])
-    assert column(table, "20-NN in training, digits-val, %") == ["50.0", "50.0", "–"]
-    assert column(table, "20-NN in training, a+b, %") == ["–", "–", "50.0"]
 
 
 def printed(table: Table, width: int) -> list[list[str]]:
