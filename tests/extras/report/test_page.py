@@ -140,15 +140,6 @@ def test_hostile_run_folders_hide_no_other_run(tmp_path: Path, capsys: pytest.Ca
     assert "<b>" not in files["t.md"].read_text()
 
 
-def test_control_characters_of_paths_are_escaped(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a\x1b[31mb" / "run", [record(20, 2.0)])
-    (run / "machine.jsonl").write_text("7\n{}\n")
-    runs, problems = read_runs([run])
-    text = page_of(runs, [*problems, *runs[0].problems, f"{run} is odd."])
-    assert "\x1b" not in text
-    assert text.count("a\\x1b[31mb") >= 2
-
-
 def test_a_damaged_picture_is_named_and_left_out(tmp_path: Path) -> None:
     runs = three_runs(tmp_path)
     (tmp_path / "a" / "pictures" / "attention.png").write_bytes(b"\x89PNG damaged")
