@@ -4,7 +4,7 @@ A decoder is a module, or another object with the functions of `Decoder`, regist
 gets the files that begin with the bytes of neither JPEG, PNG nor WebP.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -29,7 +29,10 @@ class Decoded(NamedTuple):
 
 
 class Decoder(Protocol):
-    """Decoder of one format."""
+    """Decoder of one format.
+
+    A decoder of files that may hold several images (pages) also has the functions of `PagedDecoder`.
+    """
 
     EXTENSION: str
     """File name extension of images of this format."""
@@ -44,6 +47,28 @@ class Decoder(Protocol):
         Raises:
             HeaderError: the file is damaged, not supported, has more than `max_pixels` pixels or more than `most_bands`
                 bands, or a package that reads it is missing.
+        """
+        ...
+
+
+class PagedDecoder(Decoder, Protocol):
+    """Decoder of files that may hold several images. Its function `read` refuses such files."""
+
+    def count(self, encoded: bytes) -> int:
+        """Return the number of images of a file, without decoding their values.
+
+        Raises:
+            HeaderError: as `read`.
+        """
+        ...
+
+    def single(self, encoded: bytes, pages: int | Literal["max"], *, most_bands: int, max_pixels: int) -> bytes:
+        """Return a file that `read` reads: of image number `pages`, or of the maximum of all images.
+
+        A file of one image is returned unchanged.
+
+        Raises:
+            HeaderError: as `read`; or `pages` is `max`, and the images differ in their size, bands or type.
         """
         ...
 
@@ -65,6 +90,12 @@ def decoder_of(encoded: bytes) -> str | None:
     if is_jpeg(encoded) or is_png(encoded) or is_webp(encoded):
         return None
     return next((name for name in DECODERS.names() if DECODERS[name].matches(encoded)), None)
+
+
+def paged_decoder_of(encoded: bytes) -> PagedDecoder | None:
+    """Return the decoder of a file; None if its format never holds several images."""
+    name = decoder_of(encoded)
+    return cast(PagedDecoder, DECODERS[name]) if name is not None and hasattr(DECODERS[name], "single") else None
 
 
 def is_webp(encoded: bytes) -> bool:

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from tessera.data.decode import MAX_PIXELS, ImageError
-from tessera.data.decoders import DECODERS, MOST_BANDS, Decoded, decoder_of
+from tessera.data.decoders import MOST_BANDS, Decoded, paged_decoder_of
 from tessera.data.failures import ShardError
 from tessera.data.headers import HeaderError, MissingPackageError
 
@@ -27,9 +27,9 @@ def count_pages(encoded: bytes) -> int:
     Raises:
         ShardError: the package that reads the format is not installed.
     """
-    name = decoder_of(encoded)
+    decoder = paged_decoder_of(encoded)
     try:
-        return 1 if name is None or not hasattr(DECODERS[name], "count") else DECODERS[name].count(encoded)
+        return 1 if decoder is None else decoder.count(encoded)
     except MissingPackageError as error:
         raise ShardError(str(error)) from error
     except HeaderError:
@@ -42,12 +42,12 @@ def single_page(encoded: bytes, pages: int | Literal["first", "max"]) -> bytes:
     Raises:
         ImageError: the pages cannot be decoded, or differ in their size, bands or type.
     """
-    name = decoder_of(encoded)
-    if name is None or not hasattr(DECODERS[name], "single"):
+    decoder = paged_decoder_of(encoded)
+    if decoder is None:
         return encoded
     number = 0 if pages == "first" else pages
     try:
-        return DECODERS[name].single(encoded, number, most_bands=MOST_BANDS, max_pixels=MAX_PIXELS)
+        return decoder.single(encoded, number, most_bands=MOST_BANDS, max_pixels=MAX_PIXELS)
     except HeaderError as error:
         raise ImageError(str(error)) from error
 
