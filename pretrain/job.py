@@ -45,7 +45,7 @@ from tessera.pretrain.monitoring.online import (
 from tessera.pretrain.monitoring.recorder import Recorder, earlier_contents, record_start
 from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
 from tessera.pretrain.origins import differing
-from tessera.pretrain.preflight import Plan, many_epochs, needs, print_plan, print_table
+from tessera.pretrain.preflight import Plan, needs, print_plan, print_table
 from tessera.pretrain.resolve import (
     agree,
     make_accelerator,
@@ -424,8 +424,6 @@ def announce(config: RunConfig, prepared: Prepared, engine: Engine) -> None:
         log.info("pixels: %s", prepared.pixels)
     if derived:
         log.info("derived settings (--dry_run says why): %s", ", ".join(derived))
-    if long := many_epochs(config, images):
-        log.warning("%s", long)
 
 
 def finish_run(run: TrainingRun) -> None:

@@ -33,8 +33,6 @@ from tessera.runtime.user_error import printable
 
 MOST_LINES = 16
 """Largest number of lines of settings in a plan, which has about 40 lines in all."""
-MANY_EPOCHS = 2000
-"""Number of epochs above which a run is longer than published ones, of which MAE's is the longest: 1,600."""
 HEADROOM = 0.9
 """Share of a memory that a run may fill. The rest is for the libraries and for fragmentation."""
 
@@ -212,22 +210,7 @@ def print_plan(config: RunConfig, run: Plan) -> bool:
     print_table("this run", plan_rows(config, run, full=full))
     fits, sentence = fit(config, run)
     print(sentence)
-    if long := many_epochs(config, run.images):
-        print(long)
     return fits
-
-
-def many_epochs(config: RunConfig, images: int) -> str:
-    """Return a sentence about a run of more epochs than published runs have, or an empty text."""
-    epochs = config.steps * config.batch_size / images
-    if epochs <= MANY_EPOCHS:
-        return ""
-    given = config.given.origins
-    origin = given.get("steps") or given.get("epochs", "Python")
-    return (
-        f"{config.steps:,} steps ({origin}) of {config.batch_size} images are {epochs:,.0f} epochs of {images:,} "
-        "images. Published runs have 100 to 1,600. Give --epochs, or fewer --steps, unless this is intended."
-    )
 
 
 def _checkpoints(config: RunConfig, size: int) -> str:
