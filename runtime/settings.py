@@ -588,7 +588,10 @@ def validate(model: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
             parts = [str(part) for part in problem["loc"]]
             prefixes = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
             name = printable(next((one for one in prefixes if one in known), prefixes[0] if prefixes else "settings"))
-            if problem["type"] == "extra_forbidden":
+            if problem["type"] == "extra_forbidden" and name in names and len(parts) == 1:  # a key with a dot
+                section, _, last = name.rpartition(".")
+                lines[f"'{name}' is a setting of the section {section}: give {section}={{'{last}': ...}}"] = None
+            elif problem["type"] == "extra_forbidden":
                 lines[f"unknown setting '{name}'{suggestion(name, names, str(values.get('method', '')))}"] = None
             elif name in known and ("uple" in problem["msg"] or (problem["type"] == "missing" and name != prefixes[0])):
                 # a tuple of another length: pydantic reports its missing values one by one

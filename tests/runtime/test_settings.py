@@ -187,6 +187,11 @@ def test_every_wrong_value_has_a_line() -> None:
             load("--inner.pair", *words)
 
 
+def test_a_key_with_a_dot_is_answered_with_the_nested_form() -> None:
+    with pytest.raises(SettingsError, match=r"give inner=\{'rate': \.\.\.\}"):
+        validate(Job, {"inner.rate": 1.0})
+
+
 def test_suggestions_ignore_capitals_and_are_close() -> None:
     inner = ["inner.rate", "inner.pair", "inner.shards", "inner.fast", "inner.slow", "inner.size"]
     assert list(settings_of(Job)) == ["steps", "data", "on", "careful", *inner]
