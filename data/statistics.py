@@ -4,6 +4,7 @@ Images have C channels and H x W pixels.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -12,8 +13,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tessera.data.decode import ImageError, Picture, stored_type
+from tessera.data.decode import MAX_PIXELS, MOST_BANDS, ImageError, Picture, stored_type
+from tessera.data.decoders import DECODERS, decoder_of
 from tessera.data.failures import DroppedError
+from tessera.data.headers import HeaderError
 from tessera.data.shards import ShardError, Source, Sources
 from tessera.data.shards.index import Statistics
 from tessera.data.shards.source import shared_class_names
@@ -119,7 +122,22 @@ def measure_pixels(sources: Sources, settings: PixelSettings) -> MeasuredPixels 
     shares = " and ".join(f"{100 * share:g} %" for share in QUANTILES)
     summary = shown_range(kind, low, high)
     summary += ", as given" if given else f", the quantiles {shares} of {images:,} images"
-    return MeasuredPixels(found, "" if usual else summary + (f"; {levels:,} different values" if levels else ""))
+    summary += f"; {levels:,} different values" if levels else ""
+    if nodata is None and (named := _named_nodata(sources)) is not None:
+        summary += f"; files name nodata {named:g}, which counts as a value without --data.nodata auto"
+    return MeasuredPixels(found, "" if usual else summary)
+
+
+def _named_nodata(sources: Sources) -> float | None:
+    """Return the nodata value that the first image of a source names; None if none does."""
+    for source in sources.lists:
+        with suppress(DroppedError, HeaderError, ShardError):
+            image = source.image(0)
+            name = decoder_of(image) if isinstance(image, bytes) else None
+            found = DECODERS[name].read(image, most_bands=MOST_BANDS, max_pixels=MAX_PIXELS) if name else None
+            if found is not None and found.nodata is not None:
+                return found.nodata
+    return None
 
 
 def _stored(sources: Sources, kind: PixelType, settings: PixelSettings) -> Preprocessing | None:

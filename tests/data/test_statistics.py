@@ -204,7 +204,8 @@ def test_pixels_without_data_are_left_out(arrays, nodata):
         image[image == -1] = 0
         image[0] = -1
     found, _ = measure_pixels(open_sources(arrays("a.tar", images)), PixelSettings(2, nodata=nodata))
-    kept = measure_pixels(open_sources(arrays("b.tar", [image[1:] for image in images])), PixelSettings(2))[0]
+    kept, summary = measure_pixels(open_sources(arrays("b.tar", [image[1:] for image in images])), PixelSettings(2))
+    assert summary.endswith("; files name nodata -1, which counts as a value without --data.nodata auto")
     assert (found.low, found.high, found.mean, found.std) == (kept.low, kept.high, kept.mean, kept.std)
     assert found.nodata == nodata
 

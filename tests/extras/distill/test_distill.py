@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from tessera import encoders
 from tessera.data.batch import Batch
 from tessera.data.pixels import normalize
 from tessera.encoders.base import IMAGENET, Features, Preprocessing
+from tessera.encoders.errors import EncoderError
 from tessera.extras.distill.distill import (
     Distill,
     DistillConfig,
     load_teacher,
     match_loss,
+    renormalized,
     resized_tokens,
     resolve,
     teacher_hash,
@@ -251,3 +254,13 @@ def test_a_model_of_timm_is_a_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
     half = Preprocessing((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     torch.testing.assert_close(teacher.features(images, half).pooled, expected[:, 0], rtol=1e-4, atol=1e-4)
     assert len({teacher_hash(f"timm:{name}") for _ in range(2)}) == 1
+
+
+def test_a_teacher_with_a_range_needs_images_of_this_range() -> None:
+    images = torch.rand(2, 1, 4, 4, dtype=torch.float64)
+    given = Preprocessing((0.4,), (0.2,), "uint16", (0.0,), (900.0,))
+    for wanted in (Preprocessing((0.5,), (0.1,)), replace(given, mean=(0.5,), std=(0.1,))):  # both get x from 0 to 1
+        found = renormalized(images, given, wanted)
+        np.testing.assert_allclose(found, (images.numpy() * 0.2 + 0.4 - 0.5) / 0.1, atol=1e-12)
+    with pytest.raises(EncoderError, match=r"teacher takes uint16 images from \(0\.0,\) to \(90\.0,\), but those of"):
+        renormalized(images, given, replace(given, high=(90.0,)))

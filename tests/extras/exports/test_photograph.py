@@ -87,6 +87,9 @@ def test_images_that_no_other_library_prepares_are_described(ranged: dict[str, A
     encoder = built(96)
     encoder.preprocessing = replace(encoder.preprocessing, **ranged)
     assert photograph(encoder) is None
+    if "pixel_type" in ranged:
+        with pytest.raises(ValueError, match=rf"takes {ranged['pixel_type']} images, but `transform` prepares RGB"):
+            preparation(encoder)
     stated = json.loads(json.dumps(preprocessing.description(encoder)))
     assert stated["pixels"] == "clamp((value - low) / (high - low), 0, 1)"
     own = {name: tuple(stated[name]) for name in ("mean", "std", "low", "high")}

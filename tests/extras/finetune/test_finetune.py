@@ -1,5 +1,6 @@
 """Fine-tuning: its loss and its parameter groups against MAE's formulas, and its promises for every encoder."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,9 @@ def test_images_without_operations_are_not_changed() -> None:
         assert torch.equal(share, torch.ones(4))
         changed += sum(not torch.equal(a, b) for a, b in zip(augmented, images, strict=True))
     assert 24 < changed < 44  # three of four images get an operation, which rarely changes nothing
+    wide = replace(IMAGENET, pixel_type="uint16", low=(0.0,) * 3, high=(9.0,) * 3)
+    with pytest.raises(SettingsError, match=r"256 levels, but the images are uint16. Set --finetune.randaugment 0"):
+        method._augmented(images, wide)
 
 
 @pytest.mark.parametrize("variant", MICRO)
