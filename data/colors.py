@@ -11,7 +11,6 @@ image, and the hue is shifted in HSV.
 Shapes: N crops have C channels and H x W pixels. An operation changes n of the N crops.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,8 +54,6 @@ BANDS_OFF = (*RGB_ONLY, "solarize_global2")
 BANDS_DEFAULTS = {"brightness": 0.2, "contrast": 0.2, "noise": 0.05, "band_drop": 0.1}
 """Defaults of settings if `colors` is `bands`. Each band changes alone, so the changes also shift the ratios of bands,
 in which spectral images hold their content. They are therefore half as strong as those of RGB images."""
-
-log = logging.getLogger(__name__)
 
 
 def ascending(pair: tuple[float, float]) -> tuple[float, float]:
@@ -123,10 +120,6 @@ def colors_for(config: ColorConfigT, channels: int) -> ColorConfigT:
         raise ValueError(
             f"The number of image channels is {channels} and colors is {kind}, but these settings need RGB images: "
             f"{', '.join(given)}. Set them to 0, or leave them out."
-        )
-    if off and kind == "rgb":
-        log.warning(
-            "Images of %d channels are not RGB. These colour changes are turned off: %s", channels, ", ".join(off)
         )
     values: dict[str, Any] = {"colors": kind, **dict.fromkeys(off, 0.0)}
     if kind == "bands":

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -336,6 +337,12 @@ def provide(words: list[str], folder: Path, made: Path) -> None:
         elif word.startswith("runs"):
             name = word.split("/")[1] if "/" in word else "photos"
             shutil.copytree(made / "run", folder / "runs" / name, dirs_exist_ok=True)
+        elif word == "tiles":  # the first program of the page
+            program = next(block.text for block in blocks(ROOT / "docs/other_images.md") if block.language == "python")
+            with contextlib.chdir(folder):
+                exec(program, {})
+        elif word == "features.npz":
+            np.savez(path, features=np.random.default_rng(0).normal(0, 1, (12, 4)), labels=np.arange(12) % 2)
         elif word == "photos.yaml":
             path.write_text(f"data: {made / 'photos/train'}\n")
 
@@ -411,7 +418,11 @@ def test_the_programs_of_a_page_run(page: Path, made: Path, small: Path, capsys:
         if first.startswith("# ") and first.endswith(".py"):
             (small / first.removeprefix("# ")).write_text(block.text)
             continue
-        provide(["".join(words) for words in re.findall(r'"(shards/\w+)"|load\("(runs/\w+)"', block.text)], small, made)
+        provide(
+            ["".join(words) for words in re.findall(r'"(shards/\w+)"|load\("(runs/\w+|\w+\.npz)"', block.text)],
+            small,
+            made,
+        )
         exec(compile(block.text, block.name, "exec"), space)
     assert all((small / name).exists() for name in FILES.get(page.stem, []))
     if page.stem == "own_data":  # the first positions of steps 5, 6 and 7
