@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tessera.data.resample import to_type
 from tessera.encoders.base import Preprocessing
 from tessera.encoders.segments import copy_to_device
 
@@ -125,6 +126,13 @@ def from_bytes(images: Crops) -> Crops:
     if x.device.type == "cpu":
         return x.copy_(images).div_(255)
     return torch.div(images, 255, out=x)  # convert, divide and reorder in one pass over memory
+
+
+def from_unit(x: Tensor, preprocessing: Preprocessing) -> Tensor:
+    """Return images of the type and range of `preprocessing` with values `x` (N, C, H, W) from 0 to 1."""
+    lows, highs = preprocessing.range
+    spans = [high - low for low, high in zip(lows, highs, strict=True)]
+    return to_type(x * per_channel(spans, x) + per_channel(lows, x), preprocessing.dtype)
 
 
 def gray_image(crops: Crops) -> Tensor:

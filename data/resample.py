@@ -44,7 +44,7 @@ def resize(pixels: Tensor, out: Tensor) -> Tensor:
     The resize is bicubic with antialiasing, as in Pillow.
     """
     if out.dtype != torch.uint8:
-        found = _from_floats(_resized(pixels[0].float().numpy(), (out.shape[1], out.shape[2])), out.dtype)
+        found = to_type(_resized(pixels[0].float().numpy(), (out.shape[1], out.shape[2])), out.dtype)
         out.view(out.shape[1], -1).copy_(found.t())
         return out
     # Call the operation behind `torch.nn.functional.interpolate` directly, because `interpolate` cannot write to a
@@ -91,7 +91,7 @@ def _weights(old: int, new: int) -> "csr_array":
     return csr_array((weights.astype(np.float32).ravel(), places.ravel(), rows), shape=(new, old))
 
 
-def _from_floats(values: Tensor, dtype: torch.dtype) -> Tensor:
+def to_type(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert floats to values of a type. Whole numbers are rounded, and limited to the range of their type."""
     if dtype.is_floating_point:
         return values
@@ -109,4 +109,4 @@ def rotate(view: Tensor, degrees: np.ndarray) -> Tensor:
     turn = torch.stack([cos, -sin, zero, sin, cos, zero], dim=1).view(-1, 2, 3)
     grid = F.affine_grid(turn, list(view.shape), align_corners=False)  # (n, S, S, 2)
     turned = F.grid_sample(view.float(), grid, mode="bicubic", padding_mode="reflection", align_corners=False)
-    return _from_floats(turned, view.dtype)
+    return to_type(turned, view.dtype)

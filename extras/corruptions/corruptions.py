@@ -63,7 +63,7 @@ def score(settings: CorruptionSettings, data: LabelledData, accelerator: Acceler
     options = settings.options() | {"feature": by_severity, "batch_size": max(settings.batch_size // SEVERITIES, 1)}
     found = {}
     for name in CORRUPTIONS:
-        crop = CorruptedCrop(name, size, resize_size(size, settings.resize))
+        crop = CorruptedCrop(name, size, resize_size(size, settings.resize), data.encoder.preprocessing)
         options |= {"transform": crop, "cut_for": crop.cut_for}
         features, labels, _ = extract(data.encoder, data.val_shards, accelerator, **options)
         found[name] = [accuracy(LabelledFeatures(part, labels)) for part in features.chunk(SEVERITIES, 1)]

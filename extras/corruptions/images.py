@@ -26,8 +26,9 @@ from torch import Tensor
 from tessera.data.batch import ViewParameters
 from tessera.data.collate import CutView, ViewShape
 from tessera.data.crops import CenterCrop
-from tessera.data.pixels import blur_weights, gaussian_blur
+from tessera.data.pixels import blur_weights, from_unit, gaussian_blur, to_unit
 from tessera.data.resample import cut
+from tessera.encoders.base import Preprocessing
 
 SEVERITIES = 5
 SIDE = 224
@@ -41,11 +42,12 @@ class CorruptedCrop(CenterCrop):
         name: key of `CORRUPTIONS`.
         size: side of the crop in pixels.
         resize: shorter side of the resized image in pixels.
+        preprocessing: type and range of the images.
     """
 
-    def __init__(self, name: str, size: int, resize: int) -> None:
+    def __init__(self, name: str, size: int, resize: int, preprocessing: Preprocessing) -> None:
         super().__init__(size, resize)
-        self.name, self.views = name, (ViewShape(SEVERITIES, size),)
+        self.name, self.views, self.preprocessing = name, (ViewShape(SEVERITIES, size),), preprocessing
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator | None = None) -> list[ViewParameters]:
         """Return the parameters of `SEVERITIES` equal crops of an image of `size` (H, W)."""
@@ -59,26 +61,29 @@ class CorruptedCrop(CenterCrop):
             cut(image, replace(view, boxes=view.boxes[:1], flips=view.flips[:1]), out[:1])
             crop = out[0].permute(2, 0, 1).clone(memory_format=torch.contiguous_format)
             for severity, place in enumerate(out, 1):
-                place.copy_(corrupt(crop, self.name, severity, key).permute(1, 2, 0))
+                place.copy_(corrupt(crop, self.name, severity, key, self.preprocessing).permute(1, 2, 0))
 
         return cut_crops
 
 
-def corrupt(image: Tensor, name: str, severity: int, key: str) -> Tensor:
-    """Return a corrupted copy of an image (C, H, W) uint8.
+def corrupt(image: Tensor, name: str, severity: int, key: str, preprocessing: Preprocessing | None = None) -> Tensor:
+    """Return a corrupted copy of an image (C, H, W). Values outside of its range are limited to the range.
 
     Args:
         image: the image.
         name: key of `CORRUPTIONS`.
         severity: severity from 1 to 5.
         key: name of the image, which determines the random values.
+        preprocessing: type and range of the image; None for uint8 from 0 to 255.
     """
+    given = preprocessing or Preprocessing((0.5,) * len(image), (0.5,) * len(image))
     function, levels = CORRUPTIONS[name]
     digest = hashlib.blake2b(f"{name}/{key}".encode("utf-8", "surrogateescape"), digest_size=16).digest()
     rng = np.random.default_rng(int.from_bytes(digest))
     unit = min(image.shape[1:]) / SIDE
-    found = function(image / 255, levels[severity - 1], unit, rng)
-    return found.clamp(0, 1).mul(255).round().to(torch.uint8)
+    (x,) = to_unit(image[None], given)
+    found = function(x, levels[severity - 1], unit, rng)
+    return from_unit(found.clamp(0, 1)[None], given)[0]
 
 
 def gaussian_noise(x: Tensor, sigma: float, unit: float, rng: np.random.Generator) -> Tensor:

@@ -9,11 +9,13 @@ from tessera.data.augment import to_model_input
 from tessera.data.batch import ViewParameters
 from tessera.data.collate import Collator, Sample, collate
 from tessera.data.crops import CenterCrop, MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig
+from tessera.data.dataset import Decoding
 from tessera.data.masking import MaskedCrop
 from tessera.data.resample import cut, resize
 from tessera.data.shared_memory import BufferRing, SharedBatch
 from tessera.encoders.base import PixelType, Preprocessing
 from tessera.encoders.images import PackedImages
+from tests.data.batches import evaluation_batches
 
 RNG = np.random.default_rng(0)
 RANGES: dict[PixelType, tuple[float, float]] = {
@@ -173,3 +175,38 @@ def test_dark_images_keep_their_levels():
     dark = torch.from_numpy(RNG.integers(200, 260, (1, 32, 32)).astype(np.uint16))
     batch = collate(CenterCrop(32, 32), [dark], [np.random.default_rng(0)], preprocessing("uint16", 1))
     assert len(to_model_input(batch).views[0].images.unique()) == len(np.unique(dark.numpy()))
+
+
+@pytest.mark.parametrize("pixel_type", ["uint8", "uint16", "int16", "float32"])
+def test_pixels_without_data_are_zero_after_normalisation(pixel_type):
+    """The mark is far outside of the range, so a resize that mixed it in would show in its neighbours."""
+    given = preprocessing(pixel_type, 1, nodata=255 if pixel_type == "uint8" else 32767)
+    low, high = RANGES[pixel_type]
+    values = np.full((40, 40, 1), low + 0.4 * (high - low)).round(3).astype(pixel_type)  # the mean
+    values[10:20, 10:30] = given.nodata
+    if pixel_type == "float32":
+        values[30:, :] = np.nan
+    picture = Decoding.of(given).picture(values)
+    assert picture.absent is not None
+    assert picture.absent.sum() == (200 if pixel_type != "float32" else 600)
+    batch = collate(CenterCrop(16, 16), [picture.pixels()], [np.random.default_rng(0)], given)
+    found = to_model_input(batch).views[0].images.abs().max()
+    assert found <= (1e-5 if pixel_type == "float32" else 0.51 / (high - low) / 0.2)  # half a level
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_images_of_16_bits_in_the_loader(tmp_path, workers):
+    """An image without data is skipped, and the others arrive with their levels through shared memory."""
+    levels = np.arange(4096, dtype=np.uint16).reshape(64, 64)
+    for number in range(3):
+        Image.fromarray(levels + number if number else np.full_like(levels, 7)).save(tmp_path / f"{number}.png")
+    given = Preprocessing((0.5,), (0.25,), "uint16", (0,), (4098,), nodata=7)
+    (batch,) = evaluation_batches(
+        str(tmp_path), CenterCrop(64, 64), batch_size=4, labels=False, workers=workers, preprocessing=given
+    )
+    assert len(batch) == 2
+    assert len(batch.skipped) == 1
+    assert "no pixel of the image holds data" in batch.skipped[0]
+    for number, image_ in enumerate(batch.views[0].images.int(), 1):
+        wanted = np.where(levels + number == 7, 2049, levels + number)
+        assert np.array_equal(image_[0].numpy(), wanted)

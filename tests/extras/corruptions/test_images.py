@@ -12,6 +12,7 @@ from scipy import ndimage
 from sklearn.datasets import load_sample_image
 from torch import Tensor
 
+from tessera.encoders.base import Preprocessing
 from tessera.extras.corruptions import images as corruptions
 from tessera.extras.corruptions.images import CORRUPTIONS, SEVERITIES, SIDE, corrupt
 
@@ -196,3 +197,12 @@ def test_weather_adds_gray_textures(photo):
     assert float(flakes.min()) >= 0
     # a share of the cells has a height from 0 to 1, which is doubled, and the blur keeps the sum
     assert float(flakes.mean()) == pytest.approx(2 * 0.2 / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["brightness", "gaussian_noise", "contrast"])
+def test_images_of_16_bits_are_corrupted_within_their_range(name, photo):
+    """Values of a range of 0 to 255 * 16 are those of 8 bits, times 16, but for the rounding to 8 bits."""
+    given = Preprocessing((0.5,) * 3, (0.25,) * 3, "uint16", (0,) * 3, (255 * 16,) * 3)
+    found = corrupt((photo.int() * 16).to(torch.uint16), name, 2, "a", given)
+    assert found.dtype == torch.uint16
+    assert (found.int() - 16 * corrupt(photo, name, 2, "a").int()).abs().max() <= 8
