@@ -83,6 +83,22 @@ def test_strange_captions_are_drawn(tmp_path):
     assert Image.open(tmp_path / "sheet.png").width > 100
 
 
+def test_bands_of_floats_are_shown_between_quantiles_of_the_sheet(tmp_path):
+    """Oracle: NumPy's quantiles over both images; values without data are black."""
+    values = np.random.default_rng(0).uniform(-0.1, 1.4, (2, 40, 30, 5)).astype(np.float32)
+    values[1, :, :10] = np.nan
+    for number, one in enumerate(values):
+        (tmp_path / f"{number}.tif").write_bytes(tiff(one, planarconfig="contig", photometric="minisblack"))
+    cells, failed = read_cells(open_shards(str(tmp_path)), np.arange(2), 5, (4, 3, 2), labels=False)
+    assert not failed
+    bands = values[..., [3, 2, 1]].astype(np.float64)
+    held = np.concatenate([bands[0].reshape(-1, 3), bands[1, :, 10:].reshape(-1, 3)])
+    low, high = np.quantile(held, (0.02, 0.98), axis=0)
+    for cell, one in zip(cells, bands, strict=True):
+        expected = np.nan_to_num(255 * np.clip((one - low) / (high - low), 0, 1))
+        np.testing.assert_allclose(cell.image, expected, atol=0.6)
+
+
 def test_a_band_beyond_the_channels_is_refused(write_shards):
     (shard,) = write_shards([1])
     with pytest.raises(SettingsError, match=r"--bands names band 9\. Give --channels"):
