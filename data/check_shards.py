@@ -89,7 +89,7 @@ class CheckShards(Settings):
     """number of channels of decoded images; images that cannot be converted count as corrupt"""
     pixel_type: Literal["auto", PixelType] = "auto"
     """type of decoded images, as data.pixel_type of a run; auto: the type of each image"""
-    nodata: Literal["auto"] | float | None = None
+    nodata: float | Literal["auto"] | None = None
     """value of pixels without data, as data.nodata of a run"""
     write_index: bool = False
     """write an index.json in each folder and a table beside each shard, for example for shards of another tool"""

@@ -77,7 +77,7 @@ class DataConfig(Section, frozen=True):
     """values that become 0 and 1: LOW,HIGH for all channels, or LOW,HIGH of each channel; values outside are clamped;
     auto: the quantiles 0.1 % and 99.9 % of each channel over a sample of the images; default: 0,255 for uint8, auto for
     any other type"""
-    nodata: Literal["auto"] | float | None = None
+    nodata: float | Literal["auto"] | None = None
     """value of pixels without data, which get the mean of their channel; auto: the value that each file names; NaN and
     infinite values never hold data"""
 

@@ -105,7 +105,7 @@ class Statistics(NamedTuple):
     pixel_type: PixelType | None = None
     low: tuple[float, ...] | None = None
     high: tuple[float, ...] | None = None
-    nodata: Literal["auto"] | float | None = None
+    nodata: float | Literal["auto"] | None = None
 
 
 class FolderIndex(BaseModel):
