@@ -3,8 +3,6 @@
 import json
 import multiprocessing
 import os
-import random
-import shutil
 import signal
 import tarfile
 import threading
@@ -74,37 +72,6 @@ def in_process(words):
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     return process
-
-
-@pytest.mark.slow
-def test_killed_at_random_and_started_again(photos, tmp_path, capsys):
-    folder = photos({f"{n % 2}/{n:03d}.png": picture(n, (120, 120), "PNG") for n in range(120)})
-    words = [str(folder), str(tmp_path / "killed"), "--shard_size_mb=0.4", "--workers=2"]
-    start = time.monotonic()
-    process = in_process([words[0], str(tmp_path / "whole"), *words[2:]])
-    process.join()
-    took, whole = time.monotonic() - start, content(tmp_path / "whole")
-    assert len(shards(tmp_path / "whole")) > 10
-    rng, kept = random.Random(0), []
-    for _ in range(12):
-        process = in_process(words)
-        goal = len(shards(tmp_path / "killed")) + rng.randint(0, 4)
-        while process.is_alive() and len(shards(tmp_path / "killed")) < goal:
-            time.sleep(0.001)
-        time.sleep(rng.uniform(0, took / 10))
-        process.kill()
-        process.join()
-        found = shards(tmp_path / "killed")
-        kept.append(len(found))
-        for path in found:  # what has a name is whole
-            assert path.read_bytes() == whole[path.name]
-        if kept[-1] == len(shards(tmp_path / "whole")):
-            make(*words)
-            assert content(tmp_path / "killed") == whole
-            shutil.rmtree(tmp_path / "killed")
-    assert len({*kept}) > 2  # it was at different points
-    make(*words)
-    assert content(tmp_path / "killed") == whole
 
 
 def test_ctrl_c_says_how_to_go_on(animals, tmp_path, capfd, monkeypatch):

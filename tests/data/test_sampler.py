@@ -115,17 +115,6 @@ def test_a_rank_reads_its_own_streams():
         step_positions(0, 10, world_size=4)
 
 
-@pytest.mark.parametrize(("batch_size", "most"), [(1024, 1.02), (960, 1.02), (1000, 1.25), (264, 1.35), (96, 1.9)])
-def test_nodes_share_few_blocks_for_each_batch_size(batch_size, most):
-    order, nodes, steps = ShuffledSampler([1000] * 100, 0, block=16, buffer=512), 8, 100_000 // batch_size
-    read = []
-    for node in range(nodes):
-        own = [step_positions(step, batch_size, rank=node, world_size=nodes) for step in range(steps)]
-        _, shards, samples = order(np.concatenate(own))
-        read.append(np.unique(1000 * shards + samples // 16))
-    assert sum(map(len, read)) <= most * len(np.unique(np.concatenate(read)))
-
-
 def test_batches_of_equally_many_samples_of_each_stream_keep_their_order():
     for step in (0, 3):
         expected = [step * 192 + turn * 64 + stream for stream in range(64) for turn in range(3)]

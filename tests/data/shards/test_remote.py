@@ -1,7 +1,5 @@
-import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -125,43 +123,3 @@ def test_what_never_ends_is_left_alone():
     with pytest.raises(TimeoutError, match=r"no response for 0.2 s"):
         remote.with_timeout(0.2, lambda: time.sleep(3))
     assert time.monotonic() - start < 2
-
-
-POSITION = """
-import json, re, sys, time
-before = time.monotonic()
-import fsspec, torch
-from tessera.data import decode
-from tests.data.shards.batches import train
-
-shards, samples = 100_000, 10_000
-listed = [{"url": f"data-{n:06d}.tar", "nsamples": samples, "filesize": samples * 110_000} for n in range(shards)]
-index = {"__kind__": "wids-shard-index-v1", "wids_version": 1, "shardlist": listed}
-fsspec.filesystem("memory").pipe("/big/index.json", json.dumps(index).encode())
-del listed, index
-start = time.monotonic()
-named = sys.argv[1]
-batches = train(
-    named, size=8, batch_size=1024, seed=0, steps=2_000_000, first_step=10**9 // 1024, window_gb=8
-)
-positions = batches.batches.positions(10**9 // 1024, 0)
-sources, chosen, places = batches.dataset.sampler(positions)
-seconds = time.monotonic() - start
-assert len(chosen) == 1024 and len(set(zip(chosen.tolist(), places.tolist()))) == 1024
-print(json.dumps({
-    "seconds": seconds, "with_imports": time.monotonic() - before, "images": batches.total,
-    "peak": int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024,
-}))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("named", ["memory://big/index.json", "memory://big/data-{000000..099999}.tar"])
-def test_a_billion_samples_of_a_hundred_thousand_shards(named, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", POSITION, named], capture_output=True, text=True, timeout=120, check=True
-    )
-    found = json.loads(done.stdout)
-    assert found["images"] == 10**9
-    assert found["seconds"] < 10
-    assert found["peak"] < 2**30
