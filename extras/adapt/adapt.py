@@ -97,7 +97,7 @@ def adapt(argv: list[str]) -> None:
     given, other = load_settings(argv)
     accelerator, _ = make_accelerator(given)
     with watched(AGAIN):
-        config, shards, sources, _ = prepare(given, accelerator)
+        config, shards, sources, *_ = prepare(given, accelerator)
         if config.init_from is None or config.evaluation.val is None:
             missing = "--init_from WEIGHTS" if config.init_from is None else "--evaluation.val SHARDS"
             raise SettingsError(f"{missing} is missing. It names what is scored before and after the training.")
