@@ -37,10 +37,10 @@ FAX, JPEG = (2, 3, 4), 7
 """TIFF codes of three kinds of fax compression, which store a row in one bit at best, and of JPEG compression."""
 PILLOW_COMPRESSIONS = (*COMPRESSIONS, *FAX, JPEG)
 """TIFF codes of the compressions that Pillow decodes here."""
-INVERTED, GRAY, RGB = 0, 1, 2
-"""TIFF codes of three photometric interpretations: gray in which 0 is white, gray, and RGB. In TIFF files, the code for
-gray also marks bands that are not colours, such as infrared."""
-PILLOW_COLOURS = (INVERTED, GRAY, RGB, 3, 5, 6)
+INVERTED, GRAY, RGB, PALETTE = 0, 1, 2, 3
+"""TIFF codes of photometric interpretations: gray in which 0 is white, gray, RGB and palette. In TIFF files, the code
+for gray also marks bands that are not colours, such as infrared."""
+PILLOW_COLOURS = (INVERTED, GRAY, RGB, PALETTE, 5, 6)
 """TIFF codes of the photometric interpretations that Pillow reads here: inverted gray, gray, RGB, palette, CMYK,
 YCbCr."""
 REDUCED, MASK = 1, 4
@@ -63,6 +63,8 @@ class _Plane(NamedTuple):
     page: "TiffPage"
     plane: int | None = None
     """Number of the plane in the values of the page; None if the page is the plane."""
+    lookup: bool = False
+    """True if a palette is only the colours in which a microscope's program shows the values."""
 
 
 _Planes = list[_Plane]
@@ -231,6 +233,8 @@ def _by_axes(series: "TiffPageSeries", pages: _Planes, size: int) -> list[_Plane
     outer = next((number for number in range(len(shape) + 1) if prod(shape[:number]) == len(pages)), None)
     if rest or planes != len(pages) or outer is None:
         raise HeaderError(f"a TIFF file whose axes {axes} {shape} do not fit its {len(pages)} pages")
+    if planes > 1 and series.kind in ("ome", "imagej"):
+        pages = [plane._replace(lookup=True) for plane in pages]
     order = sorted(range(outer), key=lambda number: axes[number] == "C")
     channels = prod(length for axis, length in zip(axes[:outer], shape, strict=False) if axis == "C")
     numbers = np.arange(planes).reshape(shape[:outer]).transpose(order).reshape(-1, channels)
@@ -239,7 +243,7 @@ def _by_axes(series: "TiffPageSeries", pages: _Planes, size: int) -> list[_Plane
 
 def _decoded(image: _Planes, encoded: bytes, most_bands: int, max_pixels: int) -> Decoded:
     """Decode an image, whose planes all have the size and the type of the first one."""
-    number, page, _ = image[0]
+    number, page = image[0].number, image[0].page
     bands = sum(plane.page.samplesperpixel for plane in image)
     if not 1 <= bands <= most_bands:
         raise HeaderError(f"a TIFF image with {bands} bands, but only 1 to {most_bands} bands are supported")
@@ -251,7 +255,7 @@ def _decoded(image: _Planes, encoded: bytes, most_bands: int, max_pixels: int) -
                 f"a TIFF image whose channels differ: {plane.page.shape} {plane.page.dtype} and {page.shape} "
                 f"{page.dtype}"
             )
-    if all(_is_plain(plane.page) for plane in image):
+    if all(_is_plain(plane) for plane in image):
         values = (
             np.concatenate([_values(plane, encoded) for plane in image], axis=2)
             if bands > 1
@@ -300,12 +304,13 @@ def _encoded(image: Decoded) -> bytes:
     return file.getvalue()
 
 
-def _is_plain(page: "TiffPage") -> bool:
-    """Return True if tifffile reads the bands of a page. Otherwise, Pillow reads the page."""
-    extra = tuple(page.extrasamples)
+def _is_plain(plane: _Plane) -> bool:
+    """Return True if tifffile reads the bands of a plane. Otherwise, Pillow reads the page."""
+    page = plane.page
+    extra, colors = tuple(page.extrasamples), (GRAY, RGB) if page.bitspersample == 8 else (INVERTED, GRAY, RGB)
     return (
         page.compression in COMPRESSIONS
-        and page.photometric in ((GRAY, RGB) if page.bitspersample == 8 else (INVERTED, GRAY, RGB))
+        and (page.photometric in colors or (plane.lookup and page.photometric == PALETTE))
         and page.bitspersample in (*range(8, 17), 32, 64)
         and (page.samplesperpixel > 4 or extra != (PREMULTIPLIED,))
     )

@@ -260,6 +260,15 @@ def test_images_of_a_stack_are_pages(options):
         values_of(encoded)
 
 
+def test_lookup_tables_of_stacks_are_no_colours():
+    stack, table = STACK[0].astype(np.uint8), RNG.integers(0, 65536, (3, 256)).astype(np.uint16)
+    options = {"photometric": "palette", "colormap": table, "ome": True, "metadata": {"axes": "ZCYX"}}
+    encoded = tiff(stack, **options)
+    for number in range(3):
+        assert np.array_equal(values_of(single_page(encoded, number)), stack[number].transpose(1, 2, 0))
+    assert values_of(tiff(stack[0, 0], **{**options, "metadata": {}})).shape == (7, 9, 3)
+
+
 def test_channels_that_come_before_other_axes_are_bands():
     swapped = np.ascontiguousarray(STACK[0].transpose(1, 0, 2, 3))  # C, Z, Y, X
     encoded = tiff(swapped, ome=True, photometric="minisblack", metadata={"axes": "CZYX"})
