@@ -18,7 +18,8 @@ import rasterio
 import tifffile
 from PIL import Image
 from pydicom import dcmread
-from pydicom.pixels import apply_rescale, pixel_array
+from pydicom.pixels.processing import apply_rescale
+from pydicom.pixels.utils import pixel_array
 
 from tessera.data.decode import ImageError
 from tessera.data.decoders import DECODERS, decoder_of

@@ -141,7 +141,8 @@ def _frames(dataset: "Dataset") -> int:
 
 def _stored(dataset: "Dataset", frame: int, max_pixels: int) -> np.ndarray:
     """Return the stored values of a frame: gray (H, W), or RGB (H, W, 3)."""
-    from pydicom.pixels import get_decoder, pixel_array
+    from pydicom.pixels.decoders.base import get_decoder
+    from pydicom.pixels.utils import pixel_array
 
     _check(dataset, max_pixels)
     syntax = dataset.file_meta.TransferSyntaxUID

@@ -322,7 +322,7 @@ def _values(plane: _Plane, encoded: bytes) -> np.ndarray:
     if plane.plane is None:
         values = page.asarray(squeeze=False, maxworkers=1)  # (bands, 1, H, W, 1) or (1, 1, H, W, bands)
     else:
-        dtype = np.dtype(page.parent.byteorder + page.dtype.char)
+        dtype = np.dtype(page.parent.byteorder + cast(np.dtype, page.dtype).char)
         start = page.dataoffsets[0] + plane.plane * page.nbytes
         values = np.frombuffer(encoded, dtype, page.size, start).reshape(page.shaped)
     values = values[:, 0].transpose(1, 2, 0, 3).reshape(*values.shape[2:4], -1)
