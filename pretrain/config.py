@@ -57,8 +57,9 @@ class DataConfig(Section, frozen=True):
     """stages of your own, as module:function, in webdataset's convention; they change each sample before its crops are
     cut, in training and evaluation; a settings file cannot set this"""
     augment: str | list[str] | None = None
-    """augmentation of your own, as module:function: a torchvision v2 transform, or a function of a crop (C, S, S) uint8
-    and optionally a torch.Generator; one for all views, or one per view; a settings file cannot set this"""
+    """augmentation of your own, as module:function: a torchvision v2 transform, or a function of a crop (C, S, S) of
+    the images' type and optionally a torch.Generator; one for all views, or one per view; a settings file cannot set
+    this"""
     augment_replaces: bool = False
     """data.augment makes the crops from whole images, in place of the method's crops, mirroring and colours"""
     channels: int = Field(default=3, ge=1)
