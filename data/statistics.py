@@ -133,9 +133,10 @@ def _named_nodata(sources: Sources) -> float | None:
     for source in sources.lists:
         with suppress(DroppedError, HeaderError, ShardError):
             image = source.image(0)
-            name = decoder_of(image) if isinstance(image, bytes) else None
-            found = DECODERS[name].read(image, most_bands=MOST_BANDS, max_pixels=MAX_PIXELS) if name else None
-            if found is not None and found.nodata is not None:
+            if not isinstance(image, bytes) or (name := decoder_of(image)) is None:
+                continue
+            found = DECODERS[name].read(image, most_bands=MOST_BANDS, max_pixels=MAX_PIXELS)
+            if found.nodata is not None:
                 return found.nodata
     return None
 
@@ -188,12 +189,14 @@ def found_type(sources: Sources) -> PixelType:
             except (DroppedError, ImageError, ShardError):
                 continue
     if "uint8" in found and len(found) > 1:
-        other = next(kind for kind in found if kind != "uint8")
+        other, name = next((kind, name) for kind, name in found.items() if kind != "uint8")
         raise ShardError(
-            f"images of 8 bits and of other types are mixed: {found['uint8']} is uint8, and {found[other]} is {other}. "
+            f"images of 8 bits and of other types are mixed: {found['uint8']} is uint8, and {name} is {other}. "
             f"{ONE_TYPE}."
         )
-    return next(iter(found), "uint8") if len(found) < 2 else "float32"
+    if not found:
+        return "uint8"
+    return next(iter(found)) if len(found) == 1 else "float32"
 
 
 def pixel_statistics(sources: Sources, channels: int, images: int = SAMPLED, *, fewer: bool = False) -> Preprocessing:

@@ -140,8 +140,8 @@ def range_of(
     mean = (shares * x).sum(axis=1) / sums
     std = np.sqrt((shares * (x - mean[:, None]) ** 2).sum(axis=1) / sums)
     levels = None if total.pixel_type == "float32" else int(np.count_nonzero(total.counts, axis=1).max())
-    own = (tuple(map(float, one)) for one in (low[:, 0], high[:, 0], mean, std))
-    return ValueRange(*own, levels)
+    own_low, own_high, own_mean, own_std = (tuple(map(float, one)) for one in (low[:, 0], high[:, 0], mean, std))
+    return ValueRange(own_low, own_high, own_mean, own_std, levels)
 
 
 def shown_range(kind: PixelType, low: Sequence[float], high: Sequence[float]) -> str:

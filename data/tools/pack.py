@@ -133,7 +133,7 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
             return Prepared(content, _extension(found), None, _prepare_map(encoded_map, size, size[::-1]))
         if recipe.resize is None and (kind := stored_type(content)) != "uint8":
             size = Picture(content, max_pixels=recipe.max_pixels, pixel_type=kind).size
-            return Prepared(content, _extension(found), None, _prepare_map(encoded_map, size, size[::-1]))
+            return Prepared(content, _extension(found), None, _prepare_map(encoded_map, size, (size[1], size[0])))
         pixels = decode(content, max_pixels=recipe.max_pixels)  # (3, H, W)
     except (ImageError, HeaderError) as error:
         raise LeftOut(str(error)) from error
