@@ -380,7 +380,7 @@ def fake_run(
     ):
         fake_copy(method)
         method.to = lambda *_, **__: method  # torch cannot move fake parameters, which are on the device already
-        accelerator.backward = backward
+        accelerator.backward = backward  # pyright: ignore[reportAttributeAccessIssue]
         run = bare_run(config, accelerator, method, DDP(accelerator, method, config.optim))
         counter.clear()
         yield counter, run
