@@ -56,7 +56,7 @@ HEADINGS = ["images/s", "lowest to highest", "ms of a core", "ms of main process
 """Headings of the table. "of decode" is the speed relative to decoding alone."""
 
 DINO, MAE = MultiCrop(MultiCropConfig()), MaskedCrop(RandomCrop(RandomCropConfig()), 16, "random", 0.75)
-NAVIT = MaskedCrop(NativeCrop(RandomCropConfig(), 16, 128), 16, "random", 0.75)
+NAVIT = MaskedCrop(NativeCrop(RandomCropConfig(), 16, 128, 1024), 16, "random", 0.75)
 
 
 class LoaderBenchmark(Settings):

@@ -16,7 +16,7 @@ from tessera.data.batch import Batch, SampleParameters, View, ViewParameters
 from tessera.data.resample import cut
 from tessera.data.user_code import Augment
 from tessera.encoders.base import IMAGENET, Preprocessing
-from tessera.encoders.images import pack
+from tessera.encoders.images import best_fit, pack
 
 NO_PIXELS = torch.empty(0, dtype=torch.uint8)
 """Placeholder that replaces the decoded image of a sample after its crops are cut, so that the memory is freed."""
@@ -41,6 +41,16 @@ class ViewShape(NamedTuple):
     """Side length of a crop in pixels. A packed crop has at most as many pixels as a square of this side length."""
 
 
+@dataclass(frozen=True)
+class Packing:
+    """Settings for packing crops of different sizes into sequences."""
+
+    patch: int
+    """Side of a patch in pixels."""
+    budget: int
+    """Maximum number of patches in a packed sequence. A sequence can contain several images."""
+
+
 class Transform(Protocol):
     """Draws the random parameters of a sample. A transform must be picklable, and the generator passed to `draw` must
     be its only source of randomness."""
@@ -51,8 +61,8 @@ class Transform(Protocol):
         ...
 
     @property
-    def packing(self) -> int | None:
-        """Side in pixels of the patches of packed crops; None if all crops of a view have the same size."""
+    def packing(self) -> Packing | None:
+        """Settings for packing crops of different sizes; None if all crops of a view have the same size."""
         ...
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator) -> SampleParameters:
@@ -223,10 +233,10 @@ class CropBuilder:
 
 
 class PackBuilder:
-    """Builds a batch of packed crops. Each image has one crop of any size.
+    """Builds a batch of packed crops. Each image has one crop of any size. Crops are packed into few sequences.
 
     Args:
-        patch: side of a patch in pixels.
+        packing: side of a patch, and maximum number of patches in a sequence.
         channels: number of channels of an image (C).
         memory: memory of the batch, as in `CropBuilder`.
         dtype: type of the crops.
@@ -234,12 +244,12 @@ class PackBuilder:
 
     def __init__(
         self,
-        patch: int,
+        packing: Packing,
         channels: int = 3,
         memory: Tensor | None = None,
         dtype: torch.dtype = torch.uint8,
     ) -> None:
-        self._patch, self._channels, self._memory, self._dtype = patch, channels, memory, dtype
+        self._packing, self._channels, self._memory, self._dtype = packing, channels, memory, dtype
         self._samples: list[SampleParameters] = []
         self._crops: list[Tensor] = []
 
@@ -254,13 +264,18 @@ class PackBuilder:
     def build(self) -> tuple[Batch, Sequence[int]]:
         """Return the batch and, for each image of the batch, the index of the `add` call that added the image.
 
-        The images are sorted by size, because attention takes consecutive images of one size together.
+        Raises:
+            ValueError: an image has more patches than a sequence can hold.
         """
-        order = sorted(range(len(self._crops)), key=lambda i: -self._crops[i].numel())
-        packed = pack([self._crops[i] for i in order], self._patch)
+        sizes = [view.size for (view,) in self._samples]
+        lengths = [height * width // self._packing.patch**2 for height, width in sizes]
+        sequences = best_fit(lengths, self._packing.budget)
+        order = [image for sequence in sequences for image in sequence]
+        packed = pack([self._crops[i] for i in order], self._packing.patch)
         memory = _room(self._memory, packed.patches.nbytes)
         patches = memory.view(self._dtype).view_as(packed.patches).copy_(packed.patches)
-        images = replace(packed, patches=patches)
+        counts = torch.tensor([len(sequence) for sequence in sequences])
+        images = replace(packed, patches=patches, sequences=counts)
         (column,) = _columns([self._samples[i] for i in order])
         return Batch([View.from_samples(images, column)], memory=memory), order
 

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from tessera.data.batch import SampleParameters, ViewParameters
-from tessera.data.collate import Transform, ViewShape
+from tessera.data.collate import Packing, Transform, ViewShape
 from tessera.data.colors import (
     BLUR_SIGMA,
     ColorConfig,
@@ -223,24 +223,31 @@ class NativeCrop:
 
     The area of the box is a share of the image's area, and this share is drawn from `config.scale`. `config.ratio` is
     not used. The box is resized to a crop of whole patches. The crop has about the area of a square whose side is drawn
-    uniformly from `smallest` to `config.size`.
+    uniformly from `smallest` to `config.size`. The crops of a batch are packed into sequences.
 
     Args:
         config: size, scale, flip and rotation of the crop.
         patch: side of a patch in pixels.
         smallest: smallest side in pixels of the square that has about the area of the crop.
+        token_budget: maximum number of patches in a packed sequence.
 
     Raises:
-        ValueError: `smallest` is not between `patch` and `config.size`.
+        ValueError: `smallest` is not between `patch` and `config.size`, or the largest crop has more patches than
+            `token_budget`.
     """
 
-    def __init__(self, config: RandomCropConfig, patch: int, smallest: int) -> None:
+    def __init__(self, config: RandomCropConfig, patch: int, smallest: int, token_budget: int) -> None:
         if not patch <= smallest <= config.size:
             raise ValueError(
                 f"smallest_size is {smallest}. Use at least {patch} (one patch) and at most {config.size} (size)."
             )
+        if (config.size // patch) ** 2 > token_budget:
+            raise ValueError(
+                f"An image of {(config.size // patch) ** 2} tokens does not fit into a token_budget of {token_budget}. "
+                "Raise token_budget, or lower size."
+            )
         self.config, self.patch, self.smallest = config, patch, smallest
-        self.packing = patch
+        self.packing = Packing(patch, token_budget)
         self.views = (ViewShape(1, config.size),)
 
     def draw(self, size: tuple[int, int], rng: np.random.Generator) -> list[ViewParameters]:

@@ -27,6 +27,9 @@ class PackedImages:
     """Number of patch rows and number of patch columns of each image: (B, 2) int64 on the CPU."""
     patch: int
     """Side of a patch in pixels."""
+    sequences: Tensor | None = None
+    """Number of images in each packed sequence: (S,) int64 on the CPU. A packed sequence consists of consecutive
+    images. None if the images are not grouped into sequences."""
 
     def __len__(self) -> int:
         return len(self.grids)
@@ -181,8 +184,42 @@ def pack(views: Sequence[Images], patch: int) -> PackedImages:
         parts.append(view)
     if len(parts) == 1:
         return parts[0]
+    sequences = [part.sequences for part in parts if part.sequences is not None]
     return PackedImages(
         torch.cat([part.patches for part in parts]),
         torch.cat([part.grids for part in parts]),
         patch,
+        torch.cat(sequences) if len(sequences) == len(parts) else None,
     )
+
+
+def best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Pack images into sequences of at most `budget` tokens with the best-fit-decreasing rule.
+
+    `lengths` holds the number of tokens of each image. Images are placed in order of decreasing length. Each image goes
+    into the fullest sequence that has enough room.
+
+    Returns:
+        List of sequences. A sequence is a list of the indices of its images.
+
+    Raises:
+        EncoderError: an image has more tokens than `budget`.
+    """
+    sequences: list[list[int]] = []
+    room: list[int] = []
+    for image in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if lengths[image] > budget:
+            raise EncoderError(
+                f"An image of {lengths[image]} tokens does not fit a sequence of {budget} tokens. "
+                "Raise token_budget, or make the images smaller."
+            )
+        fitting = [(left, index) for index, left in enumerate(room) if left >= lengths[image]]
+        if fitting:
+            _, index = min(fitting)
+        else:
+            index = len(sequences)
+            sequences.append([])
+            room.append(budget)
+        room[index] -= lengths[image]
+        sequences[index].append(image)
+    return sequences

@@ -219,7 +219,7 @@ class NaViT(Encoder):
             visible, lengths = _random_tokens(lengths, self._drop_rates(lengths), next_keys(len(lengths)))
             visible = copy_to_device(visible, device)
 
-        segments = Segments(lengths, device).prepared()
+        segments = Segments(lengths, device, sequences=packed.sequences).prepared()
         indices, sides = token_positions(packed.grids, segments, visible)  # (2, T) each
         if visible is not None:
             patches = patches.index_select(0, visible)  # (V, P)

@@ -1,9 +1,9 @@
-"""Attention of packed images with different numbers of tokens. Two equivalent ways are available.
+"""Attention of packed images with different numbers of tokens. Three equivalent kernels are available.
 
 `encoders.attention` imports this module only at first use, because `torch.nn.attention.varlen` imports torch's
 compiler, which takes seconds.
 
-Letters in shapes: d width of one head; T tokens of all images.
+Letters in shapes: d width of one head; T tokens of all images; S packed sequences, each padded to L tokens.
 """
 
 import inspect
@@ -11,12 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
 from tessera.encoders.dot_product import dot_product_attention
-from tessera.encoders.segments import Segments
+from tessera.encoders.segments import PaddedSequences, Segments
 
 VARLEN_TAKES_SCALE = "scale" in inspect.signature(varlen_attn).parameters
 
@@ -29,10 +30,14 @@ consecutive images of the same size. If all crops of a view have the same size, 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
     """Return the attention within each image, softmax(q k^T * scale) v: (heads, T, d) -> (heads, T, d).
 
-    The function chooses the faster way for the device, the data type and the sizes of the images.
+    The function chooses the fastest kernel for the device, the data type and the packing.
     """
-    if len(segments.runs) > FEW_RUNS and _has_varlen(q):
+    if len(segments.runs) <= FEW_RUNS:
+        return attention_by_run(q, k, v, scale, segments)
+    if _has_varlen(q):
         return attention_varlen(q, k, v, scale, segments)
+    if q.is_cuda and segments.sequences is not None:
+        return attention_in_sequences(q, k, v, scale, segments)
     return attention_by_run(q, k, v, scale, segments)
 
 
@@ -60,6 +65,22 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segme
     if not isinstance(out, Tensor):
         raise TypeError(f"varlen_attn returned {type(out).__name__}, not a tensor.")
     return out.transpose(0, 1)
+
+
+def attention_in_sequences(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:
+    """Compute attention within each image, on padded sequences of images: (heads, T, d) -> (heads, T, d).
+
+    An attention mask separates the images of a sequence, as in NaViT.
+    """
+    queries, tokens = segments.padded
+
+    def spread(x: Tensor, padded: PaddedSequences) -> Tensor:
+        zeros = x.new_zeros(len(x), padded.image_ids.numel(), x.shape[-1])
+        return zeros.index_copy(1, padded.positions, x).unflatten(1, padded.image_ids.shape).transpose(0, 1)
+
+    q, k, v = spread(q, queries), spread(k, tokens), spread(v, tokens)  # (S, heads, L, d)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=segments.attention_mask, scale=scale)
+    return out.transpose(0, 1).flatten(1, 2).index_select(1, queries.positions)
 
 
 def attention_by_run(q: Tensor, k: Tensor, v: Tensor, scale: float | None, segments: Segments) -> Tensor:

@@ -1,6 +1,8 @@
 """Boundaries of the images in a flat sequence of tokens.
 
-Letters in shapes: B images; T tokens of all images (keys and values); S prefix tokens of an image.
+Letters in shapes: B images; T tokens of all images (keys and values); S packed sequences, or S prefix tokens of
+an image in `insert_prefix` and `split_prefix`; L length of the longest packed sequence, to which all sequences are
+padded (L' for keys, if queries and keys have different lengths).
 """
 
 from dataclasses import dataclass, field
@@ -30,6 +32,9 @@ class Segments:
     """Device of the tokens."""
     queries: Tensor | None = None
     """Number of queries of each image: (B,) int64 on the CPU. None if every token is a query."""
+    sequences: Tensor | None = None
+    """Number of images in each packed sequence: (S,) int64 on the CPU. A packed sequence consists of consecutive
+    images. None if the images are not grouped into sequences."""
     uniform: bool = field(init=False)
     """True if all images have the same number of tokens and the same number of queries."""
 
@@ -78,6 +83,50 @@ class Segments:
     def longest(self) -> tuple[int, int]:
         """Largest number of queries of an image, and largest number of tokens of an image."""
         return int(self.query_lengths.max()), int(self.lengths.max())
+
+    @cached_property
+    def padded(self) -> tuple["PaddedSequences", "PaddedSequences"]:
+        """Layout of the queries in padded sequences, and layout of the keys and values in padded sequences."""
+        assert self.sequences is not None
+        rows = torch.repeat_interleave(self.sequences)  # (B,): sequence of each image
+        counts = (self.query_lengths, self.lengths)
+        queries, tokens = (_pad(n, rows, len(self.sequences), self.device) for n in counts)
+        return queries, tokens
+
+    @cached_property
+    def attention_mask(self) -> Tensor:
+        """True where a query and a key of the padded sequences belong to the same image: (S, 1, L, L') bool.
+
+        A query that is padding attends to all keys, because a softmax over zero keys would be NaN.
+        """
+        queries, keys = (padded.image_ids for padded in self.padded)
+        return ((queries[:, :, None] == keys[:, None, :]) | (queries[:, :, None] < 0))[:, None]
+
+
+@dataclass(frozen=True)
+class PaddedSequences:
+    """Layout of T tokens in S sequences of L slots each. Slots without a token are padding.
+
+    The tensors `positions` and `image_ids` are on the device of the tokens.
+    """
+
+    positions: Tensor
+    """Index of the slot of each token, from 0 to S * L - 1: (T,) int64."""
+    image_ids: Tensor
+    """Index of the image that the token in each slot belongs to, or -1 for padding: (S, L) int64."""
+
+
+def _pad(lengths: Tensor, rows: Tensor, sequences: int, device: torch.device) -> PaddedSequences:
+    """Make the padded layout of images. Image i has `lengths[i]` tokens and belongs to sequence `rows[i]`."""
+    images = torch.repeat_interleave(lengths)  # (T,): image of each token
+    token_rows = rows[images]  # (T,): sequence of each token
+    counts = torch.bincount(token_rows, minlength=sequences)
+    longest = int(counts.max())
+    positions = token_rows * longest + torch.arange(len(token_rows)) - (counts.cumsum(0) - counts)[token_rows]
+    image_ids = torch.full((sequences * longest,), -1).index_copy(0, positions, images)
+    return PaddedSequences(
+        copy_to_device(positions, device), copy_to_device(image_ids.unflatten(0, (sequences, longest)), device)
+    )
 
 
 def insert_prefix(x: Tensor, prefix: Tensor, lengths: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from tessera.encoders.blocks import Block, MLPKind, NormedPatchEmbed, PatchEmbed
 from tessera.encoders.checks import check_block_count, check_counts, check_heads
 from tessera.encoders.drop_path import BranchScales, kept_images
 from tessera.encoders.errors import EncoderError
-from tessera.encoders.images import Images, Mask
+from tessera.encoders.images import Images, Mask, PackedImages
 from tessera.encoders.layers import (
     Init,
     Interpolation,
@@ -354,7 +354,8 @@ class ViT(Encoder):
                 lengths, visible = kept.lengths, kept.visible
                 x = x.reshape(-1, self.dim).index_select(0, visible)
             x = x if prefix is None else insert_prefix(x, prefix, lengths)
-            segments = Segments(lengths + self.num_prefix_tokens, x.device).prepared()
+            sequences = images.sequences if isinstance(images, PackedImages) else None
+            segments = Segments(lengths + self.num_prefix_tokens, x.device, sequences=sequences).prepared()
             rotations = self._rotations(grids, lengths, visible)
         return in_bf16(x) if self.bf16_residuals else x, segments, rotations
 

@@ -65,6 +65,9 @@ class MAEConfig(RandomCropConfig):
     `ratio` is then ignored"""
     smallest_size: int | None = Field(default=None, ge=1)
     """size of the smallest native image, given as the side in pixels of a square with the same area; default: `size`"""
+    token_budget: int | None = Field(default=None, ge=1)
+    """length of a packed sequence in tokens; default: the tokens of 2 images of `size`, or of 5 images if image sizes
+    vary"""
 
 
 def resolve(config: MAEConfig, optim: OptimConfig, size: RunSize) -> tuple[MAEConfig, OptimConfig]:
@@ -178,7 +181,10 @@ class MAE(Method):
 
     def transform(self) -> MaskedCrop:
         c, stride = self.config, self.encoder.stride
-        crop = NativeCrop(c, stride, c.smallest_size or c.size) if c.native else RandomCrop(c)
+        # The default is a multiple of the number of tokens in an image of `size`, because that leaves the least padding
+        # (benchmarks/results/packing.md).
+        budget = c.token_budget or (c.size // stride) ** 2 * (2 if c.smallest_size == c.size else 5)
+        crop = NativeCrop(c, stride, c.smallest_size or c.size, budget) if c.native else RandomCrop(c)
         return MaskedCrop(crop, stride, c.mask, c.mask_ratio)
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -201,6 +207,7 @@ class MAE(Method):
             features.grids,
             mask if self.drop else None,
             pooled=features.pooled if self.class_token else None,
+            sequences=images.sequences if isinstance(images, PackedImages) else None,
         )
         return features, predicted.float()
 
@@ -275,8 +282,8 @@ def _check(encoder: Encoder, config: MAEConfig, drop: bool) -> None:
         raise ValueError(
             f"{name} takes only images of one size. Set mae.native to false, or choose a vit, rope_vit or navit."
         )
-    if not config.native and config.smallest_size:
-        raise ValueError("mae.smallest_size needs native images. Set mae.native to true.")
+    if not config.native and (config.smallest_size or config.token_budget):
+        raise ValueError("mae.smallest_size and mae.token_budget need native images. Set mae.native to true.")
     if not config.native and config.size % encoder.stride:
         sizes = sorted({max(config.size // encoder.stride, 1), -(-config.size // encoder.stride)})
         raise ValueError(

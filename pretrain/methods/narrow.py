@@ -58,6 +58,7 @@ class NarrowTransformer(nn.Module):
         mask: Mask | None = None,
         *,
         pooled: Tensor | None = None,
+        sequences: Tensor | None = None,
     ) -> Tensor:
         """Return the predicted values (T, P) of all tokens, image after image and row by row.
 
@@ -67,6 +68,7 @@ class NarrowTransformer(nn.Module):
             mask: hidden tokens. Each hidden token is represented by the mask token and its position.
             pooled: features (B, D) of one additional token per image, or None. This token has no position. It has no
                 effect if `depth` is 0.
+            sequences: `PackedImages.sequences`, or None for images of one size.
 
         Raises:
             EncoderError: an image has too many rows or columns of tokens.
@@ -78,7 +80,7 @@ class NarrowTransformer(nn.Module):
         if not self.blocks:
             return self.pred(x)
         lengths = grids.prod(1)
-        segments = Segments(lengths, x.device)
+        segments = Segments(lengths, x.device, sequences=sequences)
         x = x + self._positions(grids, segments)
         first = None if pooled is None else self.embed(pooled)[:, None]  # (B, 1, E)
         if segments.uniform:
@@ -86,7 +88,7 @@ class NarrowTransformer(nn.Module):
             x = x if first is None else torch.cat([first, x], 1)
         elif first is not None:
             x = insert_prefix(x, first, lengths)
-            segments = Segments(lengths + 1, x.device)
+            segments = Segments(lengths + 1, x.device, sequences=sequences)
         for block in self.blocks:
             x = block(x, None if segments.uniform else segments)
         x = self.pred(self.norm(x))

@@ -18,7 +18,7 @@ from tessera.data.masking import MaskedCrop
 from tests.data.batches import build, collated, noise, pixels, rng, same_colors, saved
 
 SMALL = MultiCrop(MultiCropConfig(global_size=32, local_size=16, local_crops=3))
-PACKED = NativeCrop(RandomCropConfig(size=32), 8, 16)
+PACKED = NativeCrop(RandomCropConfig(size=32), 8, 16, 64)
 
 
 def smooth(height: int, width: int) -> Image.Image:

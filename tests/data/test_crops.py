@@ -307,7 +307,7 @@ def test_the_best_box_is_kept_if_none_has_enough_data():
 def test_a_packed_crop_is_replaced_with_its_size():
     absent = torch.zeros(1, 90, 120, dtype=torch.bool)
     absent[:, :, 50:] = True
-    transform = NativeCrop(RandomCropConfig(size=64, scale=(0.05, 0.3)), patch=8, smallest=16)
+    transform = NativeCrop(RandomCropConfig(size=64, scale=(0.05, 0.3)), patch=8, smallest=16, token_budget=64)
     for seed in range(20):
         drawn = transform.draw((90, 120), rng(seed))
         (view,) = avoid_nodata(drawn, absent, transform, rng(seed))

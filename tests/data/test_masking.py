@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from tessera.data.collate import Collator, Sample, collate
+from tessera.data.collate import Collator, Packing, Sample, collate
 from tessera.data.crops import MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig, native_grid
 from tessera.data.masking import (
     MASKS,
@@ -78,7 +78,7 @@ def test_masked_crop_is_crop_and_mask():
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (68, 56), (100, 1000), (224, 224)])
 def test_native_crops_keep_the_aspect_ratio(height, width):
-    transform = NativeCrop(RandomCropConfig(size=224), 16, 128)
+    transform = NativeCrop(RandomCropConfig(size=224), 16, 128, 1024)
     wanted = min(max(height / width, 1 / 4), 4)
     for seed in range(20):
         rows, columns = (side // 16 for side in transform.draw((height, width), rng(seed))[0].size)
@@ -89,11 +89,11 @@ def test_native_crops_keep_the_aspect_ratio(height, width):
 def test_native_crop_shows_the_box_it_says(monkeypatch):
     """With the whole image as its box, it is the image resized."""
     image = noise(60, 90)
-    plain = crop(NativeCrop(RandomCropConfig(size=48, scale=(1.0, 1.0), flip=0.0), 8, 48), image)
+    plain = crop(NativeCrop(RandomCropConfig(size=48, scale=(1.0, 1.0), flip=0.0), 8, 48, 64), image)
     assert plain.shape == (3, 40, 56)  # 5 x 7 = 35 of at most 36 tokens
     resized = torch.nn.functional.interpolate(image[None], size=(40, 56), mode="bicubic", antialias=True)
     assert (plain.int() - resized[0].int()).abs().max() <= 1
-    mirrored = crop(NativeCrop(RandomCropConfig(size=48, scale=(1.0, 1.0), flip=1.0), 8, 48), image)
+    mirrored = crop(NativeCrop(RandomCropConfig(size=48, scale=(1.0, 1.0), flip=1.0), 8, 48, 64), image)
     assert torch.equal(mirrored, plain.flip(2))
 
 
@@ -107,7 +107,8 @@ def test_native_grid_uses_the_budget():
 
 
 def test_packed_batches_keep_names_labels_and_masks():
-    transform = MaskedCrop(NativeCrop(RandomCropConfig(size=32), 4, 16), 4, "random", 0.75)
+    transform = MaskedCrop(NativeCrop(RandomCropConfig(size=32), 4, 16, 100), 4, "random", 0.75)
+    assert transform.packing == Packing(4, 100)
     images = [noise(40 + 9 * i, 90 - 7 * i, i) for i in range(9)]
     samples = [
         Sample("abcdefghi"[i], image, transform.draw((image.shape[1], image.shape[2]), rng(i)), i)
@@ -117,6 +118,7 @@ def test_packed_batches_keep_names_labels_and_masks():
     (view,) = batch.views
     packed, (mask,) = view.images, view.masks
     assert not isinstance(packed, torch.Tensor)
+    assert packed.sequences is not None
     assert len(batch) == 9
     assert batch.labels is not None
     assert [list("abcdefghi")[i] for i in batch.labels.tolist()] == batch.keys
@@ -127,7 +129,9 @@ def test_packed_batches_keep_names_labels_and_masks():
             one.masks for one in transform.draw((images[label].shape[1], images[label].shape[2]), rng(label))
         )
         assert np.array_equal(h.numpy(), hidden.ravel())
-    assert packed.lengths.tolist() == sorted(packed.lengths.tolist(), reverse=True)
+    sums = [int(part.sum()) for part in packed.lengths.split(packed.sequences.tolist())]
+    assert max(sums) <= 100
+    assert sum(sums) == len(packed.patches)
 
 
 def test_searched_blocks_are_those_of_dinov2():

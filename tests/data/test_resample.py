@@ -95,7 +95,7 @@ def test_crops_are_mirrored_windowed_and_rotated_in_their_type(pixel_type):
 TRANSFORMS = {
     "multi-crop": MultiCrop(MultiCropConfig(global_size=16, local_size=8, local_crops=2)),
     "MAE": MaskedCrop(RandomCrop(RandomCropConfig(size=16)), 8, "random", 0.75),
-    "NaViT": MaskedCrop(NativeCrop(RandomCropConfig(size=32), 8, 16), 8, "random", 0.75),
+    "NaViT": MaskedCrop(NativeCrop(RandomCropConfig(size=32), 8, 16, 16), 8, "random", 0.75),
     "evaluation": CenterCrop(16),
 }
 

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
+from tessera.data.collate import Packing
 from tessera.data.crops import MultiCrop, MultiCropConfig, NativeCrop, RandomCropConfig, ResizedView
 from tessera.data.loader import Reading, StreamConfig
 from tessera.data.loader import training_batches as batches_of
@@ -119,7 +120,8 @@ def test_masks_stay_and_plain_views_are_left_alone():
 
 
 def test_packed_crops():
-    transform = NativeCrop(RandomCropConfig(size=16), patch=4, smallest=8)
+    transform = NativeCrop(RandomCropConfig(size=16), patch=4, smallest=8, token_budget=64)
+    assert isinstance(transform.packing, Packing)
     for ours, plain in zip(run(invert, transform=transform), run(transform=transform), strict=True):
         assert torch.equal(ours.views[0].images.patches, 255 - plain.views[0].images.patches)
     with pytest.raises(ValueError, match="not possible for packed crops"):

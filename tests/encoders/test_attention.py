@@ -105,7 +105,7 @@ def test_attention_is_the_formula_with_scale_and_bias():
     torch.testing.assert_close(attention(q, k, v, bias=shut), weighted((logits / math.sqrt(8)).where(shut, -torch.inf)))
 
 
-LENGTHS, QUERIES = torch.tensor([3, 7, 1, 4]), torch.tensor([2, 1, 5, 3])
+LENGTHS, QUERIES, SEQUENCES = torch.tensor([3, 7, 1, 4]), torch.tensor([2, 1, 5, 3]), torch.tensor([1, 2, 1])
 
 
 CPU = torch.device("cpu")
@@ -131,13 +131,14 @@ def packed_inputs(segments, width=8):
 
 @pytest.mark.parametrize("queries", [QUERIES, None])
 def test_packed_attention_is_the_formula_by_every_way(queries):
-    segments = Segments(LENGTHS, CPU, queries=queries)
+    segments = Segments(LENGTHS, CPU, queries=queries, sequences=SEQUENCES)
     q, k, v = packed_inputs(segments)
     for scale in (0.3, None):
         expected = naive_packed(q, k, v, 8**-0.5 if scale is None else scale, segments)
         ways = {
             "chosen": attention(q, k, v, scale=scale, segments=segments),
             "by run": packed_attention.attention_by_run(q, k, v, scale, segments),
+            "in sequences": packed_attention.attention_in_sequences(q, k, v, scale, segments),
         }
         for way, out in ways.items():
             torch.testing.assert_close(out, expected, msg=lambda text, way=way: f"{way}: {text}")
@@ -160,12 +161,13 @@ def test_images_of_one_size_are_a_batch_for_attention(queries, monkeypatch):
     assert (shapes == together) == (queries is None or queries.tolist() == [2, 2, 2])
 
 
-def test_packed_attention_does_not_read_from_the_device():
+def test_no_way_of_packed_attention_reads_from_the_device():
     """Tensors on the meta device have no values, so what waits for a device fails there."""
-    segments = Segments(LENGTHS, torch.device("meta"), queries=QUERIES)
+    segments = Segments(LENGTHS, torch.device("meta"), queries=QUERIES, sequences=SEQUENCES)
     inputs = [x.to("meta") for x in packed_inputs(segments)]
-    assert packed_attention.attention_by_run(*inputs, 0.3, segments).shape == (2, 11, 8)
-    assert all(n.is_meta for n in (*segments.cumulative_lengths, segments.image_ids))
+    for way in (packed_attention.attention_in_sequences, packed_attention.attention_by_run):
+        assert way(*inputs, 0.3, segments).shape == (2, 11, 8)
+    assert all(n.is_meta for n in (*segments.cumulative_lengths, segments.image_ids, segments.attention_mask))
 
 
 @pytest.mark.parametrize("takes_scale", [True, False])

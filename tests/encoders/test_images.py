@@ -1,9 +1,11 @@
 """Masks and patches against what they say of themselves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tessera.encoders.images import Mask, pack, patchify
+from tessera.encoders.images import Mask, best_fit, pack, patchify
 from tessera.encoders.segments import Segments, token_positions
 
 
@@ -70,16 +72,28 @@ def test_packing_a_single_view_copies_its_pixels_once(monkeypatch):
     packed = pack([images], 2)
     assert torch.equal(packed.patches, patchify(images, 2))
     assert packed.grids.tolist() == [[2, 3], [2, 3]]
-    assert pack([packed], 2).patches is packed.patches
+    assert packed.sequences is None
+    again = pack([replace(packed, sequences=torch.tensor([2]))], 2)
+    assert again.patches is packed.patches
+    assert again.sequences.tolist() == [2]
 
 
 def test_segments_says_whose_each_token_is():
     lengths, queries = torch.tensor([3, 2, 1, 4]), torch.tensor([1, 2, 1, 1])
-    segments = Segments(lengths, torch.device("cpu"), queries=queries)
+    segments = Segments(lengths, torch.device("cpu"), queries=queries, sequences=torch.tensor([2, 2]))
     assert segments.image_ids.tolist() == [0, 0, 0, 1, 1, 2, 3, 3, 3, 3]
     assert [starts.tolist() for starts in segments.cumulative_lengths] == [[0, 1, 3, 4, 5], [0, 3, 5, 6, 10]]
     assert segments.longest == (2, 4)
-    for name in ("image_ids", "cumulative_lengths"):
+    asking, tokens = segments.padded
+    assert asking.positions.tolist() == [0, 1, 2, 3, 4]
+    assert asking.image_ids.tolist() == [[0, 1, 1], [2, 3, -1]]
+    assert tokens.positions.tolist() == list(range(10))
+    assert tokens.image_ids.tolist() == [[0, 0, 0, 1, 1], [2, 3, 3, 3, 3]]
+    assert segments.attention_mask[:, 0].int().tolist() == [
+        [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 1, 1]],
+        [[1, 0, 0, 0, 0], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1]],  # the last pads, and takes all
+    ]
+    for name in ("image_ids", "cumulative_lengths", "padded", "attention_mask"):
         assert getattr(segments, name) is getattr(segments, name)  # made once
     assert not segments.uniform
     assert Segments(torch.tensor([3, 3]), torch.device("cpu")).uniform
@@ -94,3 +108,12 @@ def test_places_are_the_rows_and_columns_of_all_tokens_or_of_visible_ones():
     visible = torch.tensor([1, 3, 5, 8, 11])
     indices, sides = token_positions(grids, Segments(torch.tensor([3, 1, 1]), torch.device("cpu")), visible)
     assert list(zip(*indices.tolist(), *sides.tolist(), strict=True)) == [expected[place] for place in visible]
+
+
+def test_sequences_hold_every_image_once_and_no_more_than_their_budget():
+    lengths = torch.randint(1, 60, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    sequences = best_fit(lengths, 64)
+    assert sorted(image for sequence in sequences for image in sequence) == list(range(200))
+    assert max(sum(lengths[image] for image in sequence) for sequence in sequences) <= 64
+    with pytest.raises(ValueError, match="65 tokens does not fit a sequence of 64"):
+        best_fit([3, 65], 64)

@@ -1,11 +1,13 @@
 """NaViT against the formula of one image, written out in float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tessera.encoders.images import Mask, pack
+from tessera.encoders import navit, packed_attention
+from tessera.encoders.images import Mask, best_fit, pack
 from tessera.encoders.navit import NaViT
 from tests.encoders.helpers import CLOSE, mask_of
 from tests.encoders.test_navit import images_of, small
@@ -96,3 +98,31 @@ def test_hidden_tokens_are_dropped_at_other_counts_in_each_image_or_replaced(set
     assert_formula(encoder, images, mask, drop=True)
     assert_formula(encoder, images, mask)
     assert_formula(encoder, images, mask_of(grids, [21, 1, 6, 0, 3]))  # in place, an image may be hidden altogether
+
+
+def test_the_encoder_gives_attention_the_sequences_of_its_images(monkeypatch):
+    images, encoder = images_of(), small()
+    order = best_fit(pack(images, 4).lengths.tolist(), 24)
+    assert [len(sequence) for sequence in order] == [1, 4]
+    images = [images[i] for sequence in order for i in sequence]
+    expected = encoder(pack(images, 4))
+    packed = replace(pack(images, 4), sequences=torch.tensor([len(sequence) for sequence in order]))
+
+    made = []
+
+    def in_sequences(q, k, v, *, scale, segments):
+        made.append(segments)
+        return packed_attention.attention_in_sequences(q, k, v, scale, segments)
+
+    monkeypatch.setattr(navit, "attention", in_sequences)
+    features = encoder(packed)
+    assert len(made) == 4
+    assert made[0] is made[1] is made[2]  # what follows from the batch is made once for all blocks
+    torch.testing.assert_close(features.pooled, expected.pooled, rtol=0, atol=5e-6)
+    torch.testing.assert_close(features.tokens, expected.tokens, rtol=0, atol=5e-6)
+    features.pooled.square().sum().backward()
+    assert all(weight.grad.isfinite().all() for weight in encoder.parameters())
+    mask = mask_of(packed.grids, [17, 11, 3, 3, 0])
+    hidden = mask.hidden.split(packed.lengths.tolist())
+    dropped = [formula(encoder, *pair, drop=True)[1] for pair in zip(images, hidden, strict=True)]
+    torch.testing.assert_close(encoder(packed, mask, drop=True).tokens.double(), torch.cat(dropped), **CLOSE)

@@ -166,8 +166,8 @@ def test_loss_is_the_mean_over_images_of_the_mean_over_hidden_tokens() -> None:
         ("vit_micro", TINY | {"pool": "mean"}, {}, True, 2),
         ("vit_micro", TINY | {"class_token": False, "pool": "mean"}, {"drop": False}, False, 2),
         ("navit_micro", {}, {"decoder_depth": None, "size": 16}, True, 2),
-        ("navit_micro", {}, {"native": True, "size": 16, "smallest_size": 12}, True, 2),
-        ("navit_micro", {}, {"native": True, "size": 16, "drop": False}, False, 2),
+        ("navit_micro", {}, {"native": True, "size": 16, "smallest_size": 12, "token_budget": 40}, True, 2),
+        ("navit_micro", {}, {"native": True, "size": 16, "drop": False, "token_budget": 40}, False, 2),
     ],
 )
 def test_every_trained_parameter_gets_a_gradient(variant, encoder, settings, drop, depth) -> None:
@@ -182,7 +182,7 @@ def test_every_trained_parameter_gets_a_gradient(variant, encoder, settings, dro
 
 
 def test_packed_images_have_the_losses_of_single_ones() -> None:
-    method = make("navit_micro", {}, native=True, size=16, smallest_size=12)
+    method = make("navit_micro", {}, native=True, size=16, smallest_size=12, token_budget=40)
     batch = batch_for(method, 5)
     assert isinstance(batch.views[0].images, PackedImages)
     assert len({tuple(grid) for grid in batch.views[0].images.grids.tolist()}) > 1
@@ -229,7 +229,7 @@ def test_panels_show_the_image_what_is_visible_and_what_is_predicted() -> None:
     [
         ("vit_micro", TINY, {"size": 30}, "mae.size 30 is not a multiple of 8, .* Set mae.size to 24 or 32"),
         ("swin_micro", {}, {"native": True}, "Swin takes only images of one size. Set mae.native to false"),
-        ("vit_micro", TINY, {"smallest_size": 16}, "needs native images. Set mae.native to true"),
+        ("vit_micro", TINY, {"token_budget": 100}, "need native images. Set mae.native to true"),
         ("vit_micro", TINY, {"decoder_heads": 3}, "mae.decoder_dim 16 is not a multiple of mae.decoder_heads 3"),
         ("vit_micro", TINY, {"decoder_depth": 0}, "needs features of all tokens"),
         ("swin_micro", {}, {"drop": True}, "Swin cannot drop hidden tokens"),
@@ -243,7 +243,10 @@ def test_what_cannot_be_is_refused(variant, encoder, settings, message) -> None:
 
 
 def test_native_sizes_that_cannot_be_are_refused() -> None:
-    for settings, message in (({"smallest_size": 3}, "smallest_size is 3. Use at least 4"),):
+    for settings, message in (
+        ({"smallest_size": 3}, "smallest_size is 3. Use at least 4"),
+        ({"token_budget": 15}, "An image of 16 tokens does not fit into a token_budget of 15"),
+    ):
         with pytest.raises(ValueError, match=message):
             make("navit_micro", {}, native=True, size=16, **settings).transform()
 
