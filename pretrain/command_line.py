@@ -38,7 +38,7 @@ CODE = ("augment", "stages")
 SHARDS = {"data": ("shards",), "evaluation": ("train", "val", "maps_train", "maps_val")}
 """Settings that hold SHARDS, by section."""
 PRESETS = Path(__file__).parent.parent / "configs"
-REMOVED = ("checkpoint.background", "mae.token_budget")
+REMOVED = ("checkpoint.background",)
 """Settings of earlier versions in files, which changed no result. They have no effect any more."""
 
 
