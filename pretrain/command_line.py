@@ -38,8 +38,6 @@ CODE = ("augment", "stages")
 SHARDS = {"data": ("shards",), "evaluation": ("train", "val", "maps_train", "maps_val")}
 """Settings that hold SHARDS, by section."""
 PRESETS = Path(__file__).parent.parent / "configs"
-REMOVED = ("checkpoint.background",)
-"""Settings of earlier versions in files, which changed no result. They have no effect any more."""
 
 
 def load(argv: Sequence[str]) -> RunConfig:
@@ -207,11 +205,6 @@ def _digits_layer(method: str, *, used: bool) -> Layer:
 def _read(file: Path) -> dict[str, Any]:
     """Return the settings in a file, without short forms."""
     values = merge(RunConfig, read_yaml(file))
-    for section, name in (removed.split(".") for removed in REMOVED):
-        if isinstance(own := values.get(section), Mapping) and name in own:
-            values[section] = {key: value for key, value in own.items() if key != name}
-            if own[name] and os.environ.get("RANK", "0") == "0":
-                log.warning("%s: %s.%s has no effect any more.", file, section, name)
     return with_older_defaults(values) if is_saved(values) else values
 
 

@@ -161,6 +161,8 @@ class CheckpointConfig(Section):
     """number of newest checkpoints to keep"""
     keep_every: int | None = Field(default=None, ge=1)
     """in addition, keep every checkpoint whose step is a multiple of this number"""
+    background: bool = False
+    """copy each checkpoint to host memory, and write the copy to disk while training continues"""
 
 
 class EvaluationConfig(Section):

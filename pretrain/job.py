@@ -172,8 +172,10 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
             position.scores = {}  # `train` scores the new images before the first step
         else:
             accuracy = None
-    saver = Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint)
-    with saving_on_interrupt():
+    with (
+        saving_on_interrupt(),
+        Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver,
+    ):
         own = (recorder, online, saver, prepared.images, position, accuracy, dense)
         run = TrainingRun(config, output, accelerator, method, engine, *own)
         train(run, iter(batches))

@@ -99,7 +99,8 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
                 _stop(run, meter, failure, keep_old=skipped)
             if (save_due and not skipped) or state.step == run.steps:
                 save_due = False
-                _save(run, meter, keep_old=skipped)
+                _save(run, meter, exiting=False, keep_old=skipped)
+    run.saver.wait()
 
 
 def _finish(
@@ -148,11 +149,11 @@ def _next_batches(
         return previous, error
 
 
-def _save(run: TrainingRun, meter: "Meter", *, keep_old: bool) -> None:
+def _save(run: TrainingRun, meter: "Meter", *, exiting: bool, keep_old: bool) -> None:
     """Write a checkpoint. Exclude the time that this takes from the training time in `meter`."""
     started = time.perf_counter()
     _count_corrupt(run, meter)
-    run.saver.save(run.state, run.method.trained_encoder(), keep_old=keep_old)
+    run.saver.save(run.state, run.method.trained_encoder(), exiting=exiting, keep_old=keep_old)
     meter.leave_out(time.perf_counter() - started)
 
 
@@ -173,7 +174,7 @@ def _stop(run: TrainingRun, meter: "Meter", failure: UserError | None, *, keep_o
             raise failure
         run.accelerator.wait_for_everyone()  # fails, and the watchdog names the failed process
     else:
-        _save(run, meter, keep_old=keep_old)
+        _save(run, meter, exiting=True, keep_old=keep_old)
     if run.recorder:
         run.recorder.close()
     run.accelerator.wait_for_everyone()  # because the launcher kills all processes when one exits
@@ -209,7 +210,7 @@ def _rescue(run: TrainingRun, meter: "Meter", *, keep_old: bool) -> None:
         tell("Step %d is not saved, because a weight is not finite.", step)
         return
     try:
-        _save(run, meter, keep_old=keep_old)
+        _save(run, meter, exiting=True, keep_old=keep_old)
     except CheckpointError as error:
         tell("The run ends with an error, and step %d is not saved: %s", step, error)
     else:

@@ -111,9 +111,10 @@ def leave(code: int) -> NoReturn:
     from tessera.runtime import watchdog
 
     preemption.ignore()
+    saver = sys.modules.get("tessera.pretrain.checkpoints.save")  # None if the run has not started
     # A thread that still waits for the store of the processes aborts a normal exit, in place of this code.
     waits = any(thread.name == watchdog.THREAD for thread in threading.enumerate())
-    if waits or code == watchdog.EXIT_CODE:
+    if waits or code == watchdog.EXIT_CODE or (saver and saver.has_unfinished_save()):
         sys.stdout.flush()
         os._exit(code)  # a normal exit would wait for the lost process
     sys.exit(code)

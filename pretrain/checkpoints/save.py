@@ -4,14 +4,17 @@ A checkpoint is written to a temporary folder, which is renamed when the checkpo
 name such as step-00001000 is therefore a complete checkpoint.
 """
 
+import copy
 import datetime
 import errno
 import importlib.metadata
 import logging
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +22,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from rich.filesize import decimal
+from torch import nn
 
 from tessera import encoders
 from tessera.pretrain.checkpoints import manifest, trainer_json
@@ -32,13 +36,50 @@ from tessera.runtime.files import fsync
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+E = TypeVar("E", bound=nn.Module)
 WRITE_TIMEOUT = datetime.timedelta(hours=2)
 """Longest time that processes wait for a process that writes slowly. A lost process is detected earlier, because the
 watchdog finds it within a minute."""
+BACKGROUND_TIMEOUT = 30.0
+"""Seconds that a failed run waits for a checkpoint that is being written in the background."""
+THREAD = "checkpoint"
+"""Name of the thread that writes checkpoints in the background."""
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """The data that this process writes into one checkpoint."""
+
+    folder: Path
+    """The checkpoint's final folder."""
+    state: dict[str, LocalTensor]
+    encoder: encoders.Encoder | None
+    """The trained encoder with full parameters; None except on the main process."""
+    trainer: Trainer
+    random: dict[str, Any]
+    """Random states of this process."""
+    bytes: int
+    """Size of the checkpoint in bytes, summed over all processes."""
+    keep_old: bool
+    """True to keep all older checkpoints, even those that the settings would remove."""
+
+    def to_host(self, trained: encoders.Encoder) -> "_Snapshot":
+        """Return a copy of the snapshot in host memory, so that later training steps do not change the data.
+
+        Args:
+            trained: the encoder that later steps change. `self.encoder` is copied only if it is this encoder, because
+                otherwise it is already a copy.
+        """
+        state = {name: tensor.to_host() for name, tensor in self.state.items()}
+        return replace(self, state=state, encoder=_host_copy(trained) if self.encoder is trained else self.encoder)
 
 
 class Saver:
-    """Writer of the checkpoints of a run. All methods are collective."""
+    """Writer of the checkpoints of a run. It writes at most one checkpoint at a time. All methods are collective.
+
+    A saver is a context manager. On exit, it waits until the last checkpoint is written. If an exception ends the
+    `with` block, it waits at most `BACKGROUND_TIMEOUT` seconds.
+    """
 
     def __init__(
         self,
@@ -59,50 +100,71 @@ class Saver:
         """
         self.folder, self.accelerator, self.engine, self.settings = folder, accelerator, engine, settings
         self.config = config
-        # a separate process group, whose collectives may wait for a slow disk
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        # a separate process group, so that collectives of the background thread and of the training do not mix
         self._group: dist.ProcessGroup | None = None
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)  # pyright: ignore[reportAttributeAccessIssue]
             self._check_shared_disk()
 
-    def save(self, train_state: TrainState, encoder: encoders.Encoder, *, keep_old: bool = False) -> None:
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.wait()
+        elif self._thread is not None:
+            self._thread.join(BACKGROUND_TIMEOUT)
+            if self._thread.is_alive() or self._error is not None:
+                log.warning("a checkpoint was not completed: %s", self._error or "writing took too long")
+
+    def save(
+        self, train_state: TrainState, encoder: encoders.Encoder, *, exiting: bool = False, keep_old: bool = False
+    ) -> None:
         """Write a checkpoint, and then remove old checkpoints. Do nothing if the step already has a checkpoint.
 
         Args:
             encoder: the trained encoder, with parameters that the engine may have sharded.
+            exiting: True if the run is exiting. The checkpoint is then written synchronously, even if
+                `checkpoint.background` is true, and a failure of an earlier background save is only logged.
             keep_old: True to keep all older checkpoints.
 
         Raises:
-            CheckpointError: this checkpoint could not be written. Earlier checkpoints are intact, and `latest` points
-                to the newest intact checkpoint.
+            CheckpointError: this checkpoint could not be written, or the previous background save failed. Earlier
+                checkpoints are intact, and `latest` points to the newest intact checkpoint.
         """
+        try:
+            self.wait()
+        except CheckpointError as error:
+            if not exiting:
+                raise
+            log.warning("%s", error)
         folder = self.folder / f"step-{train_state.step:08d}"
         # Rank 0 decides if the checkpoint exists, because other nodes may see the new folder late.
         if gather_objects(folder in list_checkpoints(self.folder), self._group)[0]:
             return
-        state = {name: tensor.write_share() for name, tensor in self.engine.local_state().items()}
-        full = self.engine.gather_on_main(encoder)
-        own = sum(tensor.data.nbytes for tensor in state.values())
-        own += sum(tensor.nbytes for tensor in full.state_dict().values()) if full is not None else 0
-        needed = sum(gather_objects(own, self._group))
-        main, part = self.accelerator.is_main_process, self.folder / f".{folder.name}.part"
-        try:
-            self._on_main(lambda: _make_empty(part, needed))
-            self._on_all_ranks(lambda: wait_for_path(part))
-            own_files = self._on_all_ranks(lambda: self._write_files(part, state, full, train_state))
-            files = gather_objects(own_files, self._group)
-            self._on_main(lambda: self._publish(part, folder, files))
-        except CheckpointError as error:
-            if main:
-                shutil.rmtree(part, ignore_errors=True)
-            intact = gather_objects([p.name for p in list_checkpoints(self.folder)][-1:], self._group)[0]
-            message = f"could not save {folder}: {str(error).rstrip('.')}. "
-            if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
-                message += f"A checkpoint of this run needs {decimal(needed)}. Free this amount of space. "
-            message += f"--resume continues from {intact[0]}." if intact else "There is no earlier checkpoint."
-            raise CheckpointError(message) from error
-        if main and not keep_old:
-            remove_old(self.folder, self.config.keep, self.config.keep_every)
+        snapshot = self._snapshot(folder, train_state, encoder, keep_old)
+        if exiting or not self.config.background:
+            self._write(snapshot)
+            return
+        copied = self._on_all_ranks(lambda: snapshot.to_host(encoder))
+        # A daemon thread does not keep the interpreter alive while the thread waits for a lost process.
+        self._thread = threading.Thread(target=self._in_background, args=(copied,), name=THREAD, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written in the background is complete.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _on_all_ranks(self, function: Callable[[], T]) -> T:
         try:
@@ -113,22 +175,57 @@ class Saver:
     def _on_main(self, function: Callable[[], None]) -> None:
         self._on_all_ranks(function if self.accelerator.is_main_process else lambda: None)
 
-    def _write_files(
-        self, part: Path, state: dict[str, LocalTensor], encoder: encoders.Encoder | None, train_state: TrainState
-    ) -> manifest.Files:
-        """Write this process's files and return their sizes and checksums. `encoder` is None except on rank 0."""
+    def _snapshot(self, folder: Path, train_state: TrainState, encoder: encoders.Encoder, keep_old: bool) -> _Snapshot:
+        state = {name: tensor.write_share() for name, tensor in self.engine.local_state().items()}
+        full = self.engine.gather_on_main(encoder)
+        own = sum(tensor.data.nbytes for tensor in state.values())
+        own += sum(tensor.nbytes for tensor in full.state_dict().values()) if full is not None else 0
+        trainer = _trainer(self.accelerator, self.engine, train_state, self.settings)
+        total = sum(gather_objects(own, self._group))
+        return _Snapshot(folder, state, full, trainer, random_states(), total, keep_old)
+
+    def _in_background(self, snapshot: _Snapshot) -> None:
+        try:
+            device = self.accelerator.device
+            if device.type == "cuda" and device.index is not None:  # a new thread uses the first GPU by default
+                torch.cuda.set_device(device)
+            self._write(snapshot)
+        except BaseException as error:  # `wait` raises the error on the main thread
+            self._error = error
+
+    def _write(self, snapshot: _Snapshot) -> None:
+        main, part = self.accelerator.is_main_process, self.folder / f".{snapshot.folder.name}.part"
+        try:
+            self._on_main(lambda: _make_empty(part, snapshot.bytes))
+            self._on_all_ranks(lambda: wait_for_path(part))
+            files = gather_objects(self._on_all_ranks(lambda: self._write_files(part, snapshot)), self._group)
+            self._on_main(lambda: self._publish(part, snapshot.folder, files))
+        except CheckpointError as error:
+            if main:
+                shutil.rmtree(part, ignore_errors=True)
+            intact = gather_objects([p.name for p in list_checkpoints(self.folder)][-1:], self._group)[0]
+            message = f"could not save {snapshot.folder}: {str(error).rstrip('.')}. "
+            if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
+                message += f"A checkpoint of this run needs {decimal(snapshot.bytes)}. Free this amount of space. "
+            message += f"--resume continues from {intact[0]}." if intact else "There is no earlier checkpoint."
+            raise CheckpointError(message) from error
+        if main and not snapshot.keep_old:
+            remove_old(self.folder, self.config.keep, self.config.keep_every)
+
+    def _write_files(self, part: Path, snapshot: _Snapshot) -> manifest.Files:
+        """Write this process's files and return their sizes and checksums."""
         rank = self.accelerator.process_index
-        write(state, part, self._group)
+        write(snapshot.state, part, self._group)
         own = [part / f"random-{rank:05d}.pt"]
-        torch.save(random_states(), own[0])
-        if encoder is not None:
+        torch.save(snapshot.random, own[0])
+        if snapshot.encoder is not None:
             own += [part / name for name in ("encoder.safetensors", "encoder.json", "trainer.json")]
-            encoders.save(encoder, part / "encoder.safetensors", step=train_state.step)
-            trainer = _trainer(self.accelerator, self.engine, train_state, self.settings)
-            (part / trainer_json.NAME).write_text(trainer.to_json())
+            step = snapshot.trainer.position.step
+            encoders.save(snapshot.encoder, part / "encoder.safetensors", step=step)
+            (part / trainer_json.NAME).write_text(snapshot.trainer.to_json())
         for path in own:
             fsync(path)
-        stored = [*part.glob(f"__{rank}_*"), *([part / ".metadata"] if encoder is not None else [])]
+        stored = [*part.glob(f"__{rank}_*"), *([part / ".metadata"] if snapshot.encoder is not None else [])]
         return manifest.describe([*own, *stored])
 
     def _publish(self, part: Path, folder: Path, files: list[manifest.Files]) -> None:
@@ -150,6 +247,14 @@ class Saver:
         finally:
             if main:
                 probe.unlink(missing_ok=True)
+
+
+def has_unfinished_save() -> bool:
+    """Return True if a checkpoint is still being written in the background.
+
+    If a process was lost, the write may never end.
+    """
+    return any(thread.name == THREAD for thread in threading.enumerate())
 
 
 def remove_old(folder: Path, keep: int, keep_every: int | None) -> None:
@@ -184,9 +289,9 @@ def _make_empty(folder: Path, needed: int) -> None:
 
 
 def _trainer(accelerator: Accelerator, engine: Engine, train_state: TrainState, settings: dict[str, Any]) -> Trainer:
-    """Return the content of trainer.json."""
+    """Return the content of trainer.json. The train state is copied, because later training steps change it."""
     return Trainer(
-        position=train_state,
+        position=copy.deepcopy(train_state),
         processes=accelerator.num_processes,
         engine=engine.name,
         optimizer_steps=engine.optimizer_steps,
@@ -194,3 +299,11 @@ def _trainer(accelerator: Accelerator, engine: Engine, train_state: TrainState, 
         settings=settings,
         versions={name: importlib.metadata.version(name) for name in ("torch", "torchvision", "accelerate", "numpy")},
     )
+
+
+def _host_copy(module: E) -> E:
+    """Return a copy of `module` in host memory."""
+    tensors = [*module.parameters(), *module.buffers()]
+    copies: dict[int, Any] = {id(t): t.detach().to("cpu", copy=True) for t in tensors}
+    copies |= {id(t): nn.Parameter(copies[id(t)], requires_grad=False) for t in tensors if isinstance(t, nn.Parameter)}
+    return copy.deepcopy(module, copies)

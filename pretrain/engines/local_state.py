@@ -8,7 +8,7 @@ that it needs, under any engine and with any number of processes.
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -67,6 +67,10 @@ class LocalTensor:
         share = -(-len(self.data) // self.copies)
         first = self.copy * share
         return LocalTensor(self.data[first : first + share], self.offset + first, self.numel)
+
+    def to_host(self) -> "LocalTensor":
+        """Return a copy whose elements are in host memory."""
+        return replace(self, data=self.data.detach().to("cpu", copy=True))
 
     def chunk(self) -> ChunkStorageMetadata:
         """Return the description of this range for torch.distributed.checkpoint."""

@@ -83,7 +83,7 @@ def test_a_chain_of_engines_is_one_run(start: Callable, tmp_path: Path) -> None:
     folders = {method: tmp_path / method for method in CHAINED}
     start(SCRIPT, [{"arguments": command(method, folder)} for method, folder in whole.items()]).wait()
     for number, (engine, processes, last) in enumerate(CHAIN):
-        more = ["--resume"] * (number > 0)
+        more = ["--resume"] * (number > 0) + ["--checkpoint.background", "true"] * (number % 2)
         runs = [{"arguments": command(method, folder, *more)} for method, folder in folders.items()]
         log = start(SCRIPT, runs, processes=processes, engine=engine).wait()
         for method, folder in folders.items():

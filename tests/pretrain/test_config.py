@@ -146,17 +146,6 @@ def test_bad_names_in_a_file_are_refused(tmp_path: Path) -> None:
     assert "steps: Input should be greater than or equal to 1 (got -1)" in str(error.value)
 
 
-def test_a_removed_setting_of_an_older_file_has_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = tmp_path / "settings.yaml"
-    for value in ("false", "true"):
-        assert not caplog.text
-        file.write_text(f"data: a.tar\ncheckpoint: {{keep: 5, background: {value}}}\n")
-        assert load(["--config", str(file)]).checkpoint.keep == 5
-    assert "settings.yaml: checkpoint.background has no effect any more." in caplog.text
-    with pytest.raises(SettingsError, match=r"unknown flag --checkpoint\.background"):
-        load([*SHARDS, "--checkpoint.background"])
-
-
 def test_settings_of_another_method_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("method: mae\nmae: {mask_ratio: 0.5}\n")

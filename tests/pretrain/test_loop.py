@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tessera import encoders
 from tessera.data.batch import Batch, View
 from tessera.data.colors import ColorConfig, color_operations, draw_colors
 from tessera.pretrain import loop
-from tessera.pretrain.checkpoints import resume, save
+from tessera.pretrain.checkpoints import manifest, resume, save
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.loop import NonFiniteError, train
@@ -29,6 +30,7 @@ from tessera.pretrain.optim import ema
 from tessera.pretrain.resolve import make_accelerator, resolve
 from tessera.pretrain.step import Step, finish_step, start_step, to_device
 from tessera.pretrain.training_run import TrainingRun
+from tessera.runtime import preemption
 from tests.ranks import on_processes
 from tests.views import batch_of
 
@@ -360,6 +362,43 @@ def test_reading_late_changes_nothing(tmp_path: Path) -> None:
     assert {k: v for k, v in last.items() if k not in measured} == {
         k: v for k, v in other_last.items() if k not in measured
     }
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("stopped", [False, True])
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    config = settings("--checkpoint_every", "2", "--checkpoint.background", "true", "--checkpoint.keep", "9")
+    run = make(Faulty(config), config, tmp_path)
+    original, ahead = save.write, []
+
+    def slow(pieces: Any, folder: Path, group: Any) -> None:
+        step, end = run.state.step, time.monotonic() + 2
+        while run.state.step == step and time.monotonic() < end:
+            time.sleep(0.01)
+        original(pieces, folder, group)
+        ahead.append((int(folder.name[6:-5]), run.state.step > step))
+
+    monkeypatch.setattr(save, "write", slow)
+
+    def batches() -> Iterator[Batch]:
+        for step in range(8):
+            if stopped and step == 4:  # the checkpoint of step 4 is being written
+                monkeypatch.setattr(preemption, "stop_requested", lambda: True)
+            yield raw(step, 0, 8)
+
+    if stopped:
+        with pytest.raises(preemption.Preempted):
+            train(run, batches())
+        assert ahead == [(2, True), (4, True), (5, False)]
+    else:
+        train(run, batches())
+        assert ahead == [(2, True), (4, True), (6, True), (8, False)]  # and the end waited
+    found = resume.list_checkpoints(tmp_path / "checkpoints")
+    assert [int(p.name[5:]) for p in found] == [step for step, _ in ahead]
+    for path in found:
+        assert manifest.wrong_sizes(path) == manifest.wrong_checksums(path) == []
 
 
 def _process(rank: int, folder: str) -> None:

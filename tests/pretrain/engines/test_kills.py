@@ -40,7 +40,7 @@ def descendants(pid: int) -> list[int]:
 @pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
 def test_kills_at_random_moments_change_nothing(launch, fork, tmp_path: Path, engine: str) -> None:
     before = shared_memory()
-    tiny = [*TINY, "--steps", str(STEPS), "--checkpoint_every", "3"]
+    tiny = [*TINY, "--steps", str(STEPS), "--checkpoint_every", "3", "--checkpoint.background"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     fork([*tiny, "--output", str(whole)], processes=2, engine=engine).wait()
     rng = random.Random(engine)
