@@ -97,8 +97,8 @@ def typed(twelve_bits: list[np.ndarray], pixel_type: PixelType, channels: int) -
 
 def preprocessing(pixel_type: PixelType, channels: int) -> Preprocessing:
     low, high = RANGES[pixel_type]
-    limits = {} if pixel_type == "uint8" else {"low": (low,) * channels, "high": (high,) * channels}
-    return Preprocessing((0.5,) * channels, (0.25,) * channels, pixel_type, **limits)
+    lows, highs = (None, None) if pixel_type == "uint8" else ((low,) * channels, (high,) * channels)
+    return Preprocessing((0.5,) * channels, (0.25,) * channels, pixel_type, lows, highs)
 
 
 def encoded(image: np.ndarray) -> bytes:
@@ -109,7 +109,7 @@ def encoded(image: np.ndarray) -> bytes:
         return file.getvalue()
     import imagecodecs
 
-    return imagecodecs.png_encode(image)
+    return bytes(imagecodecs.png_encode(image))
 
 
 def batch_of(images: list, transform: Transform, given: Preprocessing) -> Callable[[], object]:
