@@ -109,7 +109,7 @@ def scene(pixels: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.
             bands[..., band] = ndimage.uniform_filter(bands[..., band], metres // 10)
     height, width = pixels.shape[:2]
     if rng.random() < 0.5:
-        coarse = ndimage.zoom(rng.normal(0, 1, (5, 5)), (height / 5, width / 5), order=3)[:height, :width]
+        coarse = np.asarray(ndimage.zoom(rng.normal(0, 1, (5, 5)), (height / 5, width / 5), order=3))[:height, :width]
         cover = np.clip((coarse - rng.uniform(0.3, 1.2)) / 0.6, 0, 1)[..., None]
         bands = (1 - cover) * bands + cover * (np.full(13, 3.0) + 6 * (np.arange(13) == CIRRUS))
     outside = np.zeros((height, width), dtype=bool)

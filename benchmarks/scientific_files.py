@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import rasterio
+import rasterio  # pyright: ignore[reportMissingImports]
 import tifffile
 from PIL import Image
 from pydicom import dcmread

@@ -184,7 +184,7 @@ def test_operations_of_bands_draw_from_streams_of_their_own():
             assert same_colors(view.colors[1:2], other.colors[1:2])  # the blur
             for operation, numbers in view.colors:
                 found.get(type(operation), []).append(numbers)
-        assert [type(one) for one, _ in view.colors] == [BandJitter, Blur, Noise, BandDrop]
+            assert [type(one) for one, _ in view.colors] == [BandJitter, Blur, Noise, BandDrop]
     jitter, noise, drop = (np.concatenate(one) for one in found.values())
     assert (jitter >= 0).mean() == pytest.approx(0.8, abs=0.05)
     uniform = [jitter[jitter >= 0] / 2**32, noise[:, 0] / 0.2, noise[:, 1] / 2**32, drop / 2**32]

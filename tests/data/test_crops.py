@@ -289,6 +289,7 @@ def test_crops_avoid_pixels_without_data():
             poor_before, poor_after = poor_before + (before < 0.5).sum(), poor_after + (after < 0.5).sum()
         assert np.array_equal(found[0].boxes, found[-1].boxes)  # the Gram teacher sees the global crops
     assert poor_after < 0.1 * poor_before
+    drawn = transform.draw((90, 120), rng(39))
     again = avoid_nodata(drawn, absent, transform, rng(1))
     assert not np.array_equal(again[1].boxes, avoid_nodata(drawn, absent, transform, rng(2))[1].boxes)
 

@@ -148,6 +148,12 @@ def arrays(write_tar):
     del DECODERS["arr"]
 
 
+def known(*arguments):
+    found = measure_pixels(*arguments)
+    assert found is not None
+    return found
+
+
 def sensor(kind, count=30, seed=0):
     """Images (H, W, 2) with values like those of a sensor."""
     rng = np.random.default_rng(seed)
@@ -158,7 +164,7 @@ def sensor(kind, count=30, seed=0):
 @pytest.mark.parametrize("kind", ["uint16", "int16", "float32"])
 def test_type_and_range_are_measured(arrays, kind):
     images = sensor(kind)
-    found, summary = measure_pixels(open_sources(arrays("a.tar", images)), PixelSettings(2))
+    found, summary = known(open_sources(arrays("a.tar", images)), PixelSettings(2))
     assert found.pixel_type == kind
     for channel in range(2):
         values = np.concatenate([image[..., channel].ravel() for image in images]).astype(np.float64)
@@ -174,7 +180,7 @@ def test_type_and_range_are_measured(arrays, kind):
 def test_the_values_of_dark_pngs_are_measured(write_tar):
     images = [image[..., 0] // 4 for image in sensor("uint16")]
     path = write_tar("a.tar", [(f"{n}.png", saved(image, "PNG")) for n, image in enumerate(images)])
-    found, _ = measure_pixels(open_sources(path), PixelSettings(1))
+    found, _ = known(open_sources(path), PixelSettings(1))
     values = np.concatenate([image.ravel() for image in images])
     assert (found.pixel_type, found.low[0]) == ("uint16", np.quantile(values, 0.001, method="inverted_cdf"))
 
@@ -182,7 +188,7 @@ def test_the_values_of_dark_pngs_are_measured(write_tar):
 def test_what_is_given_is_not_measured(arrays):
     sources = open_sources(arrays("a.tar", [np.ones((3, 3, 2), np.float32)]))
     bounds = ((0.0, 0.0), (1.0, 2.0))
-    found, summary = measure_pixels(sources, PixelSettings(2, "uint16", bounds, given_moments=True))
+    found, summary = known(sources, PixelSettings(2, "uint16", bounds, given_moments=True))
     assert ((found.low, found.high), found.pixel_type) == (bounds, "uint16")
     assert summary == "uint16, range 0 to 2, one per channel, as given"
 
@@ -191,7 +197,7 @@ def test_uint8_is_measured_only_if_needed(shards):
     assert measure_pixels(open_sources(shards), PixelSettings(3)) is None
     usual = measure_pixels(open_sources(shards), PixelSettings(3, moments=True))
     assert usual == (pixel_statistics(open_sources(shards), 3), "")
-    bright, summary = measure_pixels(open_sources(shards), PixelSettings(3, range="auto"))
+    bright, summary = known(open_sources(shards), PixelSettings(3, range="auto"))
     low, high = np.quantile(values(shards, 3) * 255, [0.001, 0.999], axis=0, method="inverted_cdf")
     np.testing.assert_allclose((bright.low, bright.high), (low, high))
     assert summary.startswith("uint8, range ")
@@ -203,8 +209,8 @@ def test_pixels_without_data_are_left_out(arrays, nodata):
     for image in images:
         image[image == -1] = 0
         image[0] = -1
-    found, _ = measure_pixels(open_sources(arrays("a.tar", images)), PixelSettings(2, nodata=nodata))
-    kept, summary = measure_pixels(open_sources(arrays("b.tar", [image[1:] for image in images])), PixelSettings(2))
+    found, _ = known(open_sources(arrays("a.tar", images)), PixelSettings(2, nodata=nodata))
+    kept, summary = known(open_sources(arrays("b.tar", [image[1:] for image in images])), PixelSettings(2))
     assert summary.endswith("; files name nodata -1, which counts as a value without --data.nodata auto")
     assert (found.low, found.high, found.mean, found.std) == (kept.low, kept.high, kept.mean, kept.std)
     assert found.nodata == nodata
@@ -223,12 +229,12 @@ def test_types_of_a_sample(arrays, write_tar):
 
 def test_index_json_holds_the_range(arrays, capsys):
     path = arrays("a.tar", sensor("uint16"))
-    measured, _ = measure_pixels(open_sources(path), PixelSettings(2))
+    measured, _ = known(open_sources(path), PixelSettings(2))
     assert check_shards([path, "--workers", "1", "--channels", "2", "--write_index"]) == 0
     assert "uint16, range " in capsys.readouterr().out
-    stored, summary = measure_pixels(open_sources(path), PixelSettings(2))
+    stored, summary = known(open_sources(path), PixelSettings(2))
     assert stored == measured  # the index has all images, and the sample of a run has up to 1,000
     assert summary.endswith("one per channel, from index.json")
-    given, summary = measure_pixels(open_sources(path), PixelSettings(2, range=((0.0,) * 2, (9000.0,) * 2)))
+    given, summary = known(open_sources(path), PixelSettings(2, range=((0.0,) * 2, (9000.0,) * 2)))
     assert (given.high, ", as given; " in summary) == ((9000,) * 2, True)
-    assert measure_pixels(open_sources(path), PixelSettings(2, "float32"))[0].mean != measured.mean
+    assert known(open_sources(path), PixelSettings(2, "float32"))[0].mean != measured.mean
