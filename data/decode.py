@@ -682,7 +682,9 @@ def _upright(pixels: np.ndarray, orientation: int) -> Tensor:
         pixels = pixels[::-1]
     if orientation in FLIPPED_COLUMNS:
         pixels = pixels[:, ::-1]
-    return torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
+    pixels = np.ascontiguousarray(pixels)
+    pixels = pixels if pixels.flags.writeable else pixels.copy()  # torch warns of arrays that are read-only
+    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def _converted(image: Image.Image, channels: int) -> np.ndarray:

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from tessera.data.decode import ImageError, Picture, decode, stored_type
+from tessera.data.values import fitted
 
 LEVELS = np.arange(4096, dtype=np.uint16).reshape(64, 64)
 """Each value of a 12-bit camera, once."""
@@ -119,6 +120,11 @@ def test_arrays_and_tensors_keep_their_values(dtype):
 def test_values_that_a_type_does_not_hold_are_refused_by_both_names(values, pixel_type):
     with pytest.raises(ImageError, match=f"type {values.dtype} in a data set of the type {pixel_type}"):
         decode(values, channels=1, pixel_type=pixel_type)
+
+
+def test_float64_is_rounded_to_float32():
+    values = np.random.default_rng(0).normal(0, 1, (4, 5, 2))
+    assert np.array_equal(fitted(values, "float32"), values.astype(np.float32))
 
 
 def test_8_bit_files_do_not_mix_with_wider_types():
