@@ -120,7 +120,7 @@ def test_a_run_of_another_method_continues_without_its_settings(
     shutil.rmtree(run.path / "checkpoints")
     held = resources()
     again = tessera.pretrain(resume=run.path)  # short for resume=True, output=PATH
-    assert resources() == held
+    assert all(now <= before for now, before in zip(resources(), held, strict=True))  # others may have been freed
     assert again.config == run.config
     assert [line["loss"] for line in again.metrics if "loss" in line] == losses
     batch = next(tessera.training_batches(resume=True, output=str(run.path)))

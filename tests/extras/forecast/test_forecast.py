@@ -97,6 +97,7 @@ def test_real_steps_and_a_real_loader_are_measured(
     shown = report("--accumulate 2", tmp_path, capsys)
     assert lines == [""]
     config: RunConfig = load([*SMALL.split(), "--dino.global_size", "96"])
+    config = config.model_copy(update={"data": config.data.with_statistics()})
     images = saved(np.zeros((40, 30, 3), dtype=np.uint8), "PNG")
     source: Any = SimpleNamespace(images=40, image=lambda number: images)
     assert large_crops(config, [source]) == (

@@ -116,7 +116,7 @@ def fails(samples):
     [
         (fails, r"cannot be read: KeyError: 's000' \(test_stages.py, line"),
         (wds.rename(picture="png"), "has no image under 'image' or 'img'.*Name the key of the image with data.image"),
-        (wds.decode("rgb"), "its values are float32, not uint8"),
+        (wds.decode("rgb"), "an image of the type float32 in a data set of the type uint8"),
         (lambda samples: (sample for sample in samples for _ in range(2)), "makes 2 samples of"),
         (wds.select(lambda sample: False), "50 samples in a row are dropped by data.stages"),
     ],
