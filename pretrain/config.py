@@ -380,7 +380,8 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
 def with_older_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a saved run. Settings that its version did not have get the values that it used."""
     values = dict(saved)
-    older: dict[str, dict[str, Any]] = {"optim": {"encoder_lr_factor": 1.0}, "data": {"pixel_type": "uint8"}}
+    older: dict[str, dict[str, Any]] = {"optim": {"encoder_lr_factor": 1.0}}
+    older["data"] = {"pixel_type": "uint8", "fewer_channels": False}
     name = values.get("method")
     section = values.get(name) if isinstance(name, str) else None
     if isinstance(section, Mapping) and "grayscale" in section:  # a method with the settings of `data.colors`

@@ -27,7 +27,7 @@ NOT_COMPARED = (
 )  # fmt: skip
 """Settings that may change between a run and its continuation without a warning."""
 
-PIXELS = ("data.pixel_type", "data.range", "data.nodata")
+PIXELS = ("data.pixel_type", "data.range", "data.nodata", "data.fewer_channels")
 """Settings of the pixel values, which the weights are trained for."""
 DATA = ("data.shards", "evaluation.train", "evaluation.val", "evaluation.maps_train", "evaluation.maps_val")
 """Settings that hold SHARDS, of which relative and absolute paths are the same."""

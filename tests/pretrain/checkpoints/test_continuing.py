@@ -43,7 +43,7 @@ def test_another_encoder_is_refused_and_another_sample_order_is_logged(caplog: p
 
 def test_other_pixels_are_refused() -> None:
     old = settings()
-    new = {**old, "data": {"pixel_type": "uint8", "range": None, "nodata": None}}
+    new = {**old, "data": {"pixel_type": "uint8", "range": None, "nodata": None, "fewer_channels": False}}
     check_fits(checkpoint_of({**old, "data": {"nodata": None}}), new)  # older versions read all images as uint8
     for name, value in (("pixel_type", "uint16"), ("range", [0.0, 9.0]), ("nodata", 0.0)):
         with pytest.raises(CheckpointError, match=rf"data\.{name} is .* in the checkpoint and .* in this run"):
@@ -72,7 +72,8 @@ def test_the_same_data_at_another_path_are_no_change(
         caplog.clear()
         check_fits(
             checkpoint_of(before),
-            settings() | {"data": {"shards": shards, "pixel_type": "uint8"}, "evaluation": {"val": val}},
+            settings()
+            | {"data": {"shards": shards, "pixel_type": "uint8", "fewer_channels": False}, "evaluation": {"val": val}},
         )
         assert ("evaluation.val ['wds/val'] -> /moved/wds/val" in caplog.text) == changed
         assert bool(caplog.messages) == changed
