@@ -78,6 +78,6 @@ def warn_once(message: str, level: int = logging.WARNING) -> None:
 
 
 def forget_warnings() -> None:
-    """Let a run that begins log again what an earlier run of the process has logged."""
+    """Reset `warn_once` at the start of a run, so that warnings of an earlier run in this process are logged again."""
     warn_once.cache_clear()
     skipped.clear()

@@ -357,8 +357,9 @@ class MixtureSampler:
     def replacements(self, position: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yield, without end, the source, the shard and the index of samples that may replace a corrupt one: (1,) each.
 
-        The samples come from the virtual stream of `position`, from later batches. Samples that the batch of `position`
-        contains are left out; but if none of `REPEATS` samples in a row is different, the next one is yielded.
+        The samples come from later batches, and from the same virtual stream as `position`. Samples that the batch of
+        `position` contains are left out; but if none of `REPEATS` samples in a row is different, the next one is
+        yielded.
         """
         first = position - position % self.batch_size
         batch = np.stack(self(np.arange(first, first + self.batch_size)))  # (3, B)

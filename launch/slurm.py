@@ -337,7 +337,7 @@ def check_queue(output: Path) -> None:
 
 
 def flag_values(name: str, flags: Sequence[str]) -> list[str]:
-    """Return all values that `flags` give for a flag, as `--name value`, `--name value value` or `--name=value`."""
+    """Return all values of the flag `name` in `flags`. The forms are `--name VALUE ...` and `--name=VALUE`."""
     found, current = [], ""
     for word in flags:
         if word.startswith("--"):

@@ -56,7 +56,7 @@ class Copies(MultiCrop):
 def places(view: ViewParameters, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """Return the row in the second crop of each row of tokens of the first crop, (h,), and the same for columns, (w,).
 
-    Rows and columns are numbered from 0 at the centres of the first tokens, and need not be whole numbers.
+    Positions are fractional token indices of the second crop: 0 is the centre of its first token.
     """
     (start, other), found = view.boxes.tolist(), []
     for axis, cells in enumerate((rows, columns)):

@@ -1,8 +1,8 @@
 """TIFF images with any number of bands. tifffile reads plain pages, and Pillow the other kinds of gray and RGB pages.
 
-Values keep their type, except that pages that Pillow reads have 8 bits. Pages that are channels are the bands of one
-image. The axes of ImageJ, OME, MetaMorph and tifffile's own files, as tifffile finds them, say which pages these are.
-Every other page is an image of its own, and `single` makes a file of one of them.
+Values keep their type, except that pages that Pillow reads have 8 bits. If the pages of a file hold the channels of one
+image, they are read as its bands. tifffile recognises such pages by the axes in files of ImageJ, OME, MetaMorph and
+tifffile. Every other page is a separate image, and `single` returns one of them as the bytes of a file.
 
 Images may come from untrusted sources. Therefore, only the compressions in `COMPRESSIONS` and `PILLOW_COMPRESSIONS` are
 decoded, and all sizes that determine the required memory are compared with limits before pixels are decoded. Images

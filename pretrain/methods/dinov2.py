@@ -116,7 +116,9 @@ def resolve(config: DINOv2Config, optim: OptimConfig, size: RunSize) -> tuple[DI
 def second_head(config: DINOv2Config, first: dict[str, Any]) -> dict[str, int]:
     """Return the default sizes of the second head, which equal the sizes of the first head.
 
-    The sizes of the first head are the given values in `config`, or else the defaults in `first`.
+    Args:
+        config: settings of the method. A size that is set here takes precedence.
+        first: default sizes of the first head.
     """
     given = config.model_dump(include={"prototypes", "hidden_dim", "bottleneck_dim"}, exclude_none=True)
     return {f"ibot_{name}": (first | given)[name] for name in ("prototypes", "hidden_dim", "bottleneck_dim")}
