@@ -337,10 +337,10 @@ def provide(words: list[str], folder: Path, made: Path) -> None:
         elif word.startswith("runs"):
             name = word.split("/")[1] if "/" in word else "photos"
             shutil.copytree(made / "run", folder / "runs" / name, dirs_exist_ok=True)
-        elif word == "tiles":  # the first program of the page
-            program = next(block.text for block in blocks(ROOT / "docs/other_images.md") if block.language == "python")
+        elif word in ("tiles", "mixed"):  # the first and the last program of the page
+            programs = [one.text for one in blocks(ROOT / "docs/other_images.md") if one.language == "python"]
             with contextlib.chdir(folder):
-                exec(program, {})
+                exec(programs[0 if word == "tiles" else -1], {})
         elif word == "features.npz":
             np.savez(path, features=np.random.default_rng(0).normal(0, 1, (12, 4)), labels=np.arange(12) % 2)
         elif word == "photos.yaml":
