@@ -16,6 +16,7 @@ from tessera.data.shards.folder import ImageFolder
 from tessera.data.shards.open import shown_paths
 from tessera.pretrain.checkpoints.resume import Checkpoint, CheckpointError, open_checkpoint
 from tessera.pretrain.config import RunConfig, with_older_defaults
+from tessera.pretrain.methods import METHODS
 from tessera.pretrain.resolve import fingerprint
 from tessera.runtime.collectives import broadcast_object, rank, run_on_all_ranks
 from tessera.runtime.settings import flattened
@@ -227,14 +228,16 @@ def check_fits(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
     path, saved = checkpoint.path, with_older_defaults(checkpoint.settings)
     saved["encoder"] = _encoder_defaults(checkpoint.settings["encoder"].get("variant")) | checkpoint.settings["encoder"]
     settings = settings | {"encoder": _encoder_defaults(settings["encoder"].get("variant")) | settings["encoder"]}
-    # the section of a method whose package was installed only then, or only now
-    sections = {name for name in saved.keys() ^ settings.keys() if isinstance((saved | settings)[name], dict)}
+    sections = {*METHODS.names()} - {settings["method"]}  # the run does not read them
+    # the section of a method whose package was installed only then
+    sections |= {name for name in saved.keys() - settings.keys() if isinstance(saved[name], dict)}
     old, new = (
         flattened({name: value for name, value in one.items() if name not in sections}) for one in (saved, settings)
     )
     differing = {name: (old.get(name), new.get(name)) for name in old | new if old.get(name) != new.get(name)}
     same = {"data.shards"} if all(saved.get(name) == settings.get(name) for name in ("shards", "samples")) else set()
     same |= {name for name in DATA if _absolute(old.get(name)) == _absolute(new.get(name))}
+    same |= old.keys() ^ new.keys()  # settings that only one of the two versions has
     shown = [name for name in sorted(differing) if name not in NOT_COMPARED and name not in same]
     if shown:
         changed = ", ".join(f"{name} {differing[name][0]} -> {differing[name][1]}" for name in shown)
