@@ -34,6 +34,8 @@ class ImageFolder(Shard):
 
     classes: tuple[str, ...] | None = None
     """Names of the classes; None if the images have no classes, or the manifest numbers them."""
+    class_counts: tuple[tuple[str, int], ...] = ()
+    """Name and number of images of each class; empty if the classes have no names."""
 
     cure: ClassVar[str] = "Replace these files, or remove them from the folder."
 
@@ -50,7 +52,8 @@ class ImageFolder(Shard):
         size = int(listing.sizes[listing.usable].sum())
         below = os.path.join(os.path.dirname(path), "")
         notes = tuple(note._replace(first=note.first and below + note.first) for note in listing.notes())
-        folder = cls(path, size, listing.fingerprint(), access=access, classes=classes, notes=notes)
+        facts = {"classes": classes, "class_counts": listing.class_counts(), "notes": notes}
+        folder = cls(path, size, listing.fingerprint(), access=access, **facts)
         folder._mapped(lambda: _index(listing))
         return folder
 

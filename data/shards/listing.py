@@ -166,6 +166,12 @@ class Listing:
             left_out.append(Note(UNUSABLE, len(entries), first, REASONS[code]))
         return [*left_out, *named, *classes]
 
+    def class_counts(self) -> tuple[tuple[str, int], ...]:
+        """Return (name, number of usable images) of each class; nothing if the classes have no names."""
+        labels = self.labels[self.usable]
+        counts = np.bincount(labels[labels >= 0], minlength=len(self.classes or ()))
+        return tuple((name, int(count)) for name, count in zip(self.classes or (), counts, strict=False))
+
     def fingerprint(self) -> str:
         """Return a hash of all relative paths, sizes, modification times, labels and maps, without the root folder."""
         digest = hashlib.sha256()

@@ -7,7 +7,7 @@ run can print them (`Source.notes`).
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,8 @@ LARGEST_NOTES = 2**20
 """Maximum size in bytes of the stored notes of a shard. Larger notes are ignored."""
 MOST_KINDS = 10
 """Maximum number of kinds of notes that are printed."""
+MOST_CLASSES = 10
+"""Largest number of classes that are listed by name."""
 MOST_GROUPS = 5
 """Maximum number of classes that are printed for each kind of notes."""
 OTHER = "."
@@ -107,6 +109,12 @@ def _sentence(kind: str, count: int, groups: Counter[str], first: str) -> str:
     )
     of_first = "Its name is" if count == 1 else "The first is"
     return f"{sentence}. {of_first} {printable(first)}." if first else f"{sentence}."
+
+
+def shown_classes(counts: Sequence[tuple[str, int]]) -> str:
+    """Return the names of the first classes, each with its number of images."""
+    shown = [f"{printable(name)} ({count:,})" for name, count in counts[:MOST_CLASSES]]
+    return ", ".join(shown) + (", ..." if len(counts) > MOST_CLASSES else "")
 
 
 def named_notes(shard: str, notes: Iterable[Note]) -> tuple[Note, ...]:

@@ -33,7 +33,7 @@ from tessera.data.shards.access import DEFAULT, Access, SourceConfig
 from tessera.data.shards.folder import ImageFolder, holds_images
 from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, ShardEntry, Statistics, parse_folder
 from tessera.data.shards.manifest import MANIFESTS
-from tessera.data.shards.notes import OTHER_IMAGES, PARTS, Note, describe, named_notes, valid_notes
+from tessera.data.shards.notes import OTHER_IMAGES, PARTS, Note, describe, named_notes, shown_classes, valid_notes
 from tessera.data.shards.registry import OBJECTS, SOURCES, endings, scheme_of, source_of
 from tessera.data.shards.source import Shard, Source
 from tessera.data.shards.tar_shard import GZIPPED, LocalTar, PackedTar, RemoteTar, Tar, folder_of
@@ -187,6 +187,10 @@ def _open_patterns(shards: Shards, progress: bool, source: Access) -> Source:
     if os.environ.get("RANK", "0") == "0":
         for line in describe(notes):
             warn_once(f"{shown_paths(paths)}: {line}")
+        for shard in (one.shard for one in found):
+            if isinstance(shard, ImageFolder) and (counted := shard.class_counts):
+                classes = f"{len(counted):,} classes: {shown_classes(counted)}"
+                warn_once(f"{shard.path}: {classes}", level=logging.INFO)
     return Source(
         [one.shard for one in found],
         counts,

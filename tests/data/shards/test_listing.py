@@ -7,7 +7,8 @@ import tarfile
 
 import pytest
 
-from tessera.data.failures import ShardError
+from tessera.data.failures import ShardError, forget_warnings
+from tessera.data.shards import open_shards
 from tessera.data.shards.index import parse_classes
 from tessera.data.shards.listing import list_folder
 from tessera.data.shards.notes import describe
@@ -288,3 +289,14 @@ def test_a_class_in_two_unicode_forms(photos, tmp_path):
     assert parse_classes(json.dumps([decomposed]).encode(), "x") == (composed,)
     with pytest.raises(ShardError, match="more than once"):
         parse_classes(json.dumps([decomposed, composed]).encode(), "x")
+
+
+def test_the_classes_of_a_folder_are_listed_in_every_run(photos, caplog):
+    names = [f"{name}/{n}.jpg" for name in ("golf ball", "tench", "church") for n in range(2)] + ["GOLF  BALL/a.jpg"]
+    folder = photos({name: picture(n) for n, name in enumerate(names)})
+    for _ in range(2):
+        caplog.clear()
+        forget_warnings()  # another run in the same process
+        with caplog.at_level("INFO"):
+            open_shards(str(folder))
+        assert "4 classes: GOLF  BALL (1), church (2), golf ball (2), tench (2)" in caplog.text
