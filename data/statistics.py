@@ -82,7 +82,8 @@ class MeasuredPixels(NamedTuple):
     preprocessing: Preprocessing
     """`mean` is 0 and `std` is 1 if both are given."""
     summary: str
-    """What was found, for the log and the plan of a run; empty for uint8 without a range."""
+    """Type and range in words, such as `uint16, range 0 to 4,095`. The log and the plan of a run show them. Empty for
+    uint8 without a range."""
 
 
 def measure_pixels(sources: Sources, settings: PixelSettings) -> MeasuredPixels | None:

@@ -9,12 +9,11 @@ import numpy as np
 import torch
 
 from tessera.data.headers import HeaderError, raise_lack_of_memory
+from tessera.data.pixels import LUMINANCE
 from tessera.encoders.base import PIXEL_TYPES, PixelType
 
 PNG_MODES = {0: "L", 2: "RGB", 4: "LA", 6: "RGBA"}
 """Pillow's name of the mode for the colour types of PNG, without palettes."""
-LUMINANCE = np.array([0.299, 0.587, 0.114], dtype=np.float32)
-"""Weights of red, green and blue in the gray image (ITU-R 601)."""
 WHITE = 65535
 """Value of white, and of an opaque alpha band, in uint16."""
 ONE_TYPE = "Save all images with one type, or set data.pixel_type uint8, which divides values of 16 bits by 257"
@@ -136,5 +135,5 @@ def to_channels(values: np.ndarray, mode: str, channels: int) -> np.ndarray:
         return np.repeat(colors, 3, axis=2) if colors.shape[2] == 1 else colors
     if colors.shape[2] == 1:
         return colors
-    gray = colors.astype(np.float32) @ LUMINANCE[:, None]
+    gray = colors.astype(np.float32) @ np.array(LUMINANCE, dtype=np.float32)[:, None]
     return gray if values.dtype == np.float32 else np.rint(gray).astype(values.dtype)
