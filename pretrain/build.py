@@ -112,10 +112,10 @@ def _build(config: RunConfig, *, fresh: bool, check: bool = True) -> Method:
             except WeightsError as error:
                 raise SettingsError(f"init_from: {error}{_fitting(source)}") from error
         encoder.preprocessing = config.data.preprocessing
-        if config.data.fewer_channels and METHODS[config.method].predicts_pixels:
+        if config.data.fewer_channels and METHODS[config.method].needs_all_channels:
             raise SettingsError(
-                f"{config.method} predicts pixels, so all images need all channels. Remove data.fewer_channels, or "
-                "choose --method dino or lejepa."
+                f"{config.method} needs all channels of all images. Remove data.fewer_channels, or choose --method "
+                "dino or lejepa."
             )
         if config.data.fewer_channels and not encoder.takes_fewer_channels:
             variant = config.encoder.variant

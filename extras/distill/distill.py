@@ -358,6 +358,7 @@ class Distill(Method):
 
     Config = DistillConfig
     resolve = staticmethod(resolve)
+    needs_all_channels = True  # the teacher does
     small_settings: ClassVar[dict[str, Any]] = {"size": 16}
 
     def __init__(self, encoder: Encoder, config: DistillConfig, steps: int) -> None:

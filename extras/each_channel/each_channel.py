@@ -87,13 +87,13 @@ class EachChannel(Encoder):
     def _present(self, images: Tensor) -> Tensor | None:
         """Return which channels are not missing, (B, C) bool on the CPU, or None if no channel is missing.
 
-        The result is None for images of the meta device and in exported programs, whose shapes cannot depend on the
-        values of an image.
+        Missing channels are looked for only if the data set may have them (`preprocessing.fewer_channels`), because the
+        CPU then waits for the device. Images of the meta device and of exported programs have all channels.
 
         Raises:
             EncoderError: a channel is missing, but the features are concatenated; or all channels of an image are.
         """
-        if images.device.type == "meta" or torch.compiler.is_compiling():
+        if not self.preprocessing.fewer_channels or images.device.type == "meta" or torch.compiler.is_compiling():
             return None
         present = ~images[:, :, 0, 0].isnan().cpu()
         if present.all():

@@ -154,6 +154,7 @@ class Finetune(Method):
 
     Config = FinetuneConfig
     resolve = staticmethod(resolve)
+    needs_all_channels = True  # images are mixed pixel by pixel
     small_settings: ClassVar[dict[str, Any]] = {"size": 16, "classes": 10}
     supervised = True
 

@@ -145,7 +145,7 @@ class MAE(Method):
     resolve = staticmethod(resolve)
     small_settings: ClassVar[dict[str, Any]] = {"size": 16, "decoder_dim": 16, "decoder_heads": 2}
     has_panels = True
-    predicts_pixels = True
+    needs_all_channels = True
 
     def __init__(self, encoder: Encoder, config: MAEConfig, steps: int) -> None:
         """Build the decoder for an encoder. `config` holds resolved settings.

@@ -183,8 +183,8 @@ class Method(nn.Module):
 
     # Training with labels.
 
-    predicts_pixels: ClassVar[bool] = False
-    """True if pixels are the target of the loss, so that images cannot have fewer channels."""
+    needs_all_channels: ClassVar[bool] = False
+    """True if images cannot have fewer channels (`data.fewer_channels`), for example because pixels are predicted."""
     supervised: ClassVar[bool] = False
     """True if the method trains a classifier with labels. `Config` then has the setting `classes`, and the accuracy of
     `logits` is evaluated in place of the k-NN accuracy."""

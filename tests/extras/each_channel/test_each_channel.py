@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tessera import encoders
-from tessera.encoders.base import Encoder, Features
+from tessera.encoders.base import Encoder, Features, Preprocessing
 from tessera.encoders.images import Mask
 from tessera.encoders.randomness import random_keys
 from tests.pretrain.small import MICRO
@@ -18,7 +18,9 @@ PRESENT = (2, 5, 4)
 
 def make(name: str, **options: Any) -> Any:
     torch.manual_seed(0)
-    return encoders.build(f"each:{name}", **({"channels": 5, "image_size": 64} | options)).eval()
+    encoder = encoders.build(f"each:{name}", **({"channels": 5, "image_size": 64} | options)).eval()
+    encoder.preprocessing = Preprocessing((0.5,) * 5, (0.5,) * 5, fewer_channels=True)
+    return encoder
 
 
 def images() -> Tensor:

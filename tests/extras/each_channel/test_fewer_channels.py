@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 import tessera
+from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.collate import Collator, Sample
 from tessera.data.crops import CenterCrop
@@ -130,6 +131,10 @@ def test_encoders_that_need_all_channels_are_refused(
         run(folder, tmp_path / "run", encoder=encoder)
 
 
-def test_mae_needs_all_channels(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="mae predicts pixels"):
-        run(folder, tmp_path / "run", method="mae", lejepa={}, mae={"size": 24})
+@pytest.mark.parametrize("method", ["mae", "distill", "finetune"])
+def test_methods_that_need_all_channels_refuse_fewer(method: str, folder: Path, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher.safetensors"
+    encoders.save(encoders.build("vit_micro", image_size=24), teacher)
+    own = {"size": 24} | {"mae": {}, "distill": {"teacher": str(teacher)}, "finetune": {"classes": 2}}[method]
+    with pytest.raises(ValueError, match=f"{method} needs all channels of all images"):
+        run(folder, tmp_path / "run", method=method, lejepa={}, **{method: own})
