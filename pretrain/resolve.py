@@ -29,7 +29,6 @@ from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method, RunSize
 from tessera.runtime import processes
 from tessera.runtime.collectives import broadcast_object, gather_objects, patient_group
-from tessera.runtime.machine import keep_freed_memory, limit_kernel_caches
 from tessera.runtime.settings import SettingsError
 
 CONTINUED = 0.1
@@ -232,9 +231,6 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
         SettingsError: the engine's package is not installed, or the engine does not support the settings.
     """
     precision = with_precision(config).precision
-    # cuDNN's attention makes a plan for each new shape, and masks and `skip_dropped` change shapes at every step.
-    # Without it, PyTorch takes flash attention.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch requires it for CUDA's matrix products
         torch.use_deterministic_algorithms(True)
@@ -250,9 +246,6 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
         # with this option, gradients are views of DDP's communication buckets and need no additional memory
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
-    if accelerator.device.type == "cpu":
-        limit_kernel_caches()
-        keep_freed_memory()  # each step allocates tensors of the same sizes, and can reuse the freed memory
     return accelerator, engines.select(accelerator, precision, config.accumulate)
 
 

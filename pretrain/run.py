@@ -10,16 +10,10 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from tessera.runtime import preemption, stdio
+from tessera.runtime.machine import set_environment
 from tessera.runtime.user_error import UserError, escape_controls, without_controls
 
-# OpenMP reads this variable when torch is loaded. By default, idle OpenMP threads spin and take cores from the loader.
-# On two shared cores, training at times fell to 38 images/s by default, but never below 275 images/s with PASSIVE.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-# CUDA's allocator reads this variable at its first allocation. With images at native sizes, or crops of several sizes,
-# tensor sizes change from step to step. Expandable segments serve all sizes, so less memory is lost to fragmentation.
-if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+set_environment()  # before torch is loaded
 
 
 def train(argv: list[str]) -> None:

@@ -14,7 +14,14 @@ from accelerate.state import AcceleratorState
 
 from tessera.runtime import preemption, watchdog
 from tessera.runtime.isolation import own_warnings
-from tessera.runtime.machine import command_line, cores, is_launcher
+from tessera.runtime.machine import (
+    command_line,
+    cores,
+    is_launcher,
+    keep_freed_memory,
+    limit_kernel_caches,
+    set_environment,
+)
 from tessera.runtime.user_error import UserError, without_controls
 
 AGAIN = "Start the command again."
@@ -27,11 +34,16 @@ class LaunchError(UserError, ValueError):
 def make_accelerator(**settings: Any) -> Accelerator:
     """Return `Accelerator(**settings)`. The function works without CUDA, with several processes and under DeepSpeed.
 
-    Torch's number of threads is set too; see `set_threads`.
+    Torch is set up for the device, in training and in evaluations alike: its allocators, its attention kernels and its
+    number of threads (`set_threads`).
 
     Raises:
         LaunchError: the environment variables of the launcher do not describe one process group.
     """
+    set_environment()  # before CUDA is initialized
+    # cuDNN's attention makes a plan for each new shape, and masks and images at native sizes change shapes at every
+    # step. Without it, PyTorch takes flash attention.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without this variable, DeepSpeed warns that it found no device
         try:
@@ -53,6 +65,9 @@ def make_accelerator(**settings: Any) -> Accelerator:
             f"`accelerate launch --multi_gpu --num_processes {launched} ...` (also without a GPU), or unset WORLD_SIZE."
         )
     set_threads(accelerator.num_processes)
+    if accelerator.device.type == "cpu":
+        limit_kernel_caches()
+        keep_freed_memory()  # each batch allocates tensors of the same sizes, and can reuse the freed memory
     return accelerator
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tessera.runtime import stdio
+from tessera.runtime.machine import set_environment
 from tessera.runtime.plugins import entry_points
 from tessera.runtime.synonyms import LAUNCHER
 from tessera.runtime.user_error import printable
@@ -47,6 +48,7 @@ def main() -> None:
     """Run the command that the command line names. Exit with code 130 after Ctrl-C, also while modules are imported."""
     try:
         stdio.protect()
+        set_environment()  # before a command loads torch
         run(sys.argv[1:])
     except KeyboardInterrupt:
         print("\ntessera: interrupted", file=sys.stderr)

@@ -3,14 +3,24 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import torch
 
+from tessera.evaluation.command import evaluate
+from tessera.evaluation.embed import EmbedSettings, run
+from tessera.evaluation.features import EvaluationError
+from tessera.pretrain import resolve
+from tessera.pretrain.command_line import load
 from tessera.pretrain.run import main
 from tessera.runtime import machine
+from tessera.runtime.isolation import isolated
 from tessera.runtime.processes import LaunchError, exit_on_user_error, make_accelerator, set_threads
+from tessera.runtime.settings import validate
 from tests.launched import ROOT
 
 
@@ -39,6 +49,37 @@ def test_a_variable_of_the_launcher_that_is_no_number_is_named(name: str, monkey
 def test_runs_of_a_process_may_differ_in_precision():
     for precision in ("no", "bf16", "no"):
         assert make_accelerator(mixed_precision=precision).mixed_precision == precision
+
+
+class SeenError(Exception):
+    """Ends an evaluation after it has set up the device."""
+
+
+def evaluates() -> None:
+    def prepare(*_: object) -> NoReturn:
+        raise SeenError
+
+    with pytest.raises(SeenError):
+        evaluate("knn", SimpleNamespace(output=None), prepare, prepare)
+
+
+def embeds() -> None:
+    with pytest.raises(EvaluationError):
+        run(validate(EmbedSettings, {"checkpoint": "absent", "data": "absent", "output": "absent.npz"}))
+
+
+@pytest.mark.parametrize("command", [evaluates, embeds, lambda: resolve.make_accelerator(load([]))])
+def test_training_and_evaluations_set_up_the_device_alike(command: Callable[[], object], monkeypatch) -> None:
+    monkeypatch.setattr(machine, "_keeps_freed_memory", False)
+    with isolated():
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+            os.environ.pop(name, None)
+        command()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+        if not torch.cuda.is_available():
+            assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == str(machine.CACHED_KERNELS)
+            assert machine._keeps_freed_memory
 
 
 CORES = len(os.sched_getaffinity(0))
