@@ -271,3 +271,4 @@ def start_worker(number: int, states: WorkerStates, of_main_thread: bool) -> Non
     if of_main_thread:
         signal_at_end_of_parent(signal.SIGKILL)  # unlike SIGTERM, SIGKILL also ends a suspended process
     gc.freeze()  # otherwise, garbage collection would copy memory pages that are shared with the training process
+    gc.enable()  # training turns it off (`pretrain.loop.no_automatic_collection`)

@@ -260,10 +260,10 @@ class RunConfig(Settings, frozen=True):
     of timm, or a published weight file; a source other than a published weight file also sets the defaults of encoder,
     data.channels, data.mean and data.std, and if it has a range, those of data.pixel_type, data.range and data.nodata;
     a run of dinov2 or dinov3 also loads student, teacher and heads from a run folder of either method"""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """precision of the forward pass; auto: the launcher's precision if the launcher sets one, else bf16 where bf16 is
-    faster (on a GPU that supports bf16, and for encoders of 128 channels or more on a CPU with bf16 instructions), else
-    fp32"""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    """precision of the forward pass; tf32: fp32 with products in TF32; auto: the launcher's, if it sets one, else bf16
+    where it is faster (on a GPU that supports it, and on a CPU with bf16 instructions for encoders of 128 channels or
+    more), else fp32"""
     compile: bool = False
     """apply torch.compile to each block of the encoder and to the colour changes"""
     deterministic: bool = False

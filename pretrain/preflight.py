@@ -154,7 +154,7 @@ def _kept_bytes(method: Method, precision: str, images: int) -> int:
     weights = {t.untyped_storage().data_ptr() for t in [*method.parameters(), *method.buffers()]}
     with (
         torch.autograd.graph.saved_tensors_hooks(count, lambda none: none),
-        torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision in ("bf16", "fp16")),
         only_torchs_kernel(),
         alone(),  # the other processes do not take part in the report of `--dry_run`
     ):

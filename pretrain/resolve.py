@@ -174,14 +174,14 @@ def gpu_defaults(variant: str, precision: str) -> dict[str, Any]:
 
 
 def with_precision(config: RunConfig) -> RunConfig:
-    """Return the settings with the precision of the forward pass: fp32, bf16 or fp16.
+    """Return the settings with the precision of the forward pass: fp32, tf32, bf16 or fp16.
 
     `auto` becomes the launcher's precision if the launcher sets one. Otherwise it becomes bf16 where bf16 is faster,
     and fp32 elsewhere; see `faster_in_bf16`.
 
     Raises:
-        SettingsError: the precision is fp16, but the machine has no CUDA device; or `encoder.bf16_residuals` is true,
-            but the precision is not bf16.
+        SettingsError: the precision is fp16 or tf32, but the machine has no CUDA device that supports it; or
+            `encoder.bf16_residuals` is true, but the precision is not bf16.
     """
     precision = config.precision
     if precision == "auto":
@@ -197,6 +197,11 @@ def with_precision(config: RunConfig) -> RunConfig:
         config = config.derive({"precision": precision}, {"precision": reason})
     if precision == "fp16" and not torch.cuda.is_available() and config.gpu is None:
         raise SettingsError("--precision fp16 needs a CUDA device, but this machine has none. Use bf16 or fp32.")
+    if precision == "tf32" and config.gpu is None and not torch.cuda.is_tf32_supported():
+        raise SettingsError(
+            "--precision tf32 needs a GPU with TF32 (compute capability 8.0 or more), but this machine has none. Use "
+            "fp32."
+        )
     if precision != "bf16" and config.encoder_settings.get("bf16_residuals"):
         raise SettingsError(
             f"encoder.bf16_residuals needs --precision bf16, but the precision of this run is {precision}. "
@@ -231,6 +236,8 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
         SettingsError: the engine's package is not installed, or the engine does not support the settings.
     """
     precision = with_precision(config).precision
+    if precision == "tf32":  # cuDNN's convolutions are in TF32 by PyTorch's default, in every precision
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch requires it for CUDA's matrix products
         torch.use_deterministic_algorithms(True)
@@ -238,7 +245,7 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     accelerator = processes.make_accelerator(
         # DeepSpeed's own mixed precision would cast the teacher's weights, so its engine uses autocast (zero.py)
-        mixed_precision="no" if deepspeed or precision == "fp32" else precision,
+        mixed_precision="no" if deepspeed or precision in ("fp32", "tf32") else precision,
         # the loader is not passed to `Accelerator.prepare`, so accelerate cannot detect the end of the loader
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=config.accumulate, sync_with_dataloader=False

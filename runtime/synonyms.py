@@ -133,6 +133,7 @@ NOTES = {
 _VALUES = {
     "fp16": "16 16-mixed 16-true fp16-mixed float16 half amp",
     "bf16": "bf16-mixed bf16-true bfloat16 amp_bf16",
+    "tf32": "tensorfloat32 tensorfloat-32 high",
     "fp32": "32 32-true float32 full no highest",
     "distill": "distillation distillationv1 distillationv2 distillationv3 kd",
     "finetune": "supervised classification fine-tune sup",

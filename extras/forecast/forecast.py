@@ -198,7 +198,7 @@ def counted(config: RunConfig, method: Method, reading: float, steps: int) -> di
     gpus, gpu = config.gpus, GPUS[config.gpu or ""]
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
     flop, kernels = step_work(method)
-    rate = gpu.full if config.precision == "fp32" else gpu.low
+    rate = {"fp32": gpu.full, "tf32": gpu.low / 2}.get(config.precision, gpu.low)
     # with small encoders, a process launches kernels more slowly than the GPU runs them
     launched = config.batch_size / (LAUNCH * kernels * config.accumulate)
     low, high = (min(share * gpus * rate / flop, launched) for share in REACHED)

@@ -111,7 +111,8 @@ def test_settings_from_python_equal_those_of_the_command_line(tmp_path: Path) ->
         (["--encoder", "vit_smal"], "Did you mean 'vit_small'"),
         (
             ["--precision", "16-mixed"],
-            "precision: Input should be 'auto', 'fp32', 'bf16' or 'fp16' (got '16-mixed'); did you mean 'fp16'?",
+            "precision: Input should be 'auto', 'fp32', 'tf32', 'bf16' or 'fp16' (got '16-mixed'); did you mean "
+            "'fp16'?",
         ),
         (["--seed", "1", "out=runs/x"], "unexpected argument 'out=runs/x'; did you mean '--output'?"),
         (["--seed", "1", "steps=3"], "unexpected argument 'steps=3'; did you mean '--steps 3'?"),

@@ -1,9 +1,11 @@
 """The training step and the loop around it, with methods small enough to be followed by hand."""
 
 import copy
+import gc
 import json
 import math
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -337,6 +339,53 @@ def test_a_step_is_read_while_the_next_one_runs(tmp_path: Path, monkeypatch: pyt
         expected += [f"start {step}", f"start {step + 1}", f"finish {step}", f"start {step + 2}", f"finish {step + 1}"]
         expected += [f"start {step + 3}", f"finish {step + 2}", f"finish {step + 3}"]
     assert order == expected
+
+
+class Cycle:
+    """Object that holds itself, which only a collection frees."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_python_collects_garbage_at_the_same_steps_of_all_processes(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings("--record_every", "4", "--checkpoint_every", "100")
+    run, alive, automatic = make(Faulty(config), config, tmp_path), weakref.WeakSet[Cycle](), list[int]()
+    monkeypatch.setattr(type(run.accelerator), "num_processes", processes)
+    most, full, steps = list[int](), list[int](), list[int]()
+
+    def start(*args: Any, **options: Any) -> loop.RunningStep:
+        most.append(len(alive))
+        steps.append(len(steps))
+        for _ in range(50):
+            alive.add(Cycle())
+        return start_step(*args, **options)
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and steps:
+            (automatic if gc.isenabled() else full).append(info["generation"])
+
+    monkeypatch.setattr(loop, "start_step", start)
+    before = gc.get_threshold()
+    gc.callbacks.append(collected)
+    try:
+        gc.set_threshold(100, 5, 5)
+        train(run, (raw(step, 0, 8) for step in range(8)))
+        frozen, enabled = gc.get_freeze_count(), gc.isenabled()
+    finally:
+        gc.callbacks.remove(collected)
+        gc.set_threshold(*before)
+    assert enabled
+    if processes == 1:
+        assert automatic
+        assert not full
+        return
+    assert frozen == 0
+    assert full == [1, 1, 1, 1, 2, 1, 1, 1, 1, 2]  # one at each step, and one at each record
+    assert max(most) == 0  # cycles of a step are freed before the next one
 
 
 def test_reading_late_changes_nothing(tmp_path: Path) -> None:

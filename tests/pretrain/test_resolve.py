@@ -17,6 +17,8 @@ from tessera.pretrain import resolve as resolving
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import settings_model
 from tessera.pretrain.methods import METHODS
+from tessera.runtime.isolation import isolated
+from tessera.runtime.settings import SettingsError
 from tests.pretrain.toy import ToyLabels
 from tests.ranks import on_processes
 
@@ -133,3 +135,16 @@ def test_deterministic_algorithms_are_used_where_asked(fresh_engine: None, monke
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def test_tf32_is_for_the_products_of_a_gpu_that_has_it(fresh_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match="--precision tf32 needs a GPU with TF32"):
+        resolving.make_accelerator(load(["--precision", "tf32"]))
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: True)
+    for precision, products in (("fp32", "none"), ("tf32", "tf32")):
+        with isolated():
+            accelerator, _ = resolving.make_accelerator(load(["--precision", precision]))
+            assert accelerator.mixed_precision == "no"
+            assert torch.backends.cuda.matmul.fp32_precision == products
+    named = resolving.with_precision(load(["--precision", "tf32", "--dry_run", "--gpu", "a100"]))
+    assert named.precision == "tf32"

@@ -40,7 +40,7 @@ def test_what_is_suggested_exists() -> None:
     assert {flag.split()[0] for flag in LAUNCHER.values()} <= options
     assert NOTES.keys() <= SETTINGS.keys() | LAUNCHER.keys()
     assert not SETTINGS.keys() & LAUNCHER.keys()
-    assert set(VALUES.values()) <= {"fp32", "bf16", "fp16", *METHODS.names()}
+    assert set(VALUES.values()) <= {"fp32", "tf32", "bf16", "fp16", *METHODS.names()}
 
 
 def _nested(name: str, value: str) -> dict[str, object]:
