@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.run as elastic
 from accelerate.commands import launch
 
+from tests import collective_order
 from tests.launched import ROOT, find_free_port
 
 
@@ -81,6 +82,8 @@ class Script:
         self, script: Path, words: list[str], processes: int, engine: str | None, log: Path, environment: dict[str, str]
     ) -> None:
         self.log = log
+        self.collectives = log.with_suffix(".collectives")
+        self.collectives.mkdir()
         log.touch()
         command = None
         variables: list[dict[str, str]] = [{}]
@@ -93,7 +96,8 @@ class Script:
         self.trainers: list[BaseProcess] = []
         for own in variables:
             given = dict(os.environ) | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | environment | own
-            arguments = (script, words, command, given, log)
+            given |= collective_order.RECORDING if own else {}
+            arguments = (script, words, command, given, log, self.collectives)
             self.trainers.append(multiprocessing.get_context("forkserver").Process(target=_run_script, args=arguments))
             self.trainers[-1].start()
 
@@ -102,7 +106,8 @@ class Script:
         return any(trainer.exitcode is None for trainer in self.trainers)
 
     def wait(self, limit: float = 1800) -> str:
-        """Wait for the end, which must be a success, and return the output."""
+        """Wait for the end, which must be a success, and return the output. All processes must have called the same
+        collectives."""
         end = time.monotonic() + limit
         while self.is_running() and time.monotonic() < end:
             if any(trainer.exitcode for trainer in self.trainers):
@@ -113,6 +118,8 @@ class Script:
         self.kill()
         text = self.log.read_text()
         assert codes == [0] * len(codes), f"exit codes {codes}: {text[-5000:]}"
+        if len(codes) > 1:
+            collective_order.assert_equal(self.collectives)
         return text
 
     def kill(self) -> None:
@@ -126,7 +133,7 @@ class Script:
 
 
 def _run_script(
-    script: Path, words: list[str], command: list[str] | None, environment: dict[str, str], log: Path
+    script: Path, words: list[str], command: list[str] | None, environment: dict[str, str], log: Path, collectives: Path
 ) -> None:
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -145,4 +152,6 @@ def _run_script(
         else:
             launch.launch_command(launch.launch_command_parser().parse_args([*command, str(script), *words]))
     finally:
+        if "RANK" in environment:
+            collective_order.write(collectives, int(environment["RANK"]))
         atexit._run_exitfuncs()  # as at the end of a program
