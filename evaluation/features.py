@@ -35,7 +35,7 @@ from tessera.encoders.images import Images
 from tessera.encoders.preprocessing import short_side
 from tessera.encoders.registry import unknown_prefix
 from tessera.evaluation.memory import images_at_once
-from tessera.runtime.collectives import all_gather, all_reduce_sum, gather_objects
+from tessera.runtime.collectives import all_gather, all_reduce_sum, broadcast_object, first_rank
 from tessera.runtime.progress import track
 from tessera.runtime.settings import Settings
 from tessera.runtime.user_error import UserError, printable
@@ -361,10 +361,11 @@ def _check_readable(used: int, batches: Batches, encoder: Encoder, *, together: 
     Raises:
         EvaluationError: no image can be read. The message contains the first reason.
     """
-    own = (used, batches.first_skipped)
-    seen = gather_objects(own) if together else [own]
-    reason = next((skipped for _, skipped in seen if skipped), None)
-    if reason is not None and not any(count for count, _ in seen):
+    reason, unused = batches.first_skipped, used == 0
+    if together and (process := first_rank(reason is not None)) is not None:
+        unused = first_rank(used > 0) is None
+        reason = broadcast_object(reason, source=process) if unused else reason
+    if reason is not None and unused:
         assert isinstance(batches.dataset, EvaluationDataset)
         cure = cure_of([reason], batches.dataset.source, encoder.preprocessing.channels)
         raise EvaluationError(f"None of the images can be read. {cure} The first of them is {reason}")

@@ -12,7 +12,7 @@ from tessera.data.shards.folder import ImageFolder
 from tessera.data.shards.source import Shard
 from tessera.data.shards.tar_index import ARRAYS, IMAGES, Index
 from tessera.evaluation.features import EvaluationError
-from tessera.runtime.collectives import gather_objects, run_on_all_ranks
+from tessera.runtime.collectives import broadcast_object, first_rank, run_on_all_ranks
 
 MOST_COMPARED = 64
 """Maximum number of image pairs with equal names and sizes whose contents are compared."""
@@ -57,7 +57,7 @@ def open_labelled_splits(
     names = run_on_all_ranks(lambda: [one.class_names() for one in opened])
     for one in opened:
         one.require_labels()
-    if any(other != names for other in gather_objects(names)):
+    if first_rank(broadcast_object(names) != names) is not None:
         raise EvaluationError(
             "The processes read different class names. Copy the same shards, with their classes.json, to all nodes."
         )

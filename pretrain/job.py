@@ -57,7 +57,7 @@ from tessera.pretrain.resolve import (
 )
 from tessera.pretrain.run_folder import claimed, delete_run, newest_checkpoint
 from tessera.pretrain.training_run import TrainingRun
-from tessera.runtime.collectives import broadcast_object, first_of_node_first, gather_objects, run_on_all_ranks
+from tessera.runtime.collectives import broadcast_object, first_of_node_first, run_on_all_ranks
 from tessera.runtime.files import atomic_write
 from tessera.runtime.machine import memory
 from tessera.runtime.preemption import saving_on_interrupt
@@ -289,7 +289,7 @@ def dry_run(
     `method` cannot be used afterwards.
     """
     fits = print_plan(config, plan) if accelerator.is_main_process else True
-    fits = all(gather_objects(fits))
+    fits = broadcast_object(fits)
     if plan.step >= config.steps:
         return
     if accelerator.is_main_process and (line := large_crops(config, prepared.sources.lists)):

@@ -24,7 +24,8 @@ from tessera.runtime.collectives import (
     RankError,
     all_reduce_max,
     all_reduce_sum,
-    gather_objects,
+    first_rank,
+    gather_on_main,
     local,
     world_size,
 )
@@ -193,7 +194,7 @@ def _stop(run: TrainingRun, meter: "Meter", failure: UserError | None, *, keep_o
         UserError: the failure of this process.
     """
     failed = failure is not None and not isinstance(failure, preemption.WaitInterruptedError)
-    if any(gather_objects(failed)):
+    if first_rank(failed) is not None:
         _rescue(run, meter, keep_old=keep_old)
         if failed:
             raise failure
@@ -316,8 +317,9 @@ def _report_skipped(run: TrainingRun, result: Step) -> None:
         log.info("Step %d was skipped because a gradient overflowed float16. The loss scale is lowered.", step)
         return
     reason = f"loss {result.loss}, gradient norm {result.grad_norm}"
-    keys = [key for of_rank in gather_objects(result.samples) for key in of_rank]
-    if run.recorder:
+    samples = gather_on_main(result.samples)  # the names of one batch, whatever the number of processes
+    if run.recorder and samples is not None:
+        keys = [key for of_rank in samples for key in of_rank]
         run.recorder.skipped(step, reason, keys)
         log.warning(
             "Step %d was skipped because the loss or the gradient was not finite (%s). "

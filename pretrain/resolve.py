@@ -28,7 +28,7 @@ from tessera.pretrain.method_state import find_on_main
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method, RunSize
 from tessera.runtime import processes
-from tessera.runtime.collectives import broadcast_object, gather_objects, patient_group
+from tessera.runtime.collectives import broadcast_object, first_rank, patient_group
 from tessera.runtime.settings import SettingsError
 
 CONTINUED = 0.1
@@ -279,14 +279,15 @@ def agree(opened: list[Source], buffers: list[int]) -> str:
     Raises:
         ShardError: two processes see different shards.
     """
-    own = fingerprint(opened, buffers)
-    seen = gather_objects((own, sum(source.images for source in opened)))
-    for process, (other, images) in enumerate(seen):
-        if other != seen[0][0]:
-            raise ShardError(
-                f"Process {process} sees {images} images, and process 0 sees {seen[0][1]} images, "
-                "but all processes must see the same shards. Start again, or check the disks of the nodes."
-            )
+    own, images = fingerprint(opened, buffers), sum(source.images for source in opened)
+    expected, of_main = broadcast_object((own, images))
+    process = first_rank(own != expected)
+    if process is not None:
+        images = broadcast_object(images, source=process)
+        raise ShardError(
+            f"Process {process} sees {images} images, and process 0 sees {of_main} images, "
+            "but all processes must see the same shards. Start again, or check the disks of the nodes."
+        )
     return own
 
 

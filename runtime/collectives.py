@@ -48,7 +48,8 @@ def rank() -> int:
 def alone() -> Iterator[None]:
     """Within the context, compute sums, maxima and gathered tensors over this rank only.
 
-    `gather_objects` and `run_on_all_ranks` are still collective. The context cannot be nested.
+    `gather_objects`, `gather_on_main`, `first_rank` and `run_on_all_ranks` are still collective. The context cannot be
+    nested.
     """
     global _is_alone
     _is_alone = True
@@ -115,7 +116,11 @@ def all_gather(x: Tensor) -> list[Tensor]:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return a list of the picklable values of all ranks, in rank order, on every rank."""
+    """Return a list of the picklable values of all ranks, in rank order, on every rank.
+
+    The ranks exchange as many values as there are pairs of ranks. Prefer `gather_on_main`, `first_rank` or
+    `broadcast_object`, whose costs do not grow with the square of the number of ranks.
+    """
     if not dist.is_initialized():
         return [value]
     gathered: list[T] = [value] * dist.get_world_size(group)
@@ -123,12 +128,31 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return gathered
 
 
-def broadcast_object(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """Return the picklable `value` of rank 0 on every rank."""
+def gather_on_main(value: T, group: dist.ProcessGroup | None = None) -> list[T] | None:
+    """Return a list of the picklable values of all ranks, in rank order, on rank 0, and None on the other ranks."""
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[T] | None = [value] * dist.get_world_size(group) if rank() == 0 else None
+    dist.gather_object(value, gathered, dst=0, group=group)
+    return gathered
+
+
+def first_rank(condition: bool, group: dist.ProcessGroup | None = None) -> int | None:
+    """Return the lowest rank on which `condition` is True, on every rank. Return None if there is no such rank."""
+    if not dist.is_initialized():
+        return 0 if condition else None
+    ranks = dist.get_world_size(group)
+    lowest = torch.tensor(rank() if condition else ranks, device=_reachable(torch.device("cpu"), group))
+    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
+    return int(lowest) if int(lowest) < ranks else None
+
+
+def broadcast_object(value: T, group: dist.ProcessGroup | None = None, *, source: int = 0) -> T:
+    """Return the picklable `value` of rank `source` on every rank."""
     if world_size() == 1:
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=0, group=group)
+    dist.broadcast_object_list(values, src=source, group=group)
     return values[0]
 
 
@@ -165,8 +189,13 @@ def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None 
         if not isinstance(error, Exception) and not causes:
             raise
         failure = (type(error) if isinstance(error, RankError) else RankError, _describe(error))
-    for first in filter(None, gather_objects(failure, group)):
-        kind, message = first
+    first = first_rank(failure is not None, group)
+    if first is not None:
+        failures = [failure]
+        if dist.is_initialized():
+            dist.broadcast_object_list(failures, src=first, group=group)
+        assert failures[0] is not None
+        kind, message = failures[0]
         raise kind(message)
     return results[0]
 
@@ -232,9 +261,9 @@ def local(tensor: Tensor) -> Tensor:
     return getattr(tensor, "ds_tensor", tensor)
 
 
-def _reachable(device: torch.device) -> torch.device:
-    """Return `device` if the backend of the default process group supports it, else a supported device."""
-    reached = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
+def _reachable(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return `device` if the backend of the process group supports it, else a supported device."""
+    reached = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
     if device.type in reached:
         return device
     return torch.device(reached[0], torch.cuda.current_device()) if reached[0] == "cuda" else torch.device(reached[0])

@@ -32,7 +32,15 @@ from tessera.pretrain.checkpoints import manifest, trainer_json
 from tessera.pretrain.checkpoints.trainer_json import Trainer
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.local_state import read
-from tessera.runtime.collectives import RankError, gather_objects, rank, run_on_all_ranks, wait_for_path, world_size
+from tessera.runtime.collectives import (
+    RankError,
+    first_rank,
+    gather_objects,
+    rank,
+    run_on_all_ranks,
+    wait_for_path,
+    world_size,
+)
 from tessera.runtime.user_error import printable
 
 log = logging.getLogger(__name__)
@@ -138,12 +146,11 @@ def verify(path: Path) -> None:
         CheckpointError: a file is damaged. The message names the damaged files and the newest intact checkpoint before
             this one.
     """
-    faults = {fault for of_rank in gather_objects(manifest.wrong_sizes(path)) for fault in of_rank}
-    if not faults:
+    own = manifest.wrong_sizes(path)
+    if first_rank(bool(own)) is None:
         own = manifest.wrong_checksums(path, rank(), world_size())
-        faults = {fault for of_rank in gather_objects(own) for fault in of_rank}
-    if faults:
-        raise _damaged(path, sorted(faults))
+    if first_rank(bool(own)) is not None:
+        raise _damaged(path, sorted({fault for of_rank in gather_objects(own) for fault in of_rank}))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

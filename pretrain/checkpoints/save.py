@@ -31,7 +31,7 @@ from tessera.pretrain.checkpoints.trainer_json import Trainer, TrainState
 from tessera.pretrain.config import CheckpointConfig
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.local_state import LocalTensor, write
-from tessera.runtime.collectives import RankError, gather_objects, run_on_all_ranks, wait_for_path
+from tessera.runtime.collectives import RankError, broadcast_object, gather_on_main, run_on_all_ranks, wait_for_path
 from tessera.runtime.files import fsync
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Saver:
             log.warning("%s", error)
         folder = self.folder / f"step-{train_state.step:08d}"
         # Rank 0 decides if the checkpoint exists, because other nodes may see the new folder late.
-        if gather_objects(folder in list_checkpoints(self.folder), self._group)[0]:
+        if broadcast_object(self.accelerator.is_main_process and folder in list_checkpoints(self.folder), self._group):
             return
         snapshot = self._snapshot(folder, train_state, encoder, keep_old)
         if exiting or not self.config.background:
@@ -178,10 +178,10 @@ class Saver:
     def _snapshot(self, folder: Path, train_state: TrainState, encoder: encoders.Encoder, keep_old: bool) -> _Snapshot:
         state = {name: tensor.write_share() for name, tensor in self.engine.local_state().items()}
         full = self.engine.gather_on_main(encoder)
-        own = sum(tensor.data.nbytes for tensor in state.values())
-        own += sum(tensor.nbytes for tensor in full.state_dict().values()) if full is not None else 0
+        total = sum(tensor.numel * tensor.data.element_size() for tensor in state.values())
+        own = sum(tensor.nbytes for tensor in full.state_dict().values()) if full is not None else 0
+        total += broadcast_object(own, self._group)
         trainer = _trainer(self.accelerator, self.engine, train_state, self.settings)
-        total = sum(gather_objects(own, self._group))
         return _Snapshot(folder, state, full, trainer, random_states(), total, keep_old)
 
     def _in_background(self, snapshot: _Snapshot) -> None:
@@ -198,12 +198,13 @@ class Saver:
         try:
             self._on_main(lambda: _make_empty(part, snapshot.bytes))
             self._on_all_ranks(lambda: wait_for_path(part))
-            files = gather_objects(self._on_all_ranks(lambda: self._write_files(part, snapshot)), self._group)
-            self._on_main(lambda: self._publish(part, snapshot.folder, files))
+            files = gather_on_main(self._on_all_ranks(lambda: self._write_files(part, snapshot)), self._group)
+            self._on_main(lambda: self._publish(part, snapshot.folder, files or []))
         except CheckpointError as error:
             if main:
                 shutil.rmtree(part, ignore_errors=True)
-            intact = gather_objects([p.name for p in list_checkpoints(self.folder)][-1:], self._group)[0]
+            found = [p.name for p in list_checkpoints(self.folder)][-1:] if main else []
+            intact = broadcast_object(found, self._group)
             message = f"could not save {snapshot.folder}: {str(error).rstrip('.')}. "
             if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):
                 message += f"A checkpoint of this run needs {decimal(snapshot.bytes)}. Free this amount of space. "
@@ -240,7 +241,7 @@ class Saver:
     def _check_shared_disk(self) -> None:
         """Raise `CheckpointError` if a process does not see a file that the main process creates in OUTPUT."""
         main, output = self.accelerator.is_main_process, self.folder.parent
-        probe = output / gather_objects(f".shared-{uuid.uuid4().hex}", self._group)[0]
+        probe = output / broadcast_object(f".shared-{uuid.uuid4().hex}", self._group)
         try:
             self._on_main(probe.touch)
             self._on_all_ranks(lambda: wait_for_path(probe))

@@ -28,16 +28,15 @@ def listed(*names):
     return Source([RemoteTar(f"http://h/{name}", 10, "") for name in names], counts, counts, counts)
 
 
-def test_processes_that_see_other_shards(monkeypatch):
+def _agree(rank: int) -> None:
     both, one = listed("a.tar", "b.tar"), listed("a.tar")
-    others = []
-    monkeypatch.setattr(resolving, "gather_objects", lambda own: [own, *others])
-    seen = resolving.agree([both], [1024])
-    others = [(resolving.fingerprint([both], [1024]), 6)]
-    assert resolving.agree([both], [1024]) == seen
-    others = [(resolving.fingerprint([one], [1024]), 3)]
+    assert resolving.agree([both], [1024]) == resolving.fingerprint([both], [1024])
     with pytest.raises(ShardError, match="Process 1 sees 3 images, and process 0 sees 6"):
-        resolving.agree([both], [1024])
+        resolving.agree([one if rank else both], [1024])
+
+
+def test_processes_that_see_other_shards(free_port: int):
+    on_processes(_agree, free_port, group=True)
 
 
 def test_the_fingerprint_is_of_the_order():

@@ -17,7 +17,9 @@ from tessera.runtime.collectives import (
     all_reduce_max,
     all_reduce_sum,
     broadcast_object,
+    first_rank,
     gather_objects,
+    gather_on_main,
     rank,
     run_on_all_ranks,
     wait_for_path,
@@ -37,7 +39,8 @@ def test_one_process_needs_no_process_group(tmp_path: Path) -> None:
     assert all_reduce_max(x) is x
     assert all_gather(x)[0] is x
     assert all_gather_rows(x) is x
-    assert gather_objects("a") == ["a"]
+    assert gather_objects("a") == gather_on_main("a") == ["a"]
+    assert (first_rank(True), first_rank(False)) == (0, None)
     assert broadcast_object("a") == "a"
     assert run_on_all_ranks(lambda: 7) == 7
     wait_for_path(tmp_path)
@@ -77,6 +80,9 @@ def _two_processes(own: int, folder: str) -> None:
     assert [part.tolist() for part in all_gather(torch.full((own, 2), 5))] == [[], [[5, 5]]]
     assert gather_objects({"rank": own}) == [{"rank": 0}, {"rank": 1}]
     assert broadcast_object(f"from {own}") == "from 0"
+    assert broadcast_object(f"from {own}", source=1) == "from 1"
+    assert gather_on_main({"rank": own}) == (None if own else [{"rank": 0}, {"rank": 1}])
+    assert [first_rank(own in ranks) for ranks in ([0, 1], [1], [])] == [0, 1, None]
     assert collectives.broadcast(torch.tensor([own + 5])).tolist() == [5]
     if own == 0:
         with collectives.alone():
