@@ -16,12 +16,14 @@ from tessera.pretrain.config import RunConfig
 from tessera.pretrain.monitoring import verdict
 from tessera.pretrain.monitoring.collapse import CollapseAlarm, CollapseError
 from tessera.pretrain.monitoring.progress_bar import Progress
+from tessera.pretrain.monitoring.slowest_rank import SlowestRank, rank_name
 from tessera.pretrain.scoring import due, record_and_score, record_pictures
 from tessera.pretrain.step import RunningStep, Step, finish_step, start_step, to_device
 from tessera.pretrain.training_run import TrainingRun
 from tessera.runtime import preemption
 from tessera.runtime.collectives import (
     RankError,
+    all_gather_rows,
     all_reduce_max,
     all_reduce_sum,
     first_rank,
@@ -52,6 +54,7 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
     config, state = run.config, run.state
     alarm = CollapseAlarm(config.health, run.steps, run.method.rank_hint, state.alarm)
     progress = Progress(run.steps, state.step, enabled=run.accelerator.is_main_process)
+    slowest = SlowestRank(gather_objects(rank_name(run.accelerator.device)), main=run.recorder is not None)
     meter, save_due, micro_batches, failure = Meter(), False, list[Batch](), None
     running: list[RunningStep] = []  # steps that are started but not finished: the newest, and for a moment two
     first = not state.scores and state.step < run.steps and (run.online or run.accuracy)  # of these images
@@ -80,7 +83,7 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
             stop = result.stop and state.step < run.steps
             evaluate = due(config.evaluate_every, state.step)
             if not result.discarded and (due(config.record_every, state.step) or evaluate or state.step == run.steps):
-                record = _record(run, result, meter)
+                record = _record(run, result, meter, slowest)
                 if stop and evaluate:
                     # An evaluation would delay the stop. The resumed run evaluates this step.
                     state.unscored = record
@@ -140,7 +143,7 @@ def _finish(
     while len(running) > (0 if at_once or (result and result.stop) else 1):
         result = finish_step(run, running.pop(0))
         if not result.discarded:
-            meter.add(run.config.batch_size, result.waited, result.corrupt)
+            meter.add(run.config.batch_size, result)
             progress.update(run.state.step, result.loss, meter.images_per_second, meter.data_wait)
             if not result.updated:
                 _report_skipped(run, result)
@@ -244,30 +247,38 @@ def _rescue(run: TrainingRun, meter: "Meter", *, keep_old: bool) -> None:
 
 
 class Meter:
-    """Training time, waiting time, images and corrupt images since metrics were last recorded."""
+    """Training time, waiting time, own work, images and corrupt images since metrics were last recorded."""
 
     def __init__(self) -> None:
-        self.started, self.images, self.waited, self.corrupt = time.perf_counter(), 0, 0.0, 0
+        self.started, self.steps, self.images, self.corrupt = time.perf_counter(), 0, 0, 0
+        self.waited, self.own = 0.0, 0.0
 
-    def add(self, images: int, waited: float, corrupt: int) -> None:
-        """Add the images and corrupt images of one step, and the seconds for which it waited for the loader."""
+    def add(self, images: int, result: Step) -> None:
+        """Add one step of `images` images over all processes."""
+        self.steps += 1
         self.images += images
-        self.waited += waited
-        self.corrupt += corrupt
+        self.waited += result.waited
+        self.own += result.own
+        self.corrupt += result.corrupt
 
     def leave_out(self, seconds: float) -> None:
         """Exclude the last `seconds` from the training time."""
         self.started += seconds
 
     @property
+    def seconds(self) -> float:
+        """Training time in seconds."""
+        return max(time.perf_counter() - self.started, 1e-9)
+
+    @property
     def images_per_second(self) -> float:
         """Training throughput of all processes, in images per second."""
-        return self.images / max(time.perf_counter() - self.started, 1e-9)
+        return self.images / self.seconds
 
     @property
     def data_wait(self) -> float:
-        """Fraction of the training time that was spent waiting for the loader, 0 to 1."""
-        return self.waited / max(time.perf_counter() - self.started, 1e-9)
+        """Fraction of the training time that this process spent waiting for the loader, 0 to 1."""
+        return self.waited / self.seconds
 
 
 def _count_corrupt(run: TrainingRun, meter: Meter) -> None:
@@ -276,9 +287,17 @@ def _count_corrupt(run: TrainingRun, meter: Meter) -> None:
     meter.corrupt = 0
 
 
-def _record(run: TrainingRun, result: Step, meter: Meter) -> dict[str, Any]:
-    """Return the training metrics of this step, averaged over processes, without evaluation metrics. Collective."""
-    _count_corrupt(run, meter)
+def _record(run: TrainingRun, result: Step, meter: Meter, slowest: SlowestRank) -> dict[str, Any]:
+    """Return the training metrics of this step, without evaluation metrics. Collective.
+
+    Metrics of the method are averages over processes. Times and memory are those of the process with the largest value.
+    """
+    memory = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
+    measured = [meter.seconds, meter.waited, meter.own, memory, meter.corrupt]
+    of_ranks = all_gather_rows(torch.tensor([measured], dtype=torch.float64)).T.tolist()
+    seconds, waited, peak_memory = max(of_ranks[0]), max(of_ranks[1]), max(of_ranks[3])
+    run.state.corrupt_images += int(sum(of_ranks[4]))
+    meter.corrupt = 0
     names = sorted(result.metrics)
     means: list[float] = []
     if names:
@@ -294,13 +313,14 @@ def _record(run: TrainingRun, result: Step, meter: Meter) -> dict[str, Any]:
         "lr": max(moving),
         "weight_decay": max(decays),
         "grad_norm": result.grad_norm,
-        "images_per_second": meter.images_per_second,
-        "data_wait": meter.data_wait,
+        "images_per_second": meter.images / seconds,
+        "data_wait": waited / seconds,
         "skipped_steps": run.state.skipped_steps,
         "corrupt_images": run.state.corrupt_images,
     }
     if torch.cuda.is_available():
-        record["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        record["peak_memory_gb"] = peak_memory
+    record |= slowest.judge(of_ranks[2], seconds, meter.steps)
     return record | dict(zip(names, means, strict=True)) | run.method.health()
 
 

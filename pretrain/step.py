@@ -7,6 +7,7 @@ device.
 """
 
 import math
+import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from tessera.pretrain.optim.adamw import apply_schedules, clip_gradients
 from tessera.pretrain.optim.running_statistics import StepStatistics
 from tessera.pretrain.training_run import TrainingRun
 from tessera.runtime import preemption
-from tessera.runtime.collectives import all_reduce_sum, world_size
+from tessera.runtime.collectives import all_reduce_sum, before_first_collective, world_size
 
 
 @dataclass
@@ -48,6 +49,8 @@ class Step:
     """Number of corrupt images that the loader of this process replaced in this step."""
     waited: float
     """Seconds for which the device had no work because this process waited for the loader."""
+    own: float
+    """Seconds of own work (monitoring/slowest_rank.py); 0 with one process."""
 
 
 @dataclass
@@ -65,6 +68,9 @@ class RunningStep:
     begin: torch.cuda.Event | None
     end: torch.cuda.Event | None
     """Points in the device's queue of work at which the step begins and ends; None on a CPU."""
+    first_wait: "float | torch.cuda.Event | None"
+    """Point at which this process first waits for others. On a CPU, it is given in seconds since the start of the step.
+    None with one process."""
     free: torch.cuda.Event | None
     """Point at which the device ends the step before, if that was still to be finished when this one was started."""
 
@@ -90,7 +96,13 @@ def start_step(
         previous: The step before this one, if it is still to be finished.
     """
     config, engine, method = run.config, run.engine, run.method
-    begin = _event(run)
+    started, begin = time.perf_counter(), _event(run)
+    first_wait: list[float | torch.cuda.Event] = []
+
+    def waits(*_: object) -> None:
+        if not first_wait and world_size() > 1:
+            first_wait.append(_event(run) or time.perf_counter() - started)
+
     apply_schedules(engine.optimizer, config.optim, step, run.steps, config.batch_size)
     method.before_step(step)
     statistics = StepStatistics(method)
@@ -99,7 +111,13 @@ def start_step(
         # Drop path derives its random numbers from seed, step and sample, so that the result does not depend on the
         # number of processes.
         keys = None if batch.positions is None else torch.from_numpy(batch.positions)
-        with nullcontext() if keys is None else random_keys(config.seed, step, keys):
+        if engine.meta_copy is not None:  # the forward pass begins by gathering weights
+            waits()
+        with (
+            nullcontext() if keys is None else random_keys(config.seed, step, keys),
+            before_first_collective(waits),
+            method.register_forward_hook(waits),
+        ):
             loss, of_batch = engine.forward_backward(batch, step, last=count == config.accumulate)
         losses.append(loss)
         metrics.append(of_batch)
@@ -122,7 +140,8 @@ def start_step(
     # On a GPU, the copy lands in pinned memory, and `finish_step` waits for `end` before it reads it.
     copied = numbers.to("cpu", non_blocking=True)
     free = previous.end if previous else None
-    return RunningStep(copied, averages, samples, corrupt, waited, begin, _event(run), free)
+    met = first_wait[0] if first_wait else None
+    return RunningStep(copied, averages, samples, corrupt, waited, begin, _event(run), met, free)
 
 
 def finish_step(run: TrainingRun, running: RunningStep) -> Step:
@@ -138,6 +157,9 @@ def finish_step(run: TrainingRun, running: RunningStep) -> Step:
     if running.free is not None and running.begin is not None:
         # While this process waited, the device may still have computed the step before.
         waited = min(waited, running.free.elapsed_time(running.begin) / 1e3)
+    own = running.first_wait
+    if running.begin is not None and isinstance(own, torch.cuda.Event):
+        own = running.begin.elapsed_time(own) / 1e3
     if not discarded:
         state.skipped_steps += not updated
         state.skipped_in_a_row = 0 if updated else state.skipped_in_a_row + (not overflow)
@@ -154,6 +176,7 @@ def finish_step(run: TrainingRun, running: RunningStep) -> Step:
         samples=running.samples,
         corrupt=running.corrupt,
         waited=waited,
+        own=waited + own if isinstance(own, float) else 0.0,
     )
 
 

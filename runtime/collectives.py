@@ -28,6 +28,7 @@ PREPARING_TIMEOUT = timedelta(days=2)
 """Timeout of a `patient_group`. If a rank is lost, the watchdog ends the wait of the other ranks earlier."""
 T = TypeVar("T")
 _is_alone = False
+_before_first: Callable[[], None] | None = None
 
 
 class RankError(UserError, RuntimeError):
@@ -57,6 +58,25 @@ def alone() -> Iterator[None]:
         yield
     finally:
         _is_alone = False
+
+
+@contextmanager
+def before_first_collective(function: Callable[[], None]) -> Iterator[None]:
+    """Call `function` before the first sum, maximum or gathered tensor that this rank computes within the context."""
+    global _before_first
+    _before_first = function
+    try:
+        yield
+    finally:
+        _before_first = None
+
+
+def _begin() -> None:
+    """Call the function of `before_first_collective` once."""
+    global _before_first
+    if _before_first is not None:
+        function, _before_first = _before_first, None
+        function()
 
 
 class _AllReduceSum(torch.autograd.Function):
@@ -104,6 +124,7 @@ def all_gather(x: Tensor) -> list[Tensor]:
     """Return a list of the tensors `x` (n, ...) of all ranks, in rank order. n may differ between ranks."""
     if world_size() == 1:
         return [x]
+    _begin()
     own = x.to(_reachable(x.device))
     counts = [torch.zeros((), dtype=torch.int64, device=own.device) for _ in range(world_size())]
     dist.all_gather(counts, torch.tensor(len(own), device=own.device))
@@ -270,6 +291,7 @@ def _reachable(device: torch.device, group: dist.ProcessGroup | None = None) -> 
 
 
 def _all_reduce(x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    _begin()
     reduced = x.to(_reachable(x.device), copy=True, memory_format=torch.contiguous_format)
     dist.all_reduce(reduced, op=operation)
     return reduced.to(x.device)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+MEASURED = {"images_per_second", "data_wait", "slowest_rank", "slowest_rank_lag"}
+"""Metrics that depend on the speed of the machine."""
 # the embedded digits and an encoder of two narrow blocks: a dozen steps take seconds
 TINY = [
     "--method", "dino", "--steps", "12", "--batch_size", "16", "--record_every", "1", "--checkpoint_every", "4",
@@ -113,7 +115,7 @@ class Launched:
 
 def timeless(output: Path) -> list[dict]:
     """Return the records without the values that depend on the machine's speed."""
-    return [{k: v for k, v in r.items() if k not in ("images_per_second", "data_wait")} for r in records(output)]
+    return [{k: v for k, v in r.items() if k not in MEASURED} for r in records(output)]
 
 
 def records(output: Path) -> list[dict]:

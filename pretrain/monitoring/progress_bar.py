@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
+from tessera.pretrain.monitoring.slowest_rank import LAG
+
 ACCURACIES = {"knn_top1": "k-NN", "linear_top1": "linear", "val_top1": "top-1", "view_retrieval": "view retrieval"}
 """Names under which the progress shows accuracies, by metric."""
 
@@ -43,6 +45,7 @@ class Progress:
         self.task = self.progress.add_task("", total=steps, completed=done, numbers="")
         self.steps, self.first, self.started = steps, done, 0.0
         self.accuracy = ""  # newest accuracies as text
+        self.data_wait: float | None = None  # newest `data_wait` of several processes
 
     def __enter__(self) -> "Progress":
         self.started = time.perf_counter()
@@ -59,7 +62,8 @@ class Progress:
         accuracies = self.accuracy.split("  ")  # the first one is the most important
         parts = [f"loss {loss:.4f}", accuracies[0], speed(images_per_second), *accuracies[1:]]
         shown, room = "", self.progress.console.width - (REST if self.progress.console.width < WIDE else REST + 30)
-        for part in filter(None, [*parts, f"data wait {100 * data_wait:.0f} %"]):
+        waits = data_wait if self.data_wait is None else self.data_wait
+        for part in filter(None, [*parts, f"data wait {100 * waits:.0f} %"]):
             if shown and len(shown) + 2 + len(part) > room:
                 break
             shown += f"  {part}" if shown else part
@@ -73,8 +77,11 @@ class Progress:
     def scored(self, record: Mapping[str, Any]) -> None:
         """Read the accuracies (0 to 1) from `record`, to show them in later progress output.
 
-        If `record` has no accuracy, the output still shows the earlier accuracies.
+        If `record` has no accuracy, the output still shows the earlier accuracies. If there are several processes, the
+        bar shows the `data_wait` of the record, which is that of the slowest one.
         """
+        if "slowest_rank" in record:
+            self.data_wait = record["data_wait"]
         found = [f"{name} {100 * record[metric]:.1f} %  " for metric, name in ACCURACIES.items() if metric in record]
         if found:
             self.accuracy = "".join(found).rstrip() + (f" (step {record['step']})  " if "step" in record else "  ")
@@ -83,10 +90,13 @@ class Progress:
         """Print a record of metrics as one line, unless a progress bar is shown."""
         if not self.enabled or self.bar:
             return
+        slow = ""
+        if record.get("slowest_rank_lag", 0.0) >= LAG:
+            slow = f"slowest {record['slowest_rank']} ({record['slowest_rank_lag']:.1f} x the median)  "
         self._print(
             f"step {record['step']}/{self.steps}  epoch {record['epoch']:.1f}  loss {record['loss']:.4f}  "
             f"{self.accuracy}lr {record['lr']:.2e}  {speed(record['images_per_second'])}  "
-            f"data wait {100 * record['data_wait']:.0f} %  {self._left(record['step'])}"
+            f"data wait {100 * record['data_wait']:.0f} %  {slow}{self._left(record['step'])}"
         )
 
     def _left(self, step: int) -> str:

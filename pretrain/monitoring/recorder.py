@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from tessera.pretrain.engines import Engine
-from tessera.pretrain.monitoring.sinks import SINKS, MetricsConfig, Sink, append_line, keep_lines
+from tessera.pretrain.monitoring.sinks import SINKS, JSONLines, MetricsConfig, Sink, append_line, keep_lines
 from tessera.runtime.files import read_bounded
 from tessera.runtime.machine import processor, versions
 from tessera.runtime.user_error import UserError
@@ -55,11 +55,12 @@ class Recorder:
 
     def scalars(self, record: dict[str, Any]) -> None:
         """Write the metrics of the step `record["step"]`. A value that is not finite becomes None, because JSON has no
-        NaN."""
-        values = {n: value if math.isfinite(value) else None for n, value in record.items() if n != "step"}
+        NaN. Texts, such as the name of the slowest rank, are written to metrics.jsonl only."""
+        texts = {name: value for name, value in record.items() if isinstance(value, str)}
+        values = {n: v if math.isfinite(v) else None for n, v in record.items() if n != "step" and n not in texts}
         for sink in list(self.sinks):
             with self._surviving(sink):
-                sink.write(record["step"], values)
+                sink.write(record["step"], values | texts if isinstance(sink, JSONLines) else values)
 
     def pictures(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
         """Write pictures, given as name -> (H, W, 3) uint8, to the sinks and to OUTPUT/pictures/NAME.png.
