@@ -54,7 +54,7 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
     config, state = run.config, run.state
     alarm = CollapseAlarm(config.health, run.steps, run.method.rank_hint, state.alarm)
     progress = Progress(run.steps, state.step, enabled=run.accelerator.is_main_process)
-    slowest = SlowestRank(gather_objects(rank_name(run.accelerator.device)), main=run.recorder is not None)
+    slowest = SlowestRank(gather_on_main(rank_name(run.accelerator.device)))
     meter, save_due, micro_batches, failure = Meter(), False, list[Batch](), None
     running: list[RunningStep] = []  # steps that are started but not finished: the newest, and for a moment two
     first = not state.scores and state.step < run.steps and (run.online or run.accuracy)  # of these images

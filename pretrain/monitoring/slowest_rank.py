@@ -39,12 +39,11 @@ class SlowestRank:
     """Finds the slowest rank, and names a rank in the log that stays slow.
 
     Args:
-        names: names of the ranks, in rank order.
-        main: True on the process that writes the log.
+        names: names of the ranks, in rank order, on the process that writes the log; None on the others.
     """
 
-    def __init__(self, names: Sequence[str], *, main: bool = True) -> None:
-        self.names, self.main = names, main
+    def __init__(self, names: Sequence[str] | None) -> None:
+        self.names = names
         self.slow: int | None = None
         """The rank that was slow at the newest record."""
         self.since = 0.0
@@ -67,6 +66,7 @@ class SlowestRank:
             return {}
         slowest = max(range(len(own)), key=own.__getitem__)
         median = median_low(own)
+        name = self.names[slowest] if self.names else f"rank {slowest}"
         lag = own[slowest] / max(median, 1e-9)
         slow = slowest if lag >= LAG and own[slowest] - median > COST * seconds else None
         self.since = self.since + seconds if slow == self.slow else seconds
@@ -74,14 +74,14 @@ class SlowestRank:
         if slow is not None and slow != self.told and self.since >= PATIENCE:
             self.told = slow
             log.log(
-                logging.WARNING if self.main else logging.DEBUG,
+                logging.WARNING if self.names else logging.DEBUG,
                 "%s is slow: its loader and forward pass took %.1f times as long as those of the median rank for %.0f "
                 "s (%.3g s a step, median %.3g s). All ranks wait for it. Check the load of its CPUs, its disk and the "
                 "clock of its GPU, or leave the node out.",
-                self.names[slow],
+                name,
                 lag,
                 self.since,
                 own[slow] / max(steps, 1),
                 median / max(steps, 1),
             )
-        return {"slowest_rank": self.names[slowest], "slowest_rank_lag": lag}
+        return {"slowest_rank": name, "slowest_rank_lag": lag}
