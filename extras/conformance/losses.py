@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tessera.encoders.images import Mask
 from tessera.pretrain.methods import lejepa, losses, mae
 from tessera.pretrain.methods.cross_entropy import crop_loss, token_loss
+from tessera.pretrain.methods.heads import FactoredLogits
 from tessera.pretrain.methods.teacher_student import PendingCenter
 from tessera.pretrain.optim import ema
 
@@ -20,7 +21,7 @@ def dino_loss(
     student: Tensor, teacher: Tensor, center: Tensor, student_temperature: float, teacher_temperature: float
 ) -> Tensor:
     target = losses.teacher_distribution(teacher, center, teacher_temperature, "mean")
-    return crop_loss(student, target, student_temperature)
+    return crop_loss(_factored(student), target, student_temperature)
 
 
 def ibot_loss(
@@ -33,7 +34,8 @@ def ibot_loss(
 ) -> Tensor:
     weights = losses.token_weights(_mask(mask)[0]).to(student.device)
     temperatures = {"student_temperature": student_temperature, "teacher_temperature": teacher_temperature}
-    return token_loss(student[mask], teacher[mask], weights, center, **temperatures, centering="mean")[0]
+    factors = _factored(student[mask]), _factored(teacher[mask])
+    return token_loss(*factors, weights, center, **temperatures, centering="mean")[0]
 
 
 def mae_loss(predicted: Tensor, patches: Tensor, mask: Tensor) -> Tensor:
@@ -57,6 +59,10 @@ def teacher_updates(weights: Tensor, momentum: float) -> Tensor:
         ema.update(teacher, student, momentum)
         teachers.append(teacher[0].detach().clone())
     return torch.stack(teachers)
+
+
+def _factored(logits: Tensor) -> FactoredLogits:
+    return FactoredLogits(logits, torch.eye(logits.shape[-1], dtype=logits.dtype, device=logits.device))
 
 
 def _mask(hidden: Tensor) -> tuple[Mask, Tensor]:

@@ -1,14 +1,14 @@
 """Cross-entropy of the logits of DINO (2104.14294) and iBOT (2111.07832), in chunks of rows.
 
-Float32 logits of many rows and 65,536 prototypes occupy gigabytes, and each operation reads and writes all of them.
-This module therefore converts only one chunk of rows at a time to float32. The forward pass also computes the gradient,
-and overwrites the logits with the gradient, rounded to the precision of the logits. The backward pass multiplies the
-gradient by one factor per row.
+The logits of many rows and 65,536 prototypes occupy gigabytes, and each operation reads and writes all of them. This
+module therefore takes the two factors of the logits, and computes the logits of one chunk of rows at a time, in the
+precision of autocast. The forward pass also computes the gradients of both factors, so the backward pass needs no
+logits.
 
 If all rows fit in one chunk, torch's autograd computes the gradient from the formulas in `pretrain.methods.losses`.
 
 Shape letters: B images per process; G global crops and S crops of an image; M hidden tokens; N rows, and n rows of a
-chunk; K prototypes.
+chunk; d width of the last layer's input; K prototypes.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,29 +18,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tessera.pretrain.methods.heads import FactoredLogits
 from tessera.pretrain.methods.losses import Centering, dino_loss, ibot_loss, teacher_distribution
+from tessera.pretrain.methods.method import full_precision
 from tessera.runtime.collectives import all_reduce_max, all_reduce_sum
 
 CHUNK_BYTES = 2**28
-"""Largest size of a chunk of logits in float32, in bytes."""
+"""Largest size of a chunk of logits, in bytes."""
 
 Targets = Callable[[slice], Iterator[tuple[slice, Tensor]]]
-"""Function that takes a chunk of rows and yields pairs: a slice of crops with equal weights, and the target of these
-crops, (n, K) float32."""
+"""Function that takes a chunk of rows and yields pairs: a slice of crops, and the target of these crops, (n, K)."""
 
 
-def crop_loss(logits: Tensor, teacher: Tensor, temperature: float, local_weight: float = 1.0) -> Tensor:
-    """Return the loss of `dino_loss`. `logits` may be overwritten.
+def crop_loss(student: FactoredLogits, teacher: Tensor, temperature: float, local_weight: float = 1.0) -> Tensor:
+    """Return the loss of `dino_loss`.
 
     Args:
-        logits: (S, B, K) logits of the student for all crops, global crops first.
+        student: (S, B, K) logits of the student for all crops, global crops first.
         teacher: (G, B, K) float32 probabilities of the global crops.
         temperature: softmax temperature of the student.
         local_weight: factor of the pairs with a local crop.
     """
-    if _one_chunk(logits):
-        return dino_loss(F.log_softmax(logits.float() / temperature, dim=-1), teacher, local_weight)
-    (crops, images, _), views = logits.shape, len(teacher)
+    if _one_chunk(student):
+        logits = student.product()
+        with full_precision(logits):
+            return dino_loss(F.log_softmax(logits.float() / temperature, dim=-1), teacher, local_weight)
+    (crops, images), views = student.rows.shape[:-1], len(teacher)
     # weight of a pair times the number of pairs of a crop: `views` for a local crop, `views` - 1 for a global crop
     weights = teacher.new_full((crops, images), views * local_weight)
     weights[:views] = views - 1
@@ -54,12 +57,12 @@ def crop_loss(logits: Tensor, teacher: Tensor, temperature: float, local_weight:
         if crops > views:
             yield slice(views, crops), own.mean(0)
 
-    return _chunked(logits, weights, temperature, targets)
+    return _chunked(student, weights, temperature, targets)
 
 
 def token_loss(
-    student: Tensor,
-    teacher: Tensor,
+    student: FactoredLogits,
+    teacher: FactoredLogits,
     weights: Tensor,
     center: Tensor,
     *,
@@ -70,12 +73,11 @@ def token_loss(
     """Return the loss of `ibot_loss`, and two properties of each of the teacher's distributions: its entropy in nats
     (M,) and its most probable prototype (M,). Collective if the centring is sinkhorn.
 
-    `student` may be overwritten. The number of rows may differ between processes, even if only some processes
-    compute in chunks.
+    The number of rows may differ between processes, even if only some processes compute in chunks.
 
     Args:
         student: (M, K) logits of the student for hidden tokens.
-        teacher: (M, K) logits of the teacher.
+        teacher: (M, K) logits of the teacher, without gradient.
         weights: (M,) weight of each token, as returned by `token_weights`.
         center: (K,) running mean of the teacher's logits. Used if the centring is mean.
         student_temperature: softmax temperature of the student.
@@ -83,92 +85,147 @@ def token_loss(
         centering: centring of the teacher's logits.
     """
     if _one_chunk(student):
-        target = teacher_distribution(teacher.float(), center, teacher_temperature, centering)
-        loss = ibot_loss(F.log_softmax(student.float() / student_temperature, dim=-1), target, weights)
-        return loss, -torch.special.xlogy(target, target).sum(1), target.argmax(-1)
-    sinkhorn = centering == "sinkhorn"
-    offset = sinkhorn_offset(teacher, teacher_temperature) if sinkhorn else center / -teacher_temperature
-    scale = offset.new_full((1,), 1 / teacher_temperature)
+        logits, given = student.product(), teacher.product()
+        with full_precision(logits):
+            target = teacher_distribution(given.float(), center, teacher_temperature, centering)
+            loss = ibot_loss(F.log_softmax(logits.float() / student_temperature, dim=-1), target, weights)
+            return loss, -torch.special.xlogy(target, target).sum(1), target.argmax(-1)
+    dtype = _product_dtype(teacher.rows)
+    with full_precision(teacher.rows):
+        scaled = FactoredLogits(teacher.rows / teacher_temperature, teacher.weight)
+        sinkhorn = centering == "sinkhorn"
+        offset = sinkhorn_offset(scaled, dtype) if sinkhorn else center / -teacher_temperature
+        rows, weight = _with_offset(scaled, offset, dtype)
     entropies, best = torch.zeros_like(weights), torch.zeros_like(weights, dtype=torch.int64)
 
-    def targets(rows: slice) -> Iterator[tuple[slice, Tensor]]:
-        target = F.softmax(torch.addcmul(offset, teacher[rows], scale), dim=-1)  # (n, K)
-        torch.sum(torch.special.entr(target), 1, out=entropies[rows])
-        torch.argmax(target, 1, out=best[rows])
+    def targets(chunk: slice) -> Iterator[tuple[slice, Tensor]]:
+        target = F.softmax(F.linear(rows[chunk], weight), dim=-1)  # (n, K)
+        torch.sum(torch.special.entr(target), 1, dtype=weights.dtype, out=entropies[chunk])
+        torch.argmax(target, 1, out=best[chunk])
         yield slice(0, 1), target
 
-    return _chunked(student[None], weights[None], student_temperature, targets), entropies, best
+    one_crop = FactoredLogits(student.rows[None], student.weight)
+    return _chunked(one_crop, weights[None], student_temperature, targets), entropies, best
 
 
 @torch.no_grad()
-def sinkhorn_offset(logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
-    """Return one offset per prototype, such that `sinkhorn` equals softmax(logits / temperature + offset). Collective.
+def sinkhorn_offset(logits: FactoredLogits, dtype: torch.dtype, iterations: int = 3) -> Tensor:
+    """Return one offset per prototype, such that `sinkhorn` equals softmax(logits + offset). Collective.
 
     `sinkhorn` multiplies rows and prototypes by factors, and finally scales each row to a sum of 1. Softmax also scales
     each row to a sum of 1, so only the factors of the prototypes are needed. The sums over the rows of all processes
-    are computed in the same order as in `sinkhorn`.
+    are computed in the same order as in `sinkhorn`. Each iteration computes the logits again, because the product
+    takes less time than reading stored logits and subtracting their maximum.
 
     Args:
-        logits: (N, K) of any precision; N may differ between processes.
+        logits: (N, K) logits, divided by the temperature; N may differ between processes.
+        dtype: precision of the products.
 
     Returns:
-        (K,) float32.
+        (K,), at least float32.
     """
-    peak = all_reduce_max(logits.max().float() / temperature)  # subtract the maximum, so that exp does not overflow
-    scale = peak.new_full((1,), 1 / temperature)
-    rows = all_reduce_sum(peak.new_full((), len(logits)))
-    factors = peak.new_ones(logits.shape[1])
+    width, count = len(logits.weight), len(logits.rows)
+    rows, weight = logits.rows.to(dtype), logits.weight.to(dtype)
+    largest = [F.linear(rows[chunk], weight).max() for chunk in _chunks(count, width, dtype)]
+    # subtract the maximum, so that exp does not overflow
+    peak = all_reduce_max(torch.stack(largest).max().to(torch.promote_types(dtype, torch.float32)))
+    total = all_reduce_sum(peak.new_full((), count))
+    factors = peak.new_ones(width)
+    rows, weight = _with_offset(logits, -peak.expand(width), dtype)
     for iteration in range(iterations):
         sums = torch.zeros_like(factors)
-        for chunk in _chunks(*logits.shape):
-            assignment = torch.addcmul(-peak, logits[chunk], scale).exp_()  # (n, K)
+        for chunk in _chunks(count, width, dtype):
+            assignment = F.linear(rows[chunk], weight)  # (n, K)
+            # exp of a difference of 17 is 0 in float16
+            assignment = (assignment.float() if dtype == torch.float16 else assignment).exp_()
             if iteration == 0:
-                sums += assignment.sum(0)
+                sums += assignment.sum(0, dtype=sums.dtype)
             else:
-                sums += ((assignment @ factors).clamp_(min=1e-30) * rows).reciprocal_() @ assignment
+                scales = (assignment @ factors.to(assignment.dtype)).to(sums.dtype)  # (n,)
+                scales = (scales.clamp_(min=1e-30) * total).reciprocal_()
+                sums += scales.to(assignment.dtype) @ assignment
         # Without an upper bound, the factor of a prototype could become infinite if no row is near this prototype.
-        factors = (factors / all_reduce_sum(sums * factors).clamp(min=1e-30) / logits.shape[1]).clamp_(max=1e30)
-    return factors.log()
+        factors = (factors / all_reduce_sum(sums * factors).clamp(min=1e-30) / width).clamp_(max=1e30)
+    offset = factors.log()
+    return offset - offset.mean()  # small offsets lose less when the sums are rounded
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum over crops s and rows i of weights[s, i] times the cross-entropy between target and student."""
+    """Sum over crops s and rows i of weights[s, i] times the cross-entropy between target and student.
+
+    With logits z, probabilities p and the target t, the cross-entropy is entropy(p) + sum of (p - t) * z over the
+    prototypes, and p - t is its gradient. The sum is the dot product of the row with the row's gradient, so no pass
+    over the logits is needed for it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, weights: Tensor, temperature: float, targets: Targets) -> Tensor:
-        crops, rows, prototypes = logits.shape
-        values = logits.detach()
-        divisor = values.new_full((1,), temperature, dtype=torch.promote_types(values.dtype, torch.float32))
-        products = divisor.new_zeros(crops, rows)  # dot products of the targets and the student's log-probabilities
-        for chunk in _chunks(rows, crops * prototypes):
-            for group, target in targets(chunk):
-                part = values[group, chunk]  # (crops of the group, n, K)
-                logs = F.log_softmax(part / divisor, dim=-1)
-                # The crops of a group have equal weights, so their log-probabilities are summed first. A batched matrix
-                # product would add rounding errors of up to 1e-5.
-                total = logs[0] if len(logs) == 1 else logs.sum(0)  # (n, K)
-                products[group.start, chunk] = (total * target).sum(-1)
-                if ctx.needs_input_grad[0]:
-                    torch.sub(logs.exp_(), target, out=part)  # the gradient of the cross-entropy, up to a factor
-        ctx.save_for_backward(values, weights / temperature)
-        return -(products * weights).sum()
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, weights: Tensor, temperature: float, targets: Targets
+    ) -> Tensor:
+        (crops, count, _), dtype = rows.shape, _product_dtype(rows)
+        with full_precision(rows):
+            x, w = (rows / temperature).to(dtype), weight.to(dtype)
+            most = weights.max().clamp(min=torch.finfo(weights.dtype).tiny)
+            shares = (weights / most).to(dtype)  # at most 1, so that they are not rounded to 0 in float16
+            losses = torch.zeros_like(weights)
+            row_gradients = torch.empty_like(x)
+            weight_gradient = torch.zeros_like(weight, dtype=losses.dtype) if ctx.needs_input_grad[1] else None
+            for chunk in _chunks(count, crops * len(w), dtype):
+                part = x[:, chunk]  # (S, n, d)
+                values = F.softmax(F.linear(part, w), dim=-1)  # (S, n, K)
+                losses[:, chunk] = torch.sum(torch.special.entr(values), -1, dtype=losses.dtype)
+                for group, target in targets(chunk):
+                    values[group].sub_(target)
+                row_gradients[:, chunk] = values @ w
+                losses[:, chunk] += torch.linalg.vecdot(part.to(losses.dtype), row_gradients[:, chunk].to(losses.dtype))
+                if weight_gradient is not None:
+                    weight_gradient += values.flatten(0, 1).mT @ (part * shares[:, chunk, None]).flatten(0, 1)
+            ctx.save_for_backward(row_gradients, weights / temperature, weight_gradient, most)
+            ctx.dtypes = rows.dtype, weight.dtype
+            return (losses * weights).sum()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        values, factors = ctx.saved_tensors
-        return values.mul_((factors * gradients[0]).unsqueeze(-1)), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        row_gradients, factors, weight_gradient, most = ctx.saved_tensors
+        of_rows = (row_gradients * (factors * gradients[0]).unsqueeze(-1)).to(ctx.dtypes[0])
+        if weight_gradient is not None:
+            weight_gradient = (weight_gradient * (most * gradients[0])).to(ctx.dtypes[1])
+        return of_rows, weight_gradient, None, None, None
 
 
-def _chunked(logits: Tensor, weights: Tensor, temperature: float, targets: Targets) -> Tensor:
-    return _ChunkedCrossEntropy.apply(logits, weights, temperature, targets)  # pyright: ignore[reportReturnType]
+def _chunked(logits: FactoredLogits, weights: Tensor, temperature: float, targets: Targets) -> Tensor:
+    return _ChunkedCrossEntropy.apply(*logits, weights, temperature, targets)  # pyright: ignore[reportReturnType]
 
 
-def _one_chunk(logits: Tensor) -> bool:
-    return 4 * logits.numel() <= CHUNK_BYTES
+def _with_offset(logits: FactoredLogits, offset: Tensor, dtype: torch.dtype) -> FactoredLogits:
+    """Return logits plus an offset for each prototype (K,), in the precision `dtype`.
+
+    The offset is a part of the product, so that only the sums are rounded. It is split in two columns of the weight,
+    of which the second holds the rounding error of the first. Six columns of zeros keep the width a multiple of 8, as
+    GPUs need it for fast products.
+    """
+    width = logits.weight.shape[1]
+    rows, weight = (F.pad(one.to(dtype), (0, 8)) for one in logits)
+    rows[:, width : width + 2] = 1
+    weight[:, width] = offset
+    weight[:, width + 1] = offset - weight[:, width]
+    return FactoredLogits(rows, weight)
 
 
-def _chunks(rows: int, width: int) -> Iterator[slice]:
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """Return the precision of matrix products with `x`: that of autocast, or that of `x`."""
+    device = x.device.type
+    enabled = not x.is_meta and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if enabled else x.dtype
+
+
+def _one_chunk(logits: FactoredLogits) -> bool:
+    """Return True if the logits fit in one chunk in float32."""
+    return 4 * logits.rows.shape[:-1].numel() * len(logits.weight) <= CHUNK_BYTES
+
+
+def _chunks(rows: int, width: int, dtype: torch.dtype) -> Iterator[slice]:
     """Split `rows` rows of `width` values into chunks of at most `CHUNK_BYTES`, and yield them as slices."""
-    step = max(CHUNK_BYTES // (4 * width), 1)
+    step = max(CHUNK_BYTES // (dtype.itemsize * width), 1)
     for first in range(0, rows, step):
         yield slice(first, min(first + step, rows))

@@ -18,7 +18,7 @@ from tessera.encoders.base import Encoder, encode
 from tessera.encoders.unused import freeze_unused
 from tessera.pretrain.methods.cross_entropy import crop_loss
 from tessera.pretrain.methods.heads import Head
-from tessera.pretrain.methods.method import RunSize, full_precision
+from tessera.pretrain.methods.method import RunSize
 from tessera.pretrain.methods.teacher_student import (
     TeacherStudent,
     TeacherStudentConfig,
@@ -88,10 +88,9 @@ class DINO(TeacherStudent):
             seen = self.teacher["encoder"](view.images).pooled  # (G * B, D)
         target, metrics = self.crop_targets(seen, view, step)  # (G, B, K)
         pooled, _ = encode(self.student["encoder"], [one.images for one in batch.views])  # (S * B, D)
-        logits = self.student["head"](pooled)  # (S * B, K)
-        with full_precision(logits):
-            crops = logits.unflatten(0, (sum(one.crops for one in batch.views), -1))  # (S, B, K)
-            cross_entropy = crop_loss(crops, target, self.config.student_temperature)
+        logits = self.student["head"](pooled, factored=True)  # (S * B, K)
+        crops = logits.unflatten(sum(one.crops for one in batch.views))  # (S, B, K)
+        cross_entropy = crop_loss(crops, target, self.config.student_temperature)
         # Keep the indices instead of `target`, which would occupy memory until the next step.
         self._last = (seen.float(), {"": target.flatten(0, 1).argmax(-1)})
         metrics["teacher_student_kl"] = cross_entropy.detach() - metrics["teacher_entropy"]

@@ -219,28 +219,29 @@ class DINOv2(TeacherStudent):
         with torch.no_grad():
             seen = self.teacher["encoder"](view.images)
             hidden_seen = seen.tokens.index_select(0, mask.hidden_indices)  # (M, D)
-            wanted = self._token_head(self.teacher)(hidden_seen)  # (M, K)
+            wanted = self._token_head(self.teacher)(hidden_seen, factored=True)  # (M, K)
         target, metrics = self.crop_targets(seen.pooled, view, step)  # (G, B, K)
         self._add_to_center("ibot_", step, wanted)
         pooled, tokens = encode(self.student["encoder"], [one.images for one in views], mask)
-        logits = self.student["head"](pooled).unflatten(0, (sum(one.crops for one in views), -1))  # (S, B, K)
-        token_logits = self._token_head(self.student)(tokens.index_select(0, mask.hidden_indices))  # (M, K)
-        with full_precision(logits):
-            hidden_loss, entropies, best = token_loss(
-                token_logits,
-                wanted,
-                weights,
-                self.ibot_center,
-                student_temperature=c.student_temperature,
-                teacher_temperature=self.temperature(step),
-                centering=c.centering,
-            )
-            terms = {
-                "dino_loss": crop_loss(logits, target, c.student_temperature, local_weight),
-                "ibot_loss": c.ibot_weight * hidden_loss,
-            }
+        logits = self.student["head"](pooled, factored=True).unflatten(sum(one.crops for one in views))  # (S, B, K)
+        hidden = tokens.index_select(0, mask.hidden_indices)
+        token_logits = self._token_head(self.student)(hidden, factored=True)  # (M, K)
+        hidden_loss, entropies, best = token_loss(
+            token_logits,
+            wanted,
+            weights,
+            self.ibot_center,
+            student_temperature=c.student_temperature,
+            teacher_temperature=self.temperature(step),
+            centering=c.centering,
+        )
+        terms = {
+            "dino_loss": crop_loss(logits, target, c.student_temperature, local_weight),
+            "ibot_loss": c.ibot_weight * hidden_loss,
+        }
+        with full_precision(pooled):
             if c.koleo_weight > 0:
-                features = pooled.float().split(logits.shape[1])[: view.crops]  # G times (B, D)
+                features = pooled.float().split(logits.rows.shape[1])[: view.crops]  # G times (B, D)
                 terms["koleo_loss"] = c.koleo_weight * torch.stack([koleo_loss(crop) for crop in features]).sum()
             masked = weights.sum()  # share of the crops that have hidden tokens
             # Use the weights of the loss, over all processes, because the processes have different numbers of hidden

@@ -4,6 +4,7 @@ Shape letters: N rows of this process (images or tokens); D width of the encoder
 """
 
 import itertools
+from typing import Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,25 @@ from tessera.pretrain.methods.batch_norm import centered
 from tessera.pretrain.methods.method import full_precision
 
 
+class FactoredLogits(NamedTuple):
+    """Logits (..., K) as two factors, which occupy much less memory: logits = rows @ weight.T."""
+
+    rows: Tensor
+    """Inputs of the last layer: (..., d)."""
+    weight: Tensor
+    """Weight of the last layer: (K, d)."""
+
+    def unflatten(self, crops: int) -> "FactoredLogits":
+        """Split the rows of several crops: (S * B, K) -> (S, B, K)."""
+        return FactoredLogits(self.rows.unflatten(0, (crops, -1)), self.weight)
+
+    def product(self) -> Tensor:
+        """Return the logits: (..., K)."""
+        return F.linear(self.rows, self.weight)
+
+
 class Prototypes(nn.Module):
-    """Weight-normed linear layer without bias: (N, D) -> (N, K).
+    """Weight-normed linear layer without bias: (N, D) -> (N, K). If the input is None, return the weight (K, D).
 
     For an input of norm 1, each output is the cosine between the input and a learned direction, times a learned length.
     The parameters are named `weight_g` (K, 1) and `weight_v` (K, D) as in DINO's checkpoints.
@@ -25,8 +43,19 @@ class Prototypes(nn.Module):
         self.weight_v = nn.Parameter(nn.Linear(dim, prototypes, bias=False).weight.detach().clone())
         self.weight_g = nn.Parameter(torch.ones(prototypes, 1), requires_grad=not fixed_length)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight_g * F.normalize(self.weight_v, dim=1))
+    def forward(self, x: Tensor | None) -> Tensor:
+        weight = self.weight_g * F.normalize(self.weight_v, dim=1)
+        return weight if x is None else F.linear(x, weight)
+
+
+class LinearPrototypes(nn.Linear):
+    """Linear layer without bias: (N, D) -> (N, K). If the input is None, return a copy of the weight (K, D).
+
+    An engine that shards weights may free them after the forward pass of the layer. The copy stays valid.
+    """
+
+    def forward(self, input: Tensor | None) -> Tensor:
+        return self.weight.clone() if input is None else super().forward(input)
 
 
 class BatchNorm(nn.Module):
@@ -87,12 +116,17 @@ class Head(nn.Module):
             mlp.append(layer)
         self.mlp = nn.Sequential(*mlp)
         if linear:
-            self.last_layer = nn.Linear(bottleneck_dim, prototypes, bias=False)
+            self.last_layer = LinearPrototypes(bottleneck_dim, prototypes, bias=False)
             nn.init.trunc_normal_(self.last_layer.weight, std=0.02)
         else:
             self.last_layer = Prototypes(bottleneck_dim, prototypes, fixed_length=fixed_length)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @overload
+    def forward(self, x: Tensor, *, factored: Literal[True]) -> FactoredLogits: ...
+    @overload
+    def forward(self, x: Tensor, *, factored: Literal[False] = False) -> Tensor: ...
+    def forward(self, x: Tensor, *, factored: bool = False) -> Tensor | FactoredLogits:
         # in float16, the default epsilon of 1e-12 is rounded to 0
         x = self.mlp(x)
-        return self.last_layer(F.normalize(x, dim=-1, eps=1e-6 if x.dtype == torch.float16 else 1e-12))
+        x = F.normalize(x, dim=-1, eps=1e-6 if x.dtype == torch.float16 else 1e-12)
+        return FactoredLogits(x, self.last_layer(None)) if factored else self.last_layer(x)

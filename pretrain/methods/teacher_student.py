@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from tessera.data.batch import View
 from tessera.data.crops import MultiCropConfig
 from tessera.encoders.base import Encoder
 from tessera.encoders.weight_files import load_weights
+from tessera.pretrain.methods.heads import FactoredLogits
 from tessera.pretrain.methods.losses import Centering, teacher_distribution
 from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.monitoring.collapse import column_variance, effective_rank
@@ -152,7 +154,7 @@ class TeacherStudent(Method):
         self.teacher.eval()  # so that the teacher does not use drop path
         return self
 
-    def _add_to_center(self, output: str, step: int, logits: Tensor) -> None:
+    def _add_to_center(self, output: str, step: int, logits: Tensor | FactoredLogits) -> None:
         """Add logits (N, K) of the teacher to the next mean of an output, if `centering` subtracts a running mean."""
         if self.config.centering == "mean":
             self._pending[output].add(step, logits)
@@ -267,10 +269,14 @@ class PendingCenter:
         # the step, and a vector (K + 1,): the sum of the logits over the rows, and the number of rows
         self._sums: tuple[int, Tensor] | None = None
 
-    def add(self, step: int, logits: Tensor) -> None:
+    def add(self, step: int, logits: Tensor | FactoredLogits) -> None:
         """Add the logits (N, K) of a forward pass. If an earlier step was skipped, discard its sums first."""
-        sums = logits.sum(0, dtype=torch.promote_types(logits.dtype, torch.float32))  # (K,)
-        sums = torch.cat([sums, sums.new_full((1,), len(logits))])  # (K + 1,)
+        rows = logits if isinstance(logits, Tensor) else logits.rows
+        sums = rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32))
+        if not isinstance(logits, Tensor):  # the sum of the logits is the product of the summed rows
+            with full_precision(rows):
+                sums = F.linear(sums, logits.weight.to(sums.dtype))
+        sums = torch.cat([sums, sums.new_full((1,), len(rows))])  # (K + 1,)
         self._sums = (step, self._sums[1] + sums if self._sums and self._sums[0] == step else sums)
 
     def move(self, center: Tensor, momentum: float, updated: float | Tensor = 1.0) -> None:
