@@ -150,11 +150,12 @@ def forecast(
     # without workers, a process reads and trains in turns
     whole = min(training, made) if workers else 1 / (1 / training + 1 / made)
     duration = steps * config.batch_size / whole
-    return {
+    rows = {
         "training, images/s": f"{_speed(training)} ({1e3 * seconds:,.0f} ms per step, measured)",
         "loader, images/s": f"{_speed(made)} ({_speed(reading)} per worker, measured)",
         "time": f"{_time(duration)} at {_speed(whole)} images/s, without evaluations",
     }
+    return rows if accelerator.device.type == "cpu" else rows | feeding(training / processes, reading)
 
 
 class _Kernels(TorchDispatchMode):
@@ -209,13 +210,25 @@ def counted(config: RunConfig, method: Method, reading: float, steps: int) -> di
     rows = {
         f"images/s of {gpus} {gpu.name}": f"{likely} (a guess from {flop / 1e9:,.1f} GFLOP an image)",
         "time": f"{hours}, without evaluations",
-        "loader workers that feed a GPU": f"--workers {math.ceil(high / gpus / reading)}, if each reads "
-        f"{reading:,.0f} images/s as here",
-    }
+    } | feeding(high / gpus, reading)
     if gpus > 1:
         sent = round(2 * (gpus - 1) / gpus * 4 * trained)
         rows["sent by a GPU in each step"] = f"{decimal(sent)} of gradients, during the backward pass (DDP)"
     return rows
+
+
+def feeding(training: float, reading: float) -> dict[str, str]:
+    """Return the row of the CPUs that a GPU needs.
+
+    Args:
+        training: Images/s that the GPU trains.
+        reading: Images/s that a loader worker reads.
+    """
+    workers = math.ceil(training / reading)
+    return {
+        "CPUs that keep a GPU busy": f"{workers + 1} (--workers {workers} for {_speed(training)} images/s, if each "
+        f"reads {_speed(reading)} as here; and one for the training process)"
+    }
 
 
 def _speed(images: float) -> str:

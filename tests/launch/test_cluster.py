@@ -151,6 +151,35 @@ def test_a_time_limit_costs_nothing(work: Work, undisturbed: Path) -> None:
     work.cluster.wait_for(after, "COMPLETED", work.log(after))
 
 
+def test_a_job_goes_on_with_fewer_nodes_after_one_was_lost(work: Work, undisturbed: Path) -> None:
+    output = work.folder / "fewer"
+    (job,) = work.submit(output, "--nodes", "1-2", "--time=30", "--", "--checkpoint_every", "20")
+    log = output / "submitted" / f"pretrain-{job['id']}.log"
+    fast = work.folder / "fast"
+    work.cluster.wait(lambda: step_reached(output) >= 40, log, job["id"])
+
+    def set_node(state: str) -> None:
+        done = work.cluster.run("scontrol", "update", "NodeName=127.0.0.3", f"State={state}", "Reason=test")
+        assert done.returncode == 0, done.stderr
+
+    set_node("DRAIN")  # so that the node does not return at once
+    set_node("DOWN")
+    try:
+        fast.touch()
+        work.cluster.wait_for(job["id"], "COMPLETED", log)
+    finally:
+        fast.unlink(missing_ok=True)
+        set_node("RESUME")
+    assert ": 2 node(s)" in log.read_text()
+    assert ": 1 node(s) 127.0.0.2, 1 process(es) each" in log.read_text()
+    trainer = json.loads((output / "checkpoints" / "latest" / "trainer.json").read_text())
+    assert trainer["processes"] == 1
+    assert [record["step"] for record in records(output)] == list(range(0, STEPS + 1, 2))
+    # 60 of these 100 steps sum over one process instead of two
+    found, wanted = ([record["loss"] for record in records(run)[1:51]] for run in (output, undisturbed))
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
 @pytest.mark.parametrize("engine", ["zero2", "fsdp2"])
 def test_engines_train_on_two_nodes(work: Work, engine: str) -> None:
     file = ROOT / "configs" / "accelerate" / f"{engine}.yaml"

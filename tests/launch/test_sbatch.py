@@ -24,6 +24,7 @@ exec "$(dirname "$0")/called" "$@"
 """
 # runs the command for each node in turn; the exit code is the largest one, as for srun
 SRUN = """#!/usr/bin/env bash
+echo "${@:1:4}" >> "$(dirname "$0")/srun.log"
 while [[ $1 == --* ]]; do shift; done
 code=0
 for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
@@ -153,6 +154,17 @@ def test_one_launcher_on_each_node(pretrain: Script) -> None:
     assert len(pretrain.trained()) == 2
 
 
+def test_each_start_takes_the_nodes_that_the_job_has(pretrain: Script) -> None:
+    """SLURM counts one task for the range 1-2, and srun would start the launcher of one node."""
+    script = (ROOT / "launch" / "pretrain.sbatch").read_text()
+    assert "#SBATCH --ntasks" not in script  # sbatch would take the smallest number of nodes
+    for nodes in (2, 1):
+        assert pretrain.run("--output", "run", SLURM_JOB_NUM_NODES=str(nodes), SLURM_NTASKS="1").returncode == 0
+        assert value(pretrain.trained()[-1]["argv"], "--num_processes") == str(4 * nodes)
+        for line in (pretrain.commands.folder / "srun.log").read_text().splitlines()[-2:]:
+            assert line.startswith(f"--nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 ")
+
+
 def test_engine_and_processes_from_the_environment(pretrain: Script) -> None:
     flags = {"TESSERA_ENGINE": "an engine.yaml", "TESSERA_PROCESSES_PER_NODE": "3", "SLURM_GPUS_ON_NODE": ""}
     assert pretrain.run(**flags).returncode == 0
@@ -231,11 +243,11 @@ def test_nodes_meet_at_a_port_that_the_trainers_do_not_use(pretrain: Script) -> 
     assert port != trained
 
 
-@pytest.mark.parametrize(("cpus", "warned"), [("15", True), ("16", False)])
+@pytest.mark.parametrize(("cpus", "warned"), [("31", True), ("32", False)])
 def test_too_few_cpus_for_the_gpus_are_named(pretrain: Script, cpus: str, warned: bool) -> None:
     done = pretrain.run("--output", "run", SLURM_GPUS_ON_NODE="4", SLURM_CPUS_PER_TASK=cpus)
     assert done.returncode == 0
-    assert ("--cpus-per-task 32" in done.stderr) == warned
+    assert ("--cpus-per-task 48" in done.stderr) == warned
 
 
 @pytest.mark.parametrize("name", ["pretrain", "evaluation"])

@@ -24,7 +24,7 @@ def test_one_job(slurm: Slurm) -> None:
     run = slurm.folder / "run"
     wanted = {
         "--parsable", "--hold", "--job-name=run", f"--output={run}/submitted/pretrain-%j.log", "--nodes=2",
-        "--cpus-per-task=64", "--gpus-per-node=8", "--mem=200G", "--time=2-0", "--partition=gpu", "--account=a",
+        "--cpus-per-task=96", "--gpus-per-node=8", "--mem=200G", "--time=2-0", "--partition=gpu", "--account=a",
         "--qos=q", "--constraint=a100|h100", "--exclusive",
     }  # fmt: skip
     place = call["argv"].index(str(ROOT / "launch" / "pretrain.sbatch"))
@@ -33,6 +33,14 @@ def test_one_job(slurm: Slurm) -> None:
     assert call["environment"]["TESSERA_ENGINE"] == f"{run}/submitted/engine.yaml"
     assert [call["argv"] for call in slurm.commands.calls("scontrol")] == [["release", "101"]]
     assert "job 101: pretrain" in said
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "fsdp2"])
+def test_a_range_of_nodes_is_left_to_slurm(slurm: Slurm, engine: str) -> None:
+    slurm.accepted("--nodes", "2-4", "--gpus", "8", "--accelerate", engine)
+    (argv,) = slurm.submitted()
+    assert "--nodes=2-4" in argv
+    assert "--ntasks" not in " ".join(argv)
 
 
 def test_settings_are_frozen(slurm: Slurm) -> None:
@@ -194,7 +202,14 @@ def test_without_slurm_nothing_is_written(slurm: Slurm) -> None:
         ("- a\n- b", [], "must hold `name: value` lines, not a list"),
         ("data: [", [], "cannot read x.yaml"),
         ("data: d.tar", ["--accelerate", "zero9.yaml"], "there is no engine file zero9.yaml"),
-        ("data: d.tar", ["--nodes", "0"], "--nodes is 0. It must be 1 or more"),
+        ("data: d.tar", ["--nodes", "0"], "--nodes: 0 is no number of nodes. Give a number, such as 2, or a range"),
+        ("data: d.tar", ["--nodes", "4-2"], "--nodes: 4-2 is no number of nodes"),
+        ("data: d.tar", ["--nodes", "2-"], "--nodes: 2- is no number of nodes"),
+        (
+            "data: d.tar",
+            ["--nodes", "2-4", "--accelerate", "hsdp"],
+            "sets the number of process groups (HSDP), which --nodes 2-4 leaves open. Give one number of nodes",
+        ),
         ("data: d.tar", ["--gpus", "2", "--processes", "2"], "--processes is only for nodes without GPUs"),
         ("data: d.tar", ["--", "--output=elsewhere"], "Give --output before the separator"),
         ("data: d.tar", ["--", "--resume"], "Give --resume before the separator"),

@@ -114,6 +114,20 @@ def test_steps_of_a_named_gpu_are_counted(tmp_path: str, capsys: pytest.CaptureF
     assert "kB of gradients" in eight
 
 
+def test_the_plan_names_the_cpus_that_keep_a_gpu_busy(
+    tmp_path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The speed of an H100 here is that of the launch of kernels, and each loader worker reads 100 images/s."""
+    monkeypatch.setattr(forecast, "loader_speed", lambda batches: 100.0)
+    for gpus in (1, 8):
+        shown = report(f"--gpu h100 --gpus {gpus}", tmp_path, capsys)
+        speed = float(re.findall(r"images/s of \d H100 ([\d,]+)", shown)[0].replace(",", "")) / gpus
+        cpus, workers, fed = re.findall(r"CPUs that keep a GPU busy (\d+) \(--workers (\d+) for ([\d,.]+)", shown)[0]
+        assert float(fed.replace(",", "")) == pytest.approx(speed, abs=0.5)
+        assert int(cpus) - 1 == int(workers) == -(-speed // 100)
+        assert "if each reads 100 as here" in shown
+
+
 def test_the_flop_of_a_step_are_those_counted_by_hand() -> None:
     crop = 2 * (2 * WIDTH * HIDDEN + 3 * HIDDEN)  # forward pass and gradients, without that of the image
     flop, kernels = forecast.step_work(TwoLayers())
