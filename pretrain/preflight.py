@@ -2,32 +2,25 @@
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from rich.filesize import decimal
-from torch import Tensor
 
-from tessera.data.augment import to_model_input
-from tessera.data.batch import Batch
-from tessera.data.collate import Transform, collate
 from tessera.data.crops import MixedCrops
 from tessera.data.loader import mixture_sampler
 from tessera.data.sampler import phases
 from tessera.data.shards import ShardError, Source, Sources
 from tessera.data.shards.cache import cache_folder, is_on_network
-from tessera.encoders.base import IMAGENET, Encoder
-from tessera.encoders.dot_product import only_torchs_kernel
 from tessera.encoders.unused import ON_META
 from tessera.evaluation.memory import LIMITS
+from tessera.pretrain.activations import activations, blank_batch
 from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.engines.meta_copy import meta_parameters
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.origins import described, differing
-from tessera.runtime.collectives import alone
 from tessera.runtime.machine import memory
 from tessera.runtime.user_error import printable
 
@@ -112,54 +105,11 @@ def dry_forward(method: Method) -> None:
             log.info("%s is not checked before the run, because it does not run on the meta device: %s", name, error)
 
 
-def blank_batch(method: Method, transform: Transform, sizes: Sequence[tuple[int, int]]) -> Batch:
-    """Return a batch of black images of the given (height, width) sizes, cropped and masked by `transform`.
-
-    All images have the label 0.
-    """
-    preprocessing = next((part.preprocessing for part in method.modules() if isinstance(part, Encoder)), IMAGENET)
-    images = [torch.zeros(preprocessing.channels, *size, dtype=preprocessing.dtype) for size in sizes]
-    rngs = [np.random.default_rng(0) for _ in images]
-    batch = collate(transform, images, rngs, preprocessing)
-    return replace(to_model_input(batch), labels=torch.zeros(len(images), dtype=torch.int64))
-
-
 def state_bytes(method: Method) -> int:
     """Return the size in bytes of the weights, buffers, gradients and AdamW's two moments, all in float32."""
     everything = [*method.parameters(), *method.buffers()]
     trained = [p for p in method.parameters() if p.requires_grad]
     return sum(t.nbytes for t in everything) + 3 * sum(t.nbytes for t in trained)
-
-
-def activation_bytes(method: Method, precision: str, images: int) -> int:
-    """Return the number of bytes that a forward pass of `images` images keeps for the backward pass.
-
-    The number is extrapolated from forward passes of two and of four images. These passes use PyTorch's fused
-    attention, which keeps the same tensors as on a GPU. If the crop sizes are drawn for each step, the largest ones are
-    assumed. A forward pass changes the state of the method.
-    """
-    two, four = (_kept_bytes(method, precision, n) for n in (2, 4))
-    return two + (four - two) * (images - 2) // 2
-
-
-def _kept_bytes(method: Method, precision: str, images: int) -> int:
-    kept: dict[int, int] = {}
-    alive: list[torch.UntypedStorage] = []  # because a new tensor at a freed address would not be counted
-
-    def count(tensor: Tensor) -> None:  # a node that holds its own output would never be freed
-        alive.append(tensor.untyped_storage())
-        kept[alive[-1].data_ptr()] = alive[-1].nbytes()
-
-    batch = blank_batch(method, method.transform(), [(64, 64)] * images)
-    weights = {t.untyped_storage().data_ptr() for t in [*method.parameters(), *method.buffers()]}
-    with (
-        torch.autograd.graph.saved_tensors_hooks(count, lambda none: none),
-        torch.autocast("cpu", torch.bfloat16, enabled=precision in ("bf16", "fp16")),
-        only_torchs_kernel(),
-        alone(),  # the other processes do not take part in the report of `--dry_run`
-    ):
-        method(batch, 0)
-    return sum(size for address, size in kept.items() if address not in weights)
 
 
 def _cache(config: RunConfig) -> str:
@@ -183,16 +133,13 @@ def _shares(config: RunConfig, shards: Sources) -> str:
 
 def needs(method: Method, precision: str, images: int) -> Needs:
     """Return the memory of a process whose forward passes have `images` images. `method` does not change."""
-    # The passes change buffers and sums for the next step. The copy has its own, and shares the parameters.
-    method = copy.deepcopy(method, {id(parameter): parameter for parameter in method.parameters()})
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
-    state, activations = state_bytes(method), None
-    with torch.random.fork_rng(devices=[]):
-        try:
-            activations = activation_bytes(method, precision, images)
-        except Exception as error:  # black images without names may not suit a method of the user
-            log.info("The memory of the activations is not estimated: %s", error)
-    return Needs(trained, state, activations, state - 4 * trained)
+    state, kept = state_bytes(method), None
+    try:
+        kept = activations(method, precision, images).kept
+    except Exception as error:  # black images without names may not suit a method of the user
+        log.info("The memory of the activations is not estimated: %s", error)
+    return Needs(trained, state, kept, state - 4 * trained)
 
 
 def print_plan(config: RunConfig, run: Plan) -> bool:

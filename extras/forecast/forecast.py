@@ -18,10 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tessera.data.batch import Batch
 from tessera.data.batches import Batches
+from tessera.pretrain.activations import blank_batch
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.methods.method import Method
-from tessera.pretrain.preflight import Plan, blank_batch
+from tessera.pretrain.preflight import Plan
 from tessera.pretrain.step import finish_step, start_step, to_device
 from tessera.pretrain.training_run import TrainingRun
 from tessera.runtime.collectives import all_reduce_max

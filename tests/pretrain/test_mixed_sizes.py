@@ -3,9 +3,9 @@
 import pytest
 
 from tessera.data.demo import demo_shards
+from tessera.pretrain.activations import activations
 from tessera.pretrain.build import build_method
 from tessera.pretrain.command_line import load
-from tessera.pretrain.preflight import activation_bytes
 from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
 
@@ -23,10 +23,10 @@ def command(sizes: str = SIZES) -> list[str]:
 
 
 def test_a_dry_run_checks_all_sizes_and_prints_the_memory_of_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
-    def activations(sizes: str) -> int:
-        return activation_bytes(build_method(resolve(load(command(sizes)), 1437), fresh=False), "fp32", 8)
+    def kept(sizes: str) -> int:
+        return activations(build_method(resolve(load(command(sizes)), 1437), fresh=False), "fp32", 8).kept
 
-    assert activations(SIZES) == activations("{24/12/32: 1}") > activations("{16/8: 1}")
+    assert kept(SIZES) == kept("{24/12/32: 1}") > kept("{16/8: 1}")
     assert main([*command(), "--dry_run", "full"]) == 0
     assert "16/8: 0.5" in capsys.readouterr().out
     assert main([*command("{16/8: 1, 22/8: 1}"), "--dry_run"]) == 2

@@ -17,6 +17,7 @@ from tessera.data.batch import Batch
 from tessera.data.crops import MultiCrop, MultiCropConfig
 from tessera.data.shards import open_sources
 from tessera.pretrain import build, job, preflight
+from tessera.pretrain.activations import activations
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import CheckpointConfig, RunConfig
 from tessera.pretrain.methods import METHODS
@@ -25,7 +26,6 @@ from tessera.pretrain.methods.method import Method
 from tessera.pretrain.preflight import (
     Needs,
     Plan,
-    activation_bytes,
     dry_forward,
     fit,
     needs,
@@ -79,9 +79,9 @@ def test_state_is_weights_gradients_and_two_moments() -> None:
 @pytest.mark.parametrize("images", [1, 5])
 def test_activations_of_two_layers_counted_by_hand(images: int) -> None:
     crops = 2 * images
-    kept = activation_bytes(TwoLayers(), "fp32", images)
+    kept = activations(TwoLayers(), "fp32", images).kept
     assert kept == 4 * crops * (WIDTH + HIDDEN)  # each layer's input
-    kept = activation_bytes(TwoLayers(), "bf16", images)
+    kept = activations(TwoLayers(), "bf16", images).kept
     assert kept == 2 * crops * (WIDTH + HIDDEN) + 2 * HIDDEN  # a weight's bfloat16 copy is there once, for any batch
 
 
@@ -99,14 +99,14 @@ def test_activations_equal_those_of_a_real_forward_pass() -> None:
     with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
         method(batch, 0)
     real = sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in weights)
-    assert activation_bytes(dino(config), config.precision, 4) == pytest.approx(real, rel=0.02)
+    assert activations(dino(config), config.precision, 4).kept == pytest.approx(real, rel=0.02)
     recomputed = settings("--precision", "fp32", "--encoder.drop_path", "0", "--encoder.checkpoint_activations", "true")
-    assert activation_bytes(dino(recomputed), recomputed.precision, 4) < 0.7 * real
+    assert activations(dino(recomputed), recomputed.precision, 4).kept < 0.7 * real
 
 
 def test_the_memory_of_a_run_is_estimated_without_a_trace() -> None:
     config, method = settings("--batch_size", "8"), dino(settings())
-    expected = state_bytes(method), activation_bytes(dino(config), config.precision, 4)
+    expected = state_bytes(method), activations(dino(config), config.precision, 4).kept
     before, random = {name: x.clone() for name, x in method.state_dict().items()}, torch.get_rng_state()
     found = needs(method, config.precision, 4)
     assert (found.state, found.activations) == expected
@@ -123,7 +123,7 @@ def test_attention_counts_as_a_fused_kernel_would() -> None:
         chosen = {**config.encoder_settings, "image_size": side}
         sized = config.method_config.model_copy(update={"global_size": side})
         method = DINO(encoders.build(chosen.pop("variant"), **chosen), sized, config.steps)
-        kept[side] = activation_bytes(method, "bf16", 2)
+        kept[side] = activations(method, "bf16", 2).kept
     assert kept[64] < 4.2 * kept[32]
 
 
