@@ -21,6 +21,7 @@ from tessera.encoders.layers import (
     LayerNorm,
     LayerScale,
     SameDtypeLayerNorm,
+    ScalableLinear,
     recomputed,
 )
 from tessera.encoders.segments import Segments
@@ -102,19 +103,19 @@ class SwiGLU(nn.Module):
     def __init__(self, dim: int, hidden: int):
         super().__init__()
         self.w12 = nn.Linear(dim, 2 * hidden)
-        self.w3 = nn.Linear(hidden, dim)
+        self.w3 = ScalableLinear(hidden, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.contract(self.expand(x))
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return self.contract(self.expand(x), scale)
 
     def expand(self, x: Tensor) -> Tensor:
         """Return gate and value in one tensor."""
         return self.w12(x)
 
-    def contract(self, hidden: Tensor) -> Tensor:
-        """Return the output of the MLP, given gate and value in one tensor."""
+    def contract(self, hidden: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Return the output of the MLP, given gate and value in one tensor, times `scale` (D,) if it is not None."""
         gate, value = hidden.chunk(2, dim=-1)
-        return self.w3(F.silu(gate) * value)
+        return self.w3(F.silu(gate) * value, scale)
 
 
 def swiglu_width(dim: int, mlp_ratio: float, multiple: int = 8) -> int:
@@ -165,23 +166,38 @@ class Attention(nn.Module):
         self.qk_norm = qk_norm
         self.q_norm = LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = LayerNorm(head_dim, eps=norm_eps) if qk_norm else nn.Identity()
-        self.proj = nn.Linear(heads * head_dim, dim)
+        self.proj = ScalableLinear(heads * head_dim, dim)
 
-    def forward(self, x: Tensor, segments: Segments | None = None, rope: Tensor | None = None) -> Tensor:
-        return self.attend(self.project(x), segments, rope)
+    def forward(
+        self,
+        x: Tensor,
+        segments: Segments | None = None,
+        rope: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        return self.attend(self.project(x), segments, rope, scale)
 
     def project(self, x: Tensor) -> Tensor:
         """Return queries, keys and values in one tensor: (..., N, D) -> (..., N, 3, heads, d)."""
         return rearrange(self.qkv(x), "... n (three heads d) -> ... n three heads d", three=3, heads=self.heads)
 
-    def attend(self, qkv: Tensor, segments: Segments | None = None, rope: Tensor | None = None) -> Tensor:
-        """Return the output for queries, keys and values in one tensor: (..., N, 3, heads, d) -> (..., N, D)."""
+    def attend(
+        self,
+        qkv: Tensor,
+        segments: Segments | None = None,
+        rope: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        """Return the output for queries, keys and values in one tensor: (..., N, 3, heads, d) -> (..., N, D).
+
+        If `scale` (D,) is not None, the output is multiplied by it.
+        """
         if rope is None and not self.qk_norm:
             out = self_attention(qkv, scale=self.scale, segments=segments)
         else:
             q, k, v = self._split(qkv, rope)
             out = attention(q, k, v, scale=self.scale, segments=segments)
-        return self.proj(rearrange(out, "... heads n d -> ... n (heads d)"))
+        return self.proj(rearrange(out, "... heads n d -> ... n (heads d)"), scale)
 
     def _split(self, qkv: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values: (..., N, 3, heads, d) -> three tensors (..., heads, N, d)."""
@@ -257,14 +273,24 @@ class Block(nn.Module):
 
     def _attention(self, x: Tensor, segments: Segments | None, rope: Tensor | None) -> Tensor:
         """Return the residual branch of attention."""
+        scale = _early_factors(self.ls1, x)
         if not (self.selective and self.training):
-            return self.ls1(self.attn(self.norm1(x), segments, rope))
-        qkv = recomputed(lambda x: self.attn.project(self.norm1(x)), x)
-        return self.ls1(self.attn.attend(qkv, segments, rope))
+            branch = self.attn(self.norm1(x), segments, rope, scale)
+        else:
+            qkv = recomputed(lambda x: self.attn.project(self.norm1(x)), x)
+            branch = self.attn.attend(qkv, segments, rope, scale)
+        return branch if scale is not None else self.ls1(branch)
 
     def _mlp(self, x: Tensor) -> Tensor:
         """Return the residual branch of the MLP."""
+        scale = _early_factors(self.ls2, x)
         if not (self.selective and self.training):
-            return self.ls2(self.mlp(self.norm2(x)))
-        hidden = recomputed(lambda x: self.mlp.expand(self.norm2(x)), x)
-        return self.ls2(recomputed(self.mlp.contract, hidden))
+            branch = self.mlp(self.norm2(x), scale)
+        else:
+            hidden = recomputed(lambda x: self.mlp.expand(self.norm2(x)), x)
+            branch = recomputed(lambda hidden: self.mlp.contract(hidden, scale), hidden)
+        return branch if scale is not None else self.ls2(branch)
+
+
+def _early_factors(layer_scale: nn.Module, x: Tensor) -> Tensor | None:
+    return layer_scale.early_factors(x) if isinstance(layer_scale, LayerScale) else None

@@ -31,18 +31,31 @@ class MLP(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden)
         self.act = nn.GELU()
-        self.fc2 = nn.Linear(hidden, dim)
+        self.fc2 = ScalableLinear(hidden, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.contract(self.expand(x))
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return self.contract(self.expand(x), scale)
 
     def expand(self, x: Tensor) -> Tensor:
         """Return the input of the GELU."""
         return self.fc1(x)
 
-    def contract(self, hidden: Tensor) -> Tensor:
-        """Return the output of the MLP, given the input of the GELU."""
-        return self.fc2(self.act(hidden))
+    def contract(self, hidden: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Return the output of the MLP, given the input of the GELU, times `scale` (D,) if it is not None."""
+        return self.fc2(self.act(hidden), scale)
+
+
+class ScalableLinear(nn.Linear):
+    """Linear layer: (..., d) -> (..., D). If `scale` (D,) is not None, the output is multiplied by it.
+
+    The factors multiply weight and bias, so the product is the only operation that writes the output, and the gradient
+    of the factors needs no tensor of all tokens.
+    """
+
+    def forward(self, input: Tensor, scale: Tensor | None = None) -> Tensor:
+        if scale is None:
+            return super().forward(input)
+        return F.linear(input, self.weight * scale[:, None], None if self.bias is None else self.bias * scale)
 
 
 class LayerScale(nn.Module):
@@ -57,7 +70,22 @@ class LayerScale(nn.Module):
         self.gamma = nn.Parameter(torch.full((dim,), value))
         self.same_dtype = same_dtype
 
-    def forward(self, x: Tensor) -> Tensor:
+    def early_factors(self, x: Tensor) -> Tensor | None:
+        """Return the factors (D,) if the last linear layer of the branch of `x` is to apply them, else None.
+
+        That is so in training. In float16, products of small factors and weights would be rounded to 0. Without
+        `same_dtype`, the output has to be more precise than that of the linear layer.
+        """
+        enabled = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if enabled else x.dtype
+        if not self.training or dtype == torch.float16 or (enabled and not self.same_dtype):
+            return None
+        return self(None)  # by `__call__`, because an engine that shards weights gathers them for calls only
+
+    def forward(self, x: Tensor | None) -> Tensor:
+        """Return the scaled `x`, or a copy of the factors (D,) if `x` is None."""
+        if x is None:
+            return self.gamma.clone()
         return x * (self.gamma.to(x.dtype) if self.same_dtype else at_least_float32(self.gamma))
 
 

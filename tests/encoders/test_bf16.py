@@ -57,7 +57,7 @@ def test_without_autocast_nothing_changes(variant: str) -> None:
 def test_under_autocast_blocks_work_in_bf16_and_features_are_near_float32(variant: str, recompute: bool) -> None:
     encoder, dtypes = build(variant, bf16_residuals=True, checkpoint_activations=recompute), set()
     for block in encoder.blocks:
-        for module in (block, block.norm1, block.attn, block.ls1, block.norm2, block.mlp, block.ls2):
+        for module in (block, block.norm1, block.attn, block.norm2, block.mlp):  # attn and mlp apply the layer scale
             module.register_forward_hook(lambda _, inputs, output: dtypes.update({inputs[0].dtype, output.dtype}))
     exact, exact_gradient = outputs(build(variant), crops())
     usual, usual_gradient = outputs(build(variant), crops(), autocast=True)

@@ -1,12 +1,14 @@
 """Position tables, layer scale and initial values against formulas written out in float64."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tessera.encoders.layers import init_linear, interpolate, resize_table, sincos_table
+from tessera.encoders.blocks import Block
+from tessera.encoders.layers import LayerScale, init_linear, interpolate, resize_table, sincos_table
 
 
 def naive_bicubic(table, old, new, scale):
@@ -83,3 +85,49 @@ def test_linear_layers_start_as_named(init, deviation):
     assert layer.weight.std().item() == pytest.approx(deviation, rel=0.02)
     assert (layer.weight.abs().max() <= math.sqrt(6 / 1000)) == (init == "xavier")
     assert not layer.bias.any()
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+@pytest.mark.parametrize("selective", [False, True])
+def test_factors_of_a_layer_scale_in_the_weights_give_its_outputs_and_gradients(mlp: Any, selective: bool) -> None:
+    """In training, layer scale and linear layer are one product; in eval mode, the layer scale comes after it."""
+    torch.manual_seed(0)
+    block = Block(
+        12, 2, mlp_ratio=2, qkv_bias=True, norm_eps=1e-6, layer_scale=0.3, drop_path=0.0, mlp=mlp, selective=selective
+    ).double()
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(3, 5, 12, dtype=torch.float64)
+    found = []
+    for training in (True, False):
+        block.train(training).zero_grad()
+        kept: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: kept.update({t.untyped_storage().data_ptr(): t.numel()}) or t, lambda t: t
+        ):
+            out = block(x)
+        out.square().sum().backward()
+        found.append((out, [p.grad for p in block.parameters()], sum(kept.values())))
+    (out, gradients, kept), (expected, wanted, more) = found
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    for gradient, one in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, one, rtol=1e-10, atol=1e-10)
+    if not selective:
+        assert more - kept >= 2 * x.numel() - 3 * 12 * 30  # the inputs of both layer scales, less the scaled weights
+
+
+@pytest.mark.parametrize(
+    ("dtype", "same_dtype", "early"),
+    [(None, False, True), (torch.bfloat16, True, True), (torch.bfloat16, False, False), (torch.float16, True, False)],
+)
+def test_factors_of_a_layer_scale_are_in_the_weights_where_no_precision_is_lost(
+    dtype: torch.dtype | None, same_dtype: bool, early: bool
+) -> None:
+    scale = LayerScale(4, 1e-5, same_dtype=same_dtype)
+    x = torch.ones(2, 4)
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        factors = scale.early_factors(x)
+        assert scale.eval().early_factors(x) is None
+    assert (factors is not None) == early
+    if factors is not None:
+        assert torch.equal(factors, scale.gamma)
