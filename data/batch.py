@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.encoders.images import Images, Mask, PackedImages
+from tessera.runtime.collectives import Share
 
 Colors = Sequence[tuple[Any, np.ndarray]]
 """Colour changes of N crops: operations (`data.colors.Operation`) in the order in which they are applied, and their
@@ -172,6 +173,8 @@ class Batch:
     """Corrupt images that were replaced or left out, each in the form `shard.tar/key: reason`."""
     preprocessing: Preprocessing = IMAGENET
     """Type, range, mean and standard deviation with which `data.augment.to_model_input` normalises the pixels."""
+    share: Share | None = None
+    """Share of this process in the images of a forward pass; None if all processes have equally many images."""
     memory: Tensor | None = None
     """(bytes,) uint8: the buffer that holds the pixels of all views. A single copy moves it to a device. None for
     batches of normalised floats."""

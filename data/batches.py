@@ -1,6 +1,7 @@
 """Iterate over batches that the worker processes of a `torch.utils.data.DataLoader` make."""
 
 import functools
+import itertools
 import logging
 import os
 import threading
@@ -19,6 +20,7 @@ from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError
 from tessera.data.shared_memory import BufferRing, SharedBatch
 from tessera.data.workers import POLL, WorkerStates, receive, start_worker
+from tessera.runtime.collectives import Share
 from tessera.runtime.machine import memory
 
 AHEAD = 2
@@ -68,6 +70,7 @@ class Batches:
         # An evaluation within a run is not interrupted, because other processes may wait for this process in a
         # collective. The run saves a checkpoint and ends after the evaluation.
         interruptible = isinstance(self.dataset, TrainDataset)
+        shares = itertools.cycle(self._shares())
         for batch in receive(self._loader, self._workers, interruptible=interruptible):
             if isinstance(batch, _Failure):
                 raise ShardError(batch.message)
@@ -76,8 +79,16 @@ class Batches:
             for name in batch.skipped:
                 self.first_skipped = self.first_skipped or name
                 self._log_skipped(name)
+            batch.share = next(shares)
             if batch.keys:
                 yield batch
+
+    def _shares(self) -> list[Share | None]:
+        """Return the share of this process in each forward pass of a step."""
+        batches = self.batches
+        if not isinstance(batches, BatchSampler):
+            return [None]
+        return [batches.share(micro) for micro in range(batches.accumulation)]
 
     def _log_skipped(self, name: str) -> None:
         """Log a corrupt image, unless it was logged before. Each of the first `MOST_NAMED` images is logged; later ones

@@ -26,8 +26,9 @@ class OrderedShards(IterableDataset[dict[str, Any]]):
         pipeline = wds.DataPipeline(source, wds.decode("pil"), wds.to_tuple("jpg", "cls"), wds.batched(128))
         loader = DataLoader(pipeline, batch_size=None, num_workers=8)
 
-    Each process gets its part of the samples of a step (here, 256 samples over two processes). With n loader workers,
-    each worker takes every n-th step, so batches must have exactly as many samples as a process takes in a step. A
+    Each process gets its part of the samples of a step (here, 256 samples over two processes). The parts of three
+    processes have 86, 85 and 85 samples. With n loader workers, each worker takes every n-th step, so batches must have
+    exactly as many samples as a process takes in a step. A
     stage behind this source that drops or splits samples shifts all later batches: pass such a stage as `stages`. Pass
     stages that draw random numbers in the same way, or seed them from `__position__`.
 
@@ -46,7 +47,7 @@ class OrderedShards(IterableDataset[dict[str, Any]]):
 
     Raises:
         ShardError: the shards cannot be used.
-        ValueError: the samples of a step cannot be split evenly over the processes. Raised by the iteration.
+        ValueError: `batch_size` is less than 1. Raised by the iteration.
     """
 
     def __init__(

@@ -27,6 +27,8 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import Sampler
 
+from tessera.runtime.collectives import Share
+
 Weight = float | Mapping[int, float]
 """Weight of a source of a mixture: a number, or a mapping from a step to the weight from this step on."""
 STREAMS = 64
@@ -553,13 +555,18 @@ class BatchSampler(Sampler[np.ndarray]):
     """Yields the positions (P,) of each forward pass of one process. A step has `accumulation` forward passes.
 
     Batch b consists of the positions b * batch_size to (b + 1) * batch_size - 1, sorted by virtual stream. Step s takes
-    batch s, or a later one if batches are skipped. The sequence is split into equal parts, one for each forward pass of
-    each process. All processes together therefore see the same samples in a step as a single process would, and each
-    process reads from few streams. They are always the same streams if the batch size is a multiple of the number of
-    streams.
+    batch s, or a later one if batches are skipped. The sequence is split into one part for each forward pass of all
+    processes, and each of these into one part for each process. The sizes of the parts differ by at most `together`.
+    The images of a step, and those of each of its forward passes, are therefore the same for any number of processes,
+    and each process reads from few streams. They are always the same streams if the batch size is a multiple of the
+    number of streams.
+
+    If a forward pass has fewer images than processes, some parts are empty. A process with an empty part computes with
+    the first images of the batch, which `runtime.collectives.Share` excludes from losses and statistics: each of its
+    parameters still gets a gradient, and the process enters all collectives.
 
     Raises:
-        ValueError: the images of a step cannot be split evenly over processes and forward passes.
+        ValueError: there are fewer images than forward passes, or the batch size is not a multiple of `together`.
     """
 
     batch_size: int
@@ -575,21 +582,25 @@ class BatchSampler(Sampler[np.ndarray]):
     """Number of virtual streams in the order of samples (V)."""
     skipped: tuple[range, ...] = ()
     """Numbers of the batches that no step takes, as `batch_ranges` returns them."""
+    together: int = 1
+    """Number of neighbouring images that are always in the same part, as `Method.together` says."""
 
     def __post_init__(self) -> None:
-        unit = self.world_size * self.accumulation
-        if self.batch_size < 1 or self.batch_size % unit:
-            lower = self.batch_size // unit * unit
-            near = f"{lower} or {lower + unit}" if lower > 0 else f"{unit}"
+        if self.batch_size % self.together:
             raise ValueError(
-                f"A batch of {self.batch_size} images does not split evenly over {self.world_size} processes and "
-                f"{self.accumulation} accumulated passes. The nearest valid batch size is {near}."
+                f"{self.batch_size} images do not split into groups of {self.together} images that are mixed. Choose a "
+                f"multiple of {self.together}, or do not mix images."
+            )
+        if self.batch_size < self.accumulation * self.together:
+            raise ValueError(
+                f"A batch of {self.batch_size} images is too small for {self.accumulation} accumulated passes. Its "
+                f"size must be at least {self.accumulation * self.together}."
             )
 
     @property
     def pass_size(self) -> int:
-        """Number of images in one forward pass of one process (P)."""
-        return self.batch_size // (self.world_size * self.accumulation)
+        """Largest number of images in one forward pass of one process (P)."""
+        return share_bounds(self.batch_size, self.world_size, self.accumulation, together=self.together)[1]
 
     def __len__(self) -> int:
         return max(self.steps - self.first_step, 0) * self.accumulation
@@ -597,14 +608,39 @@ class BatchSampler(Sampler[np.ndarray]):
     def __iter__(self) -> Iterator[np.ndarray]:
         for step in range(self.first_step, self.steps):
             for micro in range(self.accumulation):
-                yield self.positions(step, micro)
+                own = self.positions(step, micro)
+                yield own if len(own) else self._sorted(step)[: self.together]
 
     def positions(self, step: int, micro: int = 0) -> np.ndarray:
-        """Return the positions of the samples that this process takes in one forward pass: (P,) int64."""
+        """Return the positions of the samples that this process takes in one forward pass: (P,) int64.
+
+        It has no positions if there are fewer images than processes.
+        """
+        first, end = self._part(self.rank, micro)
+        return self._sorted(step)[first:end]
+
+    def _sorted(self, step: int) -> np.ndarray:
+        """Return the positions of the batch of a step, sorted by stream: (batch_size,) int64."""
         positions = self.batch(step) * self.batch_size + np.arange(self.batch_size)
-        positions = positions[np.argsort(positions % self.streams, kind="stable")]
-        start = (self.rank * self.accumulation + micro) * self.pass_size
-        return positions[start : start + self.pass_size]
+        return positions[np.argsort(positions % self.streams, kind="stable")]
+
+    def _part(self, rank: int, micro: int) -> tuple[int, int]:
+        """Return the first index and the end of the part of a process in one forward pass."""
+        start, stop = self._pass(micro)
+        first, end = _cut((stop - start) // self.together, self.world_size, rank)
+        return start + first * self.together, start + end * self.together
+
+    def _pass(self, micro: int) -> tuple[int, int]:
+        """Return the first index and the end of one forward pass of all processes."""
+        start, stop = _cut(self.batch_size // self.together, self.accumulation, micro)
+        return start * self.together, stop * self.together
+
+    def share(self, micro: int = 0) -> Share:
+        """Return the share of this process in the images of one forward pass of all processes."""
+        (start, stop), (first, end) = self._pass(micro), self._part(self.rank, micro)
+        last, _ = self._part(self.world_size - 1, micro)
+        weight = (end - first) * self.world_size * self.accumulation / self.batch_size
+        return Share(end - first, first - start, stop - start, weight, complete=last < stop)
 
     def skipped_below(self, batch: int) -> list[range]:
         """Return the ranges of skipped batches below a batch."""
@@ -615,6 +651,23 @@ class BatchSampler(Sampler[np.ndarray]):
         for skipped in self.skipped:
             step += len(skipped) if step >= skipped.start else 0
         return step
+
+
+def _cut(images: int, parts: int, number: int) -> tuple[int, int]:
+    """Cut `images` images into parts, and return the first index and the end of one part.
+
+    The first parts are never smaller than the last ones, so that the main process has images to show.
+    """
+    small, larger = divmod(images, parts)
+    first = number * small + min(number, larger)
+    return first, first + small + (number < larger)
+
+
+def share_bounds(batch_size: int, processes: int, accumulation: int, together: int = 1) -> tuple[int, int]:
+    """Return the smallest and the largest number of images in a forward pass of a process, see `BatchSampler`."""
+    groups = batch_size // together
+    passes = groups // accumulation, -(-groups // accumulation)
+    return passes[0] // processes * together, -(-passes[1] // processes) * together
 
 
 def batch_ranges(text: str | None) -> tuple[range, ...]:

@@ -19,7 +19,7 @@ from tessera.data.decode import ImageError
 from tessera.data.failures import DroppedError
 from tessera.data.loader import Reading, training_batches
 from tessera.data.python_objects import is_name
-from tessera.data.sampler import BatchSampler, batch_ranges
+from tessera.data.sampler import BatchSampler, batch_ranges, share_bounds
 from tessera.data.shards import ShardError, Source, Sources, WeightedShards, describe_remote, open_sources
 from tessera.data.workers import free_cores
 from tessera.evaluation.features import EvaluationError
@@ -253,10 +253,11 @@ def make_plan(
         sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
         capacity = memory()
         place = f"this machine of {capacity / 1e9:.1f} GB"
-    each = config.batch_size // processes // config.accumulate
+    _, each = share_bounds(config.batch_size, processes, config.accumulate, method.together)
     need = needs(method, config.precision, each) if accelerator.is_main_process else None
     size = (processes, workers(config, accelerator), buffered_bytes)
-    return Plan(prepared.sources, prepared.images, *size, need, place, capacity, sharing, step, prepared.pixels)
+    own = (place, capacity, sharing, step, prepared.pixels)
+    return Plan(prepared.sources, prepared.images, *size, need, *own, together=method.together)
 
 
 def large_crops(config: RunConfig, sources: list[Source]) -> str:
@@ -324,8 +325,7 @@ def loader(config: RunConfig, method: Method, shards: Sources, first_step: int, 
     """Return the loader of this process's training batches, from `first_step` to the last step.
 
     Raises:
-        SettingsError: there are too few images for one batch, or the batch size is not divisible by the number of
-            processes times the number of accumulated forward passes.
+        SettingsError: there are too few images for one batch, or the batch has too few images for its forward passes.
     """
     try:
         transform = method.transform()
@@ -343,6 +343,7 @@ def loader(config: RunConfig, method: Method, shards: Sources, first_step: int, 
                 world_size=accelerator.num_processes,
                 accumulation=config.accumulate,
                 skipped=batch_ranges(config.skip_batches),
+                together=method.together,
             ),
             seed=config.seed,
             stream=config.stream,

@@ -29,6 +29,7 @@ from tessera.runtime.collectives import (
     first_rank,
     gather_on_main,
     local,
+    sharing,
     world_size,
 )
 from tessera.runtime.user_error import UserError
@@ -321,7 +322,8 @@ def _record(run: TrainingRun, result: Step, meter: Meter, slowest: SlowestRank) 
     if torch.cuda.is_available():
         record["peak_memory_gb"] = peak_memory
     record |= slowest.judge(of_ranks[2], seconds, meter.steps)
-    return record | dict(zip(names, means, strict=True)) | run.method.health()
+    with sharing(result.share):  # the method remembers the features of its last forward pass
+        return record | dict(zip(names, means, strict=True)) | run.method.health()
 
 
 def _report_skipped(run: TrainingRun, result: Step) -> None:

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 
 from tessera.data.crops import MixedCrops
 from tessera.data.loader import mixture_sampler
-from tessera.data.sampler import phases
+from tessera.data.sampler import phases, share_bounds
 from tessera.data.shards import ShardError, Source, Sources
 from tessera.data.shards.cache import cache_folder, is_on_network
 from tessera.encoders.unused import ON_META
@@ -58,6 +58,8 @@ class Plan:
     """Type and range of the images; empty for uint8 without a range."""
     evaluated: tuple[Source, Source] | None = None
     """Training and validation images of the evaluation; None if it needs no labels, or there is none."""
+    together: int = 1
+    """`Method.together` of the method."""
 
 
 class Needs(NamedTuple):
@@ -174,7 +176,7 @@ def _checkpoints(config: RunConfig, size: int) -> str:
 def plan_rows(config: RunConfig, run: Plan, *, full: bool) -> dict[str, str]:
     """Return the rows of the table of a plan. `full` adds rows that matter to few runs."""
     assert run.needs is not None
-    each = config.batch_size // run.processes // config.accumulate
+    least, most = share_bounds(config.batch_size, run.processes, config.accumulate, run.together)
     count = sum(len(source.shards) for source in run.shards.lists)
     size = sum(int(source.sizes.sum()) for source in run.shards.lists)
     evaluated = LIMITS["cuda" if config.gpu is not None or torch.cuda.is_available() else "cpu"]
@@ -187,7 +189,7 @@ def plan_rows(config: RunConfig, run: Plan, *, full: bool) -> dict[str, str]:
         "epochs": f"{config.steps * config.batch_size / run.images:.1f}",
         "processes x loader workers": f"{run.processes} x {run.workers}"
         + (" (by the free cores of this machine)" if config.workers is None else ""),
-        "images per forward pass of a process": f"{each}",
+        "images per forward pass of a process": f"{most}" if least == most else f"{least} to {most}",
         "memory per process: weights, gradients, optimizer": _amount(run.needs.state),
         "memory per process: activations (estimate)": _amount(run.needs.activations),
         "memory per process: images of an evaluation and their activations": f"{decimal(evaluated)}, or one image",
@@ -217,27 +219,27 @@ def fit(config: RunConfig, run: Plan) -> tuple[bool, str]:
     """Return True if a step fits the memory of the device, and a sentence that says so, or what to change."""
     assert run.needs is not None
     state, activations, times = run.needs.state, run.needs.activations, run.sharing
+    _, each = share_bounds(config.batch_size, run.processes, config.accumulate, run.together)
     if activations is None:
         return True, f"The memory of the activations is unknown, so nothing is said about {run.place}."
     needed = f"{_amount(times * state)} of weights, gradients and optimizer + {_amount(times * activations)} of "
     needed += "activations"
     if times * (state + activations) <= HEADROOM * run.capacity:
         return True, f"{needed} fit {run.place}."
-    shares = [n for n in range(config.accumulate + 1, config.batch_size + 1) if _divides(config, run, n)]
-    less = (n for n in shares if times * (state + activations * config.accumulate / n) <= HEADROOM * run.capacity)
+    passes = range(config.accumulate, config.batch_size // run.together // run.processes + 1)
+    bounds = {n: share_bounds(config.batch_size, run.processes, n, run.together) for n in passes}
+    even = config.batch_size % run.processes == 0  # then only passes of equal sizes are proposed
+    sizes = {n: activations * most / each for n, (least, most) in bounds.items() if least == most or not even}
+    less = (n for n, size in sizes.items() if times * (state + size) <= HEADROOM * run.capacity)
     advice = "Choose a smaller encoder, or smaller crops."
     if (accumulate := next(less, None)) is not None:
-        smaller = _amount(round(times * activations * config.accumulate / accumulate))
+        smaller = _amount(round(times * sizes[accumulate]))
         advice = (
             f"--accumulate {accumulate} needs {_amount(times * state)} + {smaller}. Or lower batch_size, or set "
             "encoder.checkpoint_activations to true."
         )
     hardly = "hardly fit" if times * (state + activations) <= run.capacity else "do not fit"
     return hardly == "hardly fit", f"{needed} {hardly} {run.place}. {advice}"
-
-
-def _divides(config: RunConfig, run: Plan, accumulate: int) -> bool:
-    return config.batch_size % (run.processes * accumulate) == 0
 
 
 def _amount(size: int | None) -> str:

@@ -22,7 +22,7 @@ from tessera.pretrain.optim.adamw import apply_schedules, clip_gradients
 from tessera.pretrain.optim.running_statistics import StepStatistics
 from tessera.pretrain.training_run import TrainingRun
 from tessera.runtime import preemption
-from tessera.runtime.collectives import all_reduce_sum, before_first_collective, world_size
+from tessera.runtime.collectives import Share, all_reduce_sum, before_first_collective, sharing, world_size
 
 
 @dataclass
@@ -42,7 +42,10 @@ class Step:
     discarded: bool
     """True if a process got no data before it was asked to stop. The step is then neither applied nor counted."""
     metrics: dict[str, Tensor]
-    """Metrics that the method returned, averaged over the forward passes of this process in this step."""
+    """Metrics that the method returned, averaged over the forward passes of this process in this step. Each is
+    multiplied by the weight of the loss of this process, so that the mean over processes is that over images."""
+    share: Share | None
+    """Share of this process in the images of the last forward pass."""
     samples: list[str]
     """Names of the samples of this process."""
     corrupt: int
@@ -61,6 +64,7 @@ class RunningStep:
     """Loss, gradient norm and flags of `_agree`, and the loss scale if there is one. They are in host memory when the
     step is done."""
     metrics: dict[str, Tensor]
+    share: Share | None
     samples: list[str]
     corrupt: int
     waited: float
@@ -106,7 +110,7 @@ def start_step(
     apply_schedules(engine.optimizer, config.optim, step, run.steps, config.batch_size)
     method.before_step(step)
     statistics = StepStatistics(method)
-    losses, metrics, samples, corrupt = [], [], list[str](), 0
+    losses, metrics, shares, samples, corrupt = [], [], list[Share | None](), list[str](), 0
     for count, batch in enumerate(batches, start=1):
         # Drop path derives its random numbers from seed, step and sample, so that the result does not depend on the
         # number of processes.
@@ -115,14 +119,17 @@ def start_step(
             waits()
         with (
             nullcontext() if keys is None else random_keys(config.seed, step, keys),
+            sharing(batch.share),
             before_first_collective(waits),
             method.register_forward_hook(waits),
         ):
             loss, of_batch = engine.forward_backward(batch, step, last=count == config.accumulate)
         losses.append(loss)
         metrics.append(of_batch)
-        samples += batch.keys
-        corrupt += len(batch.skipped)
+        shares.append(batch.share)
+        if batch.share is None or batch.share.images:  # the images of an empty share belong to another process
+            samples += batch.keys
+            corrupt += len(batch.skipped)
     gradients = engine.local_gradients(method.trained_parts())
     norm = clip_gradients(
         gradients, config.optim.clip, config.optim.clip_by, sharded=engine.sharded, copies=engine.copies
@@ -134,14 +141,14 @@ def start_step(
         numbers = torch.cat([numbers, scaler._scale.view(1)])  # the scale before this step changes it
     updated = ((finite == 1) & (discarded == 0)).to(numbers.dtype)
     engine.step(updated)
-    statistics.settle(updated)
+    statistics.settle(updated, sum(1.0 if share is None else share.weight for share in shares) / len(shares))
     method.after_step(step, updated)
     averages = {name: torch.stack([each[name] for each in metrics]).mean() for name in metrics[0]}
     # On a GPU, the copy lands in pinned memory, and `finish_step` waits for `end` before it reads it.
     copied = numbers.to("cpu", non_blocking=True)
     free = previous.end if previous else None
     met = first_wait[0] if first_wait else None
-    return RunningStep(copied, averages, samples, corrupt, waited, begin, _event(run), met, free)
+    return RunningStep(copied, averages, shares[-1], samples, corrupt, waited, begin, _event(run), met, free)
 
 
 def finish_step(run: TrainingRun, running: RunningStep) -> Step:
@@ -173,6 +180,7 @@ def finish_step(run: TrainingRun, running: RunningStep) -> Step:
         stop=stop > 0 or discarded > 0,
         discarded=discarded > 0,
         metrics=running.metrics,
+        share=running.share,
         samples=running.samples,
         corrupt=running.corrupt,
         waited=waited,

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from tessera.runtime.user_error import UserError
 
@@ -29,6 +28,26 @@ PREPARING_TIMEOUT = timedelta(days=2)
 T = TypeVar("T")
 _is_alone = False
 _before_first: Callable[[], None] | None = None
+
+
+class Share(NamedTuple):
+    """Images of this rank in a forward pass, beside those of the other ranks."""
+
+    images: int
+    """Number of images of this rank. If it is 0, the rank takes part with images of another rank, which do not
+    count."""
+    first: int
+    """Number of images of the ranks before this one."""
+    total: int
+    """Number of images of all ranks."""
+    weight: float
+    """`images`, divided by its mean over all ranks and over all forward passes of the step. Engines average gradients
+    over ranks and passes, so the loss of this rank has this weight in the mean over the images of the step."""
+    complete: bool
+    """True if every rank has images."""
+
+
+_share: Share | None = None
 
 
 class RankError(UserError, RuntimeError):
@@ -79,6 +98,47 @@ def _begin() -> None:
         function()
 
 
+@contextmanager
+def sharing(share: Share | None) -> Iterator[None]:
+    """Set how the images of a forward pass are shared among the ranks. None, the default: each rank has equally many.
+
+    If this rank has no images, it still enters each collective within the context, and gets the result of the others,
+    but adds nothing to sums, maxima and gathered rows.
+    """
+    global _share
+    before, _share = _share, share
+    try:
+        yield
+    finally:
+        _share = before
+
+
+def is_absent() -> bool:
+    """Return True if this rank has no images in the forward pass, so that the ones that it computes with do not
+    count."""
+    return _share is not None and _share.images == 0
+
+
+def all_have_images() -> bool:
+    """Return True if every rank has images in the forward pass."""
+    return _share is None or _share.complete
+
+
+def loss_weight() -> float:
+    """Return the weight of the loss of this rank, 1.0 if all ranks have equally many images."""
+    return 1.0 if _share is None else _share.weight
+
+
+def images_of_all_ranks(images: int) -> int:
+    """Return the number of images of all ranks in the forward pass, of which this rank has `images`."""
+    return images * world_size() if _share is None else _share.total
+
+
+def pass_weight() -> float:
+    """Return the images of this rank, divided by their mean over the ranks, in this forward pass."""
+    return 1.0 if _share is None else _share.images * world_size() / _share.total
+
+
 class _AllReduceSum(torch.autograd.Function):
     """Differentiable sum over ranks.
 
@@ -86,12 +146,18 @@ class _AllReduceSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-        return _all_reduce(x, dist.ReduceOp.SUM)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.absent = is_absent()
+        return _all_reduce(torch.zeros_like(x) if ctx.absent else x, dist.ReduceOp.SUM)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grad_outputs: Tensor) -> Tensor:
-        return _all_reduce(grad_outputs[0], dist.ReduceOp.SUM)
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        (gradient,) = grad_outputs
+        if not ctx.absent:
+            return _all_reduce(gradient, dist.ReduceOp.SUM)
+        nothing = torch.zeros_like(gradient)
+        _all_reduce(nothing, dist.ReduceOp.SUM)
+        return nothing
 
 
 def all_reduce_sum(x: Tensor) -> Tensor:
@@ -99,24 +165,38 @@ def all_reduce_sum(x: Tensor) -> Tensor:
     return x if world_size() == 1 or x.is_meta else _AllReduceSum.apply(x)  # pyright: ignore[reportReturnType]
 
 
+def average(x: Tensor) -> Tensor:
+    """Return the mean over the images of all ranks, of which `x` is the mean over the images of this rank."""
+    weight = pass_weight()
+    return all_reduce_sum(x if weight == 1 else x * weight) / world_size()
+
+
 def all_gather_rows(x: Tensor) -> Tensor:
-    """Concatenate the rows `x` (n, ...) of all ranks in rank order: (ranks * n, ...). n must be equal on all ranks.
+    """Concatenate the rows of all ranks in rank order: (images of this rank, ...) -> (images of all ranks, ...).
 
     The result is differentiable: the backward pass sums the gradients over ranks, as in `all_reduce_sum`. The function
     does not wait for the device.
     """
     if world_size() == 1 or x.is_meta:
         return x
-    before, after = rank(), world_size() - rank() - 1
-    return all_reduce_sum(
-        torch.cat([x.new_zeros(before * len(x), *x.shape[1:]), x, x.new_zeros(after * len(x), *x.shape[1:])])
-    )
+    own = x[:0] if is_absent() else x
+    before, after = first_row(len(x)), images_of_all_ranks(len(x)) - first_row(len(x)) - len(own)
+    return all_reduce_sum(torch.cat([x.new_zeros(before, *x.shape[1:]), own, x.new_zeros(after, *x.shape[1:])]))
+
+
+def first_row(images: int) -> int:
+    """Return the index of the first of `images` images of this rank among those of all ranks."""
+    if _share is not None:
+        return _share.first
+    return 0 if world_size() == 1 else rank() * images
 
 
 @torch.no_grad()
 def all_reduce_max(x: Tensor) -> Tensor:
     """Return the elementwise maximum of `x` over ranks. With one process or on the meta device, return `x` itself."""
-    return x if world_size() == 1 or x.is_meta else _all_reduce(x, dist.ReduceOp.MAX)
+    if world_size() == 1 or x.is_meta:
+        return x
+    return _all_reduce(torch.full_like(x, -torch.inf) if is_absent() else x, dist.ReduceOp.MAX)
 
 
 @torch.no_grad()

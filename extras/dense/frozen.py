@@ -34,7 +34,7 @@ from tessera.evaluation.features import (
     input_size,
 )
 from tessera.evaluation.tokens import patch_tokens
-from tessera.runtime.collectives import all_reduce_sum, rank
+from tessera.runtime.collectives import all_reduce_sum, rank, sharing
 from tessera.runtime.progress import track
 
 WARMUP = 1500 / 40_000
@@ -124,7 +124,7 @@ def training_set(
 
     Raises:
         ShardError: the shards cannot be read, or a label or a map is missing.
-        EvaluationError: the batch size does not fit the number of images or of processes.
+        EvaluationError: the batch size does not fit the number of images.
     """
     smallest, largest = (share * area for area in settings.scale)
     crop = RandomCrop(RandomCropConfig(size=size, scale=(smallest, largest), flip=settings.flip))
@@ -167,10 +167,11 @@ def train_heads(
     for step, batch in enumerate(model_inputs(batches, f"{steps:,} training steps", device)):
         for group, (_, peak) in zip(optimizer.param_groups, heads, strict=True):
             group["lr"] = peak * rate(step, steps)
-        backward(batch)
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad = all_reduce_sum(parameter.grad)
+        with sharing(batch.share):
+            backward(batch)
+            for parameter in parameters:
+                assert parameter.grad is not None
+                parameter.grad = all_reduce_sum(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
     if not all(parameter.isfinite().all() for parameter in parameters):

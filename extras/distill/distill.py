@@ -29,7 +29,7 @@ from tessera.encoders.unused import freeze_unused
 from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.monitoring.collapse import column_variance, effective_rank
 from tessera.pretrain.optim.adamw import OptimConfig
-from tessera.runtime.collectives import all_reduce_sum, world_size
+from tessera.runtime.collectives import average
 from tessera.runtime.settings import SettingsError
 
 Match = Literal["cosine", "smooth_l1", "mse", "mixed"]
@@ -428,8 +428,7 @@ class Distill(Method):
                 loss = match_loss(predicted, target, match)
             # The spread is relative to the mean magnitude, because the cosine loss does not fix this magnitude.
             spread, teacher_spread = (
-                column_variance(x, correction=0).sqrt().mean()
-                / (all_reduce_sum(x.detach().abs().mean()) / world_size()).clamp(min=1e-12)
+                column_variance(x, correction=0).sqrt().mean() / average(x.detach().abs().mean()).clamp(min=1e-12)
                 for x in (predicted, target)
             )
             total = total + weight * loss

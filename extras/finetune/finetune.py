@@ -172,6 +172,7 @@ class Finetune(Method):
         if not isinstance(side, int):
             raise ValueError(f"The encoder was built for images of {side} pixels. Set finetune.size to one number.")
         self.config, self.image_size, self.classes = config, side, config.classes
+        self.together = 2 if config.mixup or config.cutmix else 1  # `mixing` mixes pairs of neighbours
         freeze_unused(encoder, [side])
         _freeze(encoder, config, side)
         encoder.no_weight_decay = (*encoder.no_weight_decay, *UNDECAYED)
@@ -201,20 +202,12 @@ class Finetune(Method):
 
         The images are first changed by RandAugment, then erased, then mixed. All random numbers depend only on seed,
         step and sample.
-
-        Raises:
-            SettingsError: images are mixed in pairs, but the batch has an odd number of images.
         """
         del step
         (view,) = batch.views
         images, labels = view.images, batch.labels
         if not isinstance(images, Tensor) or labels is None:
             raise TypeError("Fine-tuning needs batches of labelled images of one size.")
-        if batch.positions is not None and len(images) % 2 and (self.config.mixup or self.config.cutmix):
-            raise SettingsError(
-                f"mixup and CutMix mix pairs of images, but a forward pass of a process has {len(images)} images. "
-                "Choose a --batch_size that gives an even number, or set finetune.mixup and finetune.cutmix to 0."
-            )
         images, share = self._augmented(images, batch.preprocessing)
         logits = self.logits(images).float()
         with full_precision(logits):

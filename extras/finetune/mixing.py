@@ -2,8 +2,8 @@
 (1708.04896).
 
 The random numbers of an image are a function of its key (`encoders.randomness`). Images are mixed in pairs of
-neighbours: image 2i with image 2i + 1. If every process has an even number of images, the pairs and their parameters
-do not depend on the number of processes. Parameters are drawn on the CPU and applied on any device.
+neighbours: image 2i with image 2i + 1. Both are on the same process (`Method.together`), so the pairs and their
+parameters do not depend on the number of processes. Parameters are drawn on the CPU and applied on any device.
 
 Shapes: B images with C channels and H x W pixels. A box is top, bottom, left and right, with bottom and right
 exclusive. An empty box is all zeros.

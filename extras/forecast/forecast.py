@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tessera.data.batch import Batch
 from tessera.data.batches import Batches
+from tessera.data.sampler import share_bounds
 from tessera.pretrain.activations import blank_batch
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines import Engine
@@ -104,11 +105,6 @@ def gpu_memory(config: RunConfig, processes: int) -> tuple[str, int]:
         raise SettingsError("--gpu counts a step in one process. Start the forecast without a launcher, with --gpus N.")
     if config.compile:
         raise SettingsError("--gpu counts steps that are not compiled. Remove --compile; a compiled step is faster.")
-    if config.batch_size % (config.gpus * config.accumulate):
-        raise SettingsError(
-            f"--batch_size {config.batch_size} is not divisible by --gpus {config.gpus} times --accumulate "
-            f"{config.accumulate}."
-        )
     return f"an {gpu.name} of {gpu.size / 1e9:.0f} GB", gpu.size
 
 
@@ -130,7 +126,8 @@ def forecast(
 ) -> dict[str, str]:
     """Implement `Forecast.forecast`."""
     processes, workers, steps = accelerator.num_processes, plan.workers, config.steps - plan.step
-    each, passes = config.batch_size // processes // config.accumulate, processes * config.accumulate
+    _, each = share_bounds(config.batch_size, processes, config.accumulate, method.together)
+    passes = processes * config.accumulate
     reading = loader_speed(loader(min(each, LOADER_IMAGES) * passes))
     if config.gpu is not None:
         return counted(config, method, reading, steps)

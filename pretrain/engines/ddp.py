@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tessera.data.batch import Batch
-from tessera.pretrain.engines.engine import Engine, allocate_moments, build_optimizer, local_state, trainable
+from tessera.pretrain.engines.engine import Engine, allocate_moments, build_optimizer, local_state, trainable, weighted
 from tessera.pretrain.engines.local_state import LocalTensor, unsharded
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.optim.adamw import OptimConfig
@@ -31,7 +31,7 @@ class DDP(Engine):
     def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
         del last  # not needed, because accelerate itself counts the batches of a step
         with self.accelerator.accumulate(self.wrapped):
-            loss, metrics = self.wrapped(batch, step)
+            loss, metrics = weighted(*self.wrapped(batch, step))
             self.accelerator.backward(loss)
         return loss.detach(), metrics
 

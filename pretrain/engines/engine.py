@@ -13,7 +13,7 @@ from tessera.pretrain.engines.local_state import LocalTensor
 from tessera.pretrain.engines.meta_copy import M, MetaCopy
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.optim.adamw import OptimConfig, adamw
-from tessera.runtime.collectives import local
+from tessera.runtime.collectives import local, loss_weight
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 AdamWState = MutableMapping[Tensor, dict[str, Any]]
@@ -48,7 +48,8 @@ class Engine(ABC):
 
     @abstractmethod
     def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the forward and backward pass of a batch, accumulate its gradients, and return its loss and metrics.
+        """Run the forward and backward pass of a batch, accumulate its gradients, and return its loss and metrics, as
+        `weighted` does.
 
         Args:
             last: True for the last batch of an optimizer step. Gradients are then reduced over processes.
@@ -120,6 +121,19 @@ class Engine(ABC):
     def adamw_state(self) -> AdamWState:
         """AdamW's state of each parameter: the moments and the number of updates."""
         return self.optimizer.state
+
+
+def weighted(loss: Tensor, metrics: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the metrics of a forward pass, multiplied by the weight of this process (`loss_weight`).
+
+    The loss of a process without images is 0, and so are its gradients.
+    """
+    weight = loss_weight()
+    if weight == 1:
+        return loss, metrics
+    return loss * weight, {
+        name: value * weight if weight else torch.zeros_like(value) for name, value in metrics.items()
+    }
 
 
 def build_optimizer(method: Method, optim: OptimConfig) -> torch.optim.AdamW:

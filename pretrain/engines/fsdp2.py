@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tessera.data.batch import Batch
-from tessera.pretrain.engines.engine import Engine, allocate_moments, build_optimizer, local_state, trainable
+from tessera.pretrain.engines.engine import Engine, allocate_moments, build_optimizer, local_state, trainable, weighted
 from tessera.pretrain.engines.local_state import LocalTensor, unsharded
 from tessera.pretrain.engines.meta_copy import MetaCopy, meta_parameters
 from tessera.pretrain.methods.method import Method
@@ -72,7 +72,7 @@ class FSDP2(Engine):
     def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
         cast(FSDPModule, self.method).set_requires_gradient_sync(last)
         with self.accelerator.autocast():
-            loss, metrics = self.method(batch, step)
+            loss, metrics = weighted(*self.method(batch, step))
         (loss / self.accelerator.gradient_accumulation_steps).backward()
         return loss.detach(), metrics
 

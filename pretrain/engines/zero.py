@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from tessera.data.batch import Batch
-from tessera.pretrain.engines.engine import MOMENTS, Engine, allocate_moments, build_optimizer, trainable
+from tessera.pretrain.engines.engine import MOMENTS, Engine, allocate_moments, build_optimizer, trainable, weighted
 from tessera.pretrain.engines.local_state import LocalTensor, unsharded
 from tessera.pretrain.engines.meta_copy import MetaCopy
 from tessera.pretrain.methods.method import Method
@@ -54,7 +54,7 @@ class ZeRO(Engine):
 
     def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
         self.engine.set_gradient_accumulation_boundary(last)
-        loss, metrics = self.engine(batch, step)
+        loss, metrics = weighted(*self.engine(batch, step))
         self.engine.backward(loss)
         return loss.detach(), metrics
 

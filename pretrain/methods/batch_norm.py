@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tessera.runtime.collectives import all_reduce_sum, world_size
+from tessera.runtime.collectives import all_have_images, all_reduce_sum, world_size
 
 
 def centered(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -28,7 +28,8 @@ def centered(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def over_all_processes(module: nn.Module) -> None:
     """Change, in place, each batch norm of `module` so that its batch statistics include the images of all processes.
 
-    On GPUs, this is torch's `SyncBatchNorm`. On other devices, `centered` computes the same statistics. With one
+    On GPUs, this is torch's `SyncBatchNorm`. On other devices, and if a process has no images, `centered` computes the
+    same statistics. With one
     process, and in evaluation mode, nothing changes. Names of tensors do not change.
 
     The layers are those of torch, and those of timm with an activation. Other subclasses of torch's batch norm keep the
@@ -54,11 +55,11 @@ class BatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if world_size() == 1 or not self.training or input.is_meta:
             return super().forward(input)
-        if input.is_cuda:
+        if input.is_cuda and all_have_images():  # torch's layer would count the images of an empty share
             return nn.SyncBatchNorm.forward(self, input)  # pyright: ignore[reportArgumentType]
-        return self._on_the_cpu(input)
+        return self._in_torch(input)
 
-    def _on_the_cpu(self, x: Tensor) -> Tensor:
+    def _in_torch(self, x: Tensor) -> Tensor:
         """Return the output with the statistics of all processes, and update the running statistics."""
         with torch.autocast(x.device.type, enabled=False):
             moved = x.movedim(1, -1).to(torch.promote_types(x.dtype, torch.float32))  # (B, ..., D)

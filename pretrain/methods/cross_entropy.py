@@ -118,7 +118,7 @@ def sinkhorn_offset(logits: FactoredLogits, dtype: torch.dtype, iterations: int 
     takes less time than reading stored logits and subtracting their maximum.
 
     Args:
-        logits: (N, K) logits, divided by the temperature; N may differ between processes.
+        logits: (N, K) logits, divided by the temperature; N may differ between processes, and may be 0.
         dtype: precision of the products.
 
     Returns:
@@ -127,8 +127,9 @@ def sinkhorn_offset(logits: FactoredLogits, dtype: torch.dtype, iterations: int 
     width, count = len(logits.weight), len(logits.rows)
     rows, weight = logits.rows.to(dtype), logits.weight.to(dtype)
     largest = [F.linear(rows[chunk], weight).max() for chunk in _chunks(count, width, dtype)]
+    own_peak = torch.stack(largest).max() if largest else rows.new_full((), -torch.inf)
     # subtract the maximum, so that exp does not overflow
-    peak = all_reduce_max(torch.stack(largest).max().to(torch.promote_types(dtype, torch.float32)))
+    peak = all_reduce_max(own_peak.to(torch.promote_types(dtype, torch.float32)))
     total = all_reduce_sum(peak.new_full((), count))
     factors = peak.new_ones(width)
     rows, weight = _with_offset(logits, -peak.expand(width), dtype)

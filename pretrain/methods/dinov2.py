@@ -37,7 +37,7 @@ from tessera.pretrain.methods.teacher_student import (
     teacher_defaults,
 )
 from tessera.pretrain.optim.adamw import OptimConfig
-from tessera.runtime.collectives import all_reduce_sum
+from tessera.runtime.collectives import all_reduce_sum, pass_weight
 from tessera.runtime.settings import Derived, derived
 
 SAME_FEATURES = -math.log(1e-3)
@@ -246,7 +246,8 @@ class DINOv2(TeacherStudent):
             masked = weights.sum()  # share of the crops that have hidden tokens
             # Use the weights of the loss, over all processes, because the processes have different numbers of hidden
             # tokens. The metric then does not depend on the number of processes.
-            weighted, whole = all_reduce_sum(torch.stack([(entropies * weights).sum(), masked]).detach())
+            own = pass_weight() * torch.stack([(entropies * weights).sum(), masked]).detach()
+            weighted, whole = all_reduce_sum(own)
             entropy = weighted / whole.clamp(min=1e-6)
         # Keep the indices instead of the distributions, which would occupy memory until the next step.
         self._last = (seen.pooled.float(), {"": target.flatten(0, 1).argmax(-1), "ibot_": best})

@@ -26,7 +26,7 @@ from tessera.pretrain.methods.heads import BatchNorm
 from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.monitoring.collapse import column_variance, effective_rank
 from tessera.pretrain.optim.adamw import OptimConfig
-from tessera.runtime.collectives import all_reduce_sum, world_size
+from tessera.runtime.collectives import all_reduce_sum, average, images_of_all_ranks
 from tessera.runtime.settings import Derived, derived
 
 POINTS = 17
@@ -129,10 +129,10 @@ def sigreg(embeddings: Tensor, directions: Tensor) -> Tensor:
     with mean 0 and variance 1.
 
     Args:
-        embeddings: (V, B, D) float32. All processes have the same number of images B.
+        embeddings: (V, B, D) float32.
         directions: (D, M) float32, equal on all processes.
     """
-    images = embeddings.shape[1] * world_size()  # N
+    images = images_of_all_ranks(embeddings.shape[1])  # N
     t = torch.linspace(0, LAST_POINT, POINTS, device=embeddings.device)  # (T,)
     phi = (-t.square() / 2).exp()
     weights = torch.full_like(phi, 2 * LAST_POINT / (POINTS - 1))
@@ -207,7 +207,7 @@ class LeJEPA(Method):
         self._pooled = pooled[: len(batch.views[0].images)].detach().float()
         crops = sum(view.crops for view in batch.views)
         embeddings = self.projector(pooled).float().unflatten(0, (crops, -1))  # (V, B, D)
-        weight = scaled_weight(self.config.sigreg_weight, embeddings.shape[1] * world_size())
+        weight = scaled_weight(self.config.sigreg_weight, images_of_all_ranks(embeddings.shape[1]))
         with full_precision(embeddings):
             directions = draw_directions(embeddings.shape[-1], self.config.directions, step, embeddings.device)
             normality, invariance = sigreg(embeddings, directions), invariance_loss(embeddings)
@@ -216,7 +216,7 @@ class LeJEPA(Method):
         # If views of an image are unrelated, the invariance is (1 - 1 / V) times the variance of the embeddings.
         variance = column_variance(rows, correction=0).mean()
         unrelated = (1 - 1 / crops) * variance
-        difference = all_reduce_sum(invariance.detach()) / world_size() / unrelated.clamp(min=1e-12)
+        difference = average(invariance.detach()) / unrelated.clamp(min=1e-12)
         metrics = {"sigreg": normality.detach(), "invariance": invariance.detach(), "embedding_std": variance.sqrt()}
         return loss, metrics | {"view_difference": difference}
 

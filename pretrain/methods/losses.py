@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tessera.encoders.images import Mask
-from tessera.runtime.collectives import all_gather_rows, all_reduce_max, all_reduce_sum, rank
+from tessera.runtime.collectives import all_gather_rows, all_reduce_max, all_reduce_sum, first_row
 from tessera.runtime.user_error import UserError
 
 Centering = Literal["mean", "sinkhorn"]
@@ -100,20 +100,20 @@ def koleo_loss(features: Tensor) -> Tensor:
     distance, which has no effect in float16, where 1e-8 is rounded to 0.
 
     Args:
-        features: (B, D) float32, one row per image of this process. B is equal on all processes.
+        features: (B, D) float32, one row per image of this process.
 
     Raises:
         UserError: all processes together have only one image.
     """
     own = F.normalize(features, dim=1, eps=1e-8)
-    everyone = all_gather_rows(own)  # (processes * B, D)
+    everyone = all_gather_rows(own)  # (N, D), of all N images
     if len(everyone) < 2:
         raise UserError(
             "The KoLeo loss needs at least two images per forward pass. Raise --batch_size, or set koleo_weight to 0."
         )
     with torch.no_grad():
-        similarity = own @ everyone.T  # (B, processes * B)
-        first = 0 if len(everyone) == len(own) else rank() * len(own)
+        similarity = own @ everyone.T  # (B, N)
+        first = first_row(len(own))
         similarity[:, first : first + len(own)].fill_diagonal_(-torch.inf)
         nearest = similarity.argmax(1)  # (B,)
     squares = (own - everyone.index_select(0, nearest)).square().sum(1)  # (B,)

@@ -60,7 +60,9 @@ class Method(nn.Module):
 
     `METHODS[name](encoder, config, steps)` builds a method from an encoder, resolved settings of class `Config` and the
     number of optimizer steps. The engine distributes the whole module over processes. Each process calls `forward` with
-    its own images, and the gradients are averaged over processes.
+    its own images, and the gradients are averaged over processes. Processes may have different numbers of images: the
+    loss and the metrics, which are means over the images of the process, are weighted by them. A mean over all
+    processes is `runtime.collectives.average`.
 
     A method implements `Config`, `image_size`, `resolve`, `transform`, `forward`, `trained_encoder` and
     `trained_parts`. All other attributes and functions have defaults. `examples/ijepa` is an example.
@@ -124,6 +126,8 @@ class Method(nn.Module):
     """settings for images of 16 pixels and the smallest encoders, used by tests and benchmarks"""
     continues: ClassVar[tuple[str, ...]] = ()
     """names of methods whose runs can initialise all weights of this method (`start_from`), not only the encoder"""
+    together: int = 1
+    """number of neighbouring images of a batch that stay on one process, because they are mixed"""
     needs_start: bool = False
     """True if the settings require an earlier run to start from (`init_from`)"""
 

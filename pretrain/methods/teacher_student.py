@@ -24,7 +24,7 @@ from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.monitoring.collapse import column_variance, effective_rank
 from tessera.pretrain.optim import ema
 from tessera.pretrain.optim.schedules import cosine, linear
-from tessera.runtime.collectives import all_reduce_sum
+from tessera.runtime.collectives import all_reduce_sum, is_absent
 from tessera.runtime.settings import Derived, derived
 
 TERMS = ("dino_loss", "ibot_loss", "koleo_loss")
@@ -272,6 +272,7 @@ class PendingCenter:
     def add(self, step: int, logits: Tensor | FactoredLogits) -> None:
         """Add the logits (N, K) of a forward pass. If an earlier step was skipped, discard its sums first."""
         rows = logits if isinstance(logits, Tensor) else logits.rows
+        rows = rows[:0] if is_absent() else rows
         sums = rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32))
         if not isinstance(logits, Tensor):  # the sum of the logits is the product of the summed rows
             with full_precision(rows):

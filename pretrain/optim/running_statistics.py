@@ -26,16 +26,18 @@ class StepStatistics:
         self.before = [buffer.clone() for buffer in self.buffers]
 
     @torch.no_grad()
-    def settle(self, updated: Tensor) -> None:
+    def settle(self, updated: Tensor, weight: float = 1.0) -> None:
         """Average the statistics over processes, or undo their changes if `updated` is 0. Collective.
 
-        `updated` is a scalar on the device of the statistics, which tells whether the step updated the weights.
+        Args:
+            updated: scalar on the device of the statistics, which tells whether the step updated the weights.
+            weight: number of images of this process in the step, divided by its mean over processes.
         """
-        self._average()
+        self._average(weight)
         for buffer, before in zip(self.buffers, self.before, strict=True):
             buffer.copy_(torch.where(updated == 1, buffer, before))
 
-    def _average(self) -> None:
+    def _average(self, weight: float) -> None:
         """Average the statistics over processes, because each process had different images. Collective.
 
         The statistics of `pretrain.methods.batch_norm` are already equal. Those of other layers become the mean of the
@@ -44,6 +46,9 @@ class StepStatistics:
         buffers = [buffer for buffer in self.buffers if buffer.is_floating_point()]
         if not buffers or world_size() == 1:
             return
-        means = all_reduce_sum(torch.cat([buffer.flatten() for buffer in buffers])) / world_size()
+        own = torch.cat([buffer.flatten() for buffer in buffers])
+        if weight != 1:
+            own = own * weight if weight else torch.zeros_like(own)
+        means = all_reduce_sum(own) / world_size()
         for buffer, mean in zip(buffers, means.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(mean.view_as(buffer))

@@ -11,7 +11,7 @@ from tessera.data.sampler import batch_ranges
 from tessera.data.shards import ShardError
 from tests.data.batches import training_batches
 
-BATCH = 24  # splits over 1, 2, 3 and 4 processes, in one or two passes
+BATCH = 24  # 5 and 7 processes get uneven parts of it
 SHARDS = {2: [7, 113], 40: [1 + n % 5 for n in range(40)]}  # 120 images each
 STEPS = 3 * 120 // BATCH  # three epochs
 MANY = 1000  # steps of the whole run, of which a test sees a few
@@ -47,9 +47,9 @@ def steps_of(shards, first_step, steps, world_size, workers, accumulation, **ord
     return [
         [
             sample
+            for number in range(step * accumulation, (step + 1) * accumulation)
             for batches in parts
-            for batch in batches[step * accumulation : (step + 1) * accumulation]
-            for sample in samples(batch)
+            for sample in samples(batches[number])
         ]
         for step in range(steps)
     ]
@@ -70,10 +70,10 @@ def test_any_split_and_any_stops_give_the_same_run(write_shards, number):
     epochs_are_whole(whole, 120)
     assert len({digest for step in whole for _, digest in step}) > 300  # each time the crops are others
     chance = random.Random(number)
-    worlds, step = [4, 3, 2, 1], 0
+    worlds, step = [7, 5, 4, 3, 2, 1], 0
     while step < STEPS:  # one process count after the other, with other workers, between stops at random steps
         steps = min(chance.randint(1, 5), STEPS - step)
-        world_size = worlds.pop() if worlds else chance.randint(1, 4)
+        world_size = worlds.pop() if worlds else chance.randint(1, 7)
         workers, accumulation = chance.randint(0, 4), chance.choice([1, 1, 2])
         assert steps_of(shards, step, steps, world_size, workers, accumulation) == whole[step : step + steps]
         step += steps

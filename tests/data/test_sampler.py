@@ -17,7 +17,9 @@ from tessera.data.sampler import (
     phases,
     quotas,
     sample_rng,
+    share_bounds,
 )
+from tessera.runtime.collectives import Share
 from tests.data.batches import step_positions
 
 
@@ -94,14 +96,48 @@ def test_any_split_of_a_step_is_the_same_step(batch_size):
     for step in (0, 7):
         whole = step_positions(step, batch_size)
         assert sorted(whole) == list(range(step * batch_size, (step + 1) * batch_size))
-        for world_size, accumulation in [(2, 1), (1, 2), (4, 2), (2, 8), (16, 1)]:
+        for world_size, accumulation in [(2, 1), (1, 2), (4, 2), (2, 8), (16, 1), (3, 1), (5, 2), (50, 1), (7, 5)]:
+            least, most = share_bounds(batch_size, world_size, accumulation)
             split = {"world_size": world_size, "accumulation": accumulation}
             parts = [
                 step_positions(step, batch_size, rank=rank, micro=micro, **split)
-                for rank in range(world_size)
                 for micro in range(accumulation)
+                for rank in range(world_size)
             ]
             np.testing.assert_array_equal(np.concatenate(parts), whole)
+            sizes = [len(part) for part in parts]
+            assert (min(sizes), max(sizes)) == (least, most)
+
+
+@pytest.mark.parametrize(("batch_size", "world_size", "accumulation", "together"), [
+    (64, 3, 1, 1), (64, 5, 1, 1), (4, 5, 1, 1), (24, 7, 5, 1), (24, 5, 1, 2), (6, 4, 1, 2), (64, 4, 2, 1)
+])  # fmt: skip
+def test_shares_weigh_every_image_of_a_step_equally(batch_size, world_size, accumulation, together):
+    for micro in range(accumulation):
+        ranks = [
+            BatchSampler(batch_size, 0, 1, rank, world_size, accumulation, together=together)
+            for rank in range(world_size)
+        ]
+        shares, drawn = [one.share(micro) for one in ranks], [[*one][micro] for one in ranks]
+        sizes = [len(one.positions(0, micro)) for one in ranks]
+        assert all(size % together == 0 for size in sizes)
+        assert [share.images for share in shares] == sizes
+        assert [share.first for share in shares] == np.concatenate([[0], np.cumsum(sizes)[:-1]]).tolist()
+        assert {share.total for share in shares} == {sum(sizes)}
+        assert {share.complete for share in shares} == {min(sizes) > 0}
+        for share, positions in zip(shares, drawn, strict=True):
+            # an image counts 1 / batch_size: its share of the mean of this process, of processes and of passes
+            assert share.weight / (world_size * accumulation) == pytest.approx(share.images / batch_size)
+            assert len(positions) == (share.images or together)  # images that stand in for none
+    even = BatchSampler(64, 0, 1, 1, 4, 2).share(1)
+    assert even == Share(8, 8, 32, 1.0, complete=True)  # exactly 1: nothing is multiplied
+
+
+def test_a_batch_of_fewer_images_than_passes_is_refused():
+    with pytest.raises(ValueError, match=r"3 images is too small for 4 accumulated passes\."):
+        BatchSampler(3, accumulation=4)
+    with pytest.raises(ValueError, match="5 images do not split into groups of 2 images"):
+        BatchSampler(5, together=2)
 
 
 def test_a_rank_reads_its_own_streams():
@@ -111,8 +147,6 @@ def test_a_rank_reads_its_own_streams():
     ]
     assert all(len(one) == 8 for one in streams)
     assert set.union(*streams) == set(range(64))
-    with pytest.raises(ValueError, match="does not split"):
-        step_positions(0, 10, world_size=4)
 
 
 def test_batches_of_equally_many_samples_of_each_stream_keep_their_order():

@@ -116,10 +116,9 @@ def test_the_published_settings_are_the_defaults_for_imagenet() -> None:
     assert small[1].warmup_steps == 5 * 46
 
 
-def test_an_odd_number_of_images_is_refused_unless_nothing_is_mixed() -> None:
-    with pytest.raises(SettingsError, match=r"has 3 images\. Choose a --batch_size"):
-        make()(batch(3), 0)
-    make(mixup=0.0, cutmix=0.0)(batch(3), 0)
+def test_pairs_that_are_mixed_stay_on_one_process() -> None:
+    assert make().together == make(mixup=0.0).together == make(cutmix=0.0).together == 2
+    assert make(mixup=0.0, cutmix=0.0).together == 1
 
 
 def test_what_cannot_be_built_is_refused() -> None:

@@ -150,7 +150,6 @@ def test_the_loader_is_measured_after_its_first_batch(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("--gpu h100 --gpus 3", "not divisible by --gpus 3"),
     ("--gpu h100 --compile true", "not compiled"),
 ])  # fmt: skip
 def test_a_forecast_that_would_mislead_is_refused(
