@@ -26,11 +26,12 @@ from tessera.encoders.base import IMAGENET, PixelType, Preprocessing
 from tessera.encoders.registry import BACKBONES
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.monitoring.collapse import HealthConfig
+from tessera.pretrain.monitoring.profile import profiled_steps
 from tessera.pretrain.monitoring.sinks import MetricsConfig
 from tessera.pretrain.optim.adamw import OptimConfig
 from tessera.runtime.settings import Derived, Section, Settings, SettingsError, derived
 
-ONLY_FOR_THIS_START = {"config", "epochs", "resume", "overwrite", "dry_run", "gpu", "gpus", "output"}
+ONLY_FOR_THIS_START = {"config", "epochs", "resume", "overwrite", "dry_run", "gpu", "gpus", "output", "profile"}
 """Settings that config.yaml does not repeat."""
 
 
@@ -269,6 +270,9 @@ class RunConfig(Settings, frozen=True):
     deterministic: bool = False
     """use only deterministic algorithms of PyTorch, so that a resumed run is bit-equal on GPUs, too; slower. An
     operation without such an algorithm ends the run with an error that names it"""
+    profile: str | None = None
+    """steps to profile, such as 20:25; the main process writes a trace, a table of the costliest operations and, on a
+    GPU, a snapshot of the memory to OUTPUT/profile"""
     record_every: Derived[int] = derived(ge=1)
     """number of steps between two records of metrics; default: 50, or a tenth of a run of less than 500 steps"""
     checkpoint_every: int = Field(default=1000, ge=1)
@@ -298,6 +302,12 @@ class RunConfig(Settings, frozen=True):
     @classmethod
     def _check_skip_batches(cls, value: str | None) -> str | None:
         batch_ranges(value)
+        return value
+
+    @field_validator("profile")
+    @classmethod
+    def _check_profile(cls, value: str | None) -> str | None:
+        profiled_steps(value)
         return value
 
     @property

@@ -42,6 +42,7 @@ from tessera.pretrain.monitoring.online import (
     OnlineViews,
     write_accuracy,
 )
+from tessera.pretrain.monitoring.profile import check_profile
 from tessera.pretrain.monitoring.recorder import Recorder, earlier_contents, record_start
 from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
 from tessera.pretrain.origins import differing
@@ -133,6 +134,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     newest = newest_checkpoint(prepared.config, output)
     config, checkpoint, settings = continue_run(prepared.config, prepared.sources, prepared.fingerprint, newest)
     position = checkpoint.trainer.position if checkpoint else TrainState(step=0)
+    check_profile(config.profile, position.step, config.steps)
     check_memory(config, accelerator, sharded=engine_class.sharded)
     torch.manual_seed(config.seed)  # all processes use the same seed to build equal weights
     main = accelerator.is_main_process if engine_class.sends_weights else None

@@ -9,12 +9,14 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
+from torch.profiler import record_function
 
 from tessera.data.batch import Batch
 from tessera.pretrain.checkpoints.resume import CheckpointError, random_states, set_random_states
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.monitoring import verdict
 from tessera.pretrain.monitoring.collapse import CollapseAlarm, CollapseError
+from tessera.pretrain.monitoring.profile import WAIT, Profiler
 from tessera.pretrain.monitoring.progress_bar import Progress
 from tessera.pretrain.monitoring.slowest_rank import SlowestRank, rank_name
 from tessera.pretrain.scoring import due, record_and_score, record_pictures
@@ -64,11 +66,14 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
         state.unscored = {}
     progress.scored(verdict.Scores(state.scores).newest)
     waited_for = run.accelerator.num_processes > 1 or run.accelerator.device.type != "cpu"
-    with progress, no_automatic_collection() if waited_for else nullcontext():
+    profiler = Profiler(config.profile, run.output, run.accelerator.device, main=run.recorder is not None)
+    with progress, profiler, no_automatic_collection() if waited_for else nullcontext():
         while state.step < run.steps:
             step, started = state.step + len(running), time.perf_counter()
+            profiler.begin(step + 1)
             if failure is None:
-                micro_batches, failure = _next_batches(run, batches, micro_batches, step)
+                with record_function(WAIT):
+                    micro_batches, failure = _next_batches(run, batches, micro_batches, step)
             waited = time.perf_counter() - started
             if config.evaluation.pictures and step == 0:
                 record_pictures(run, micro_batches[0])
@@ -76,11 +81,13 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
             random, discard = random_states(), failure is not None
             running.append(start_step(run, step, on_device, discard=discard, waited=waited, previous=previous))
             # A step is finished while the device runs the next one. It is finished at once if its weights are used now.
-            result = _finish(run, running, save_due or _uses_weights(config, step + 1), meter, progress)
+            at_once = save_due or _uses_weights(config, step + 1) or profiler.ends(step + 1)
+            result = _finish(run, running, at_once, meter, progress)
             if waited_for:
                 gc.collect(1)  # the young objects: less than a millisecond, in the same step on all processes
             if result is None:
                 continue
+            profiler.end(state.step)
             stop = result.stop and state.step < run.steps
             evaluate = due(config.evaluate_every, state.step)
             if not result.discarded and (due(config.record_every, state.step) or evaluate or state.step == run.steps):

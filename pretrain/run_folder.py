@@ -27,6 +27,7 @@ PARTS = (
     "tracking.json",
     "tensorboard",
     "pictures",
+    "profile",
     "checkpoints",
     "evaluation",
     "export",
