@@ -228,12 +228,35 @@ class _CountOperations(TorchDispatchMode):
         if func._overloadpacket in flop_registry:
             flop = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
         low = any(t.dtype in LOW for t in inputs)
-        count = self.counter.gpu.kernel(size, flop, low=low)
-        if func is torch.ops.aten._foreach_lerp_.List:  # the scalar weights make it one kernel for each tensor
-            more = len(args[0]) - 1
-            count.kernels += more
-            count.seconds += more * self.counter.gpu.launch
+        if name.startswith("_foreach_"):
+            lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+            if not _one_kernel(lists):
+                return self._each([*lists, out or lists[0]])
+        return self.counter.gpu.kernel(size, flop, low=low)
+
+    def _each(self, lists: list[Any]) -> Count:
+        """Return the count of one kernel for each tensor, which reads all lists but the last, and writes the last."""
+        count = Count()
+        for tensors in zip(*lists, strict=True):
+            count.add(self.counter.gpu.kernel(sum(map(_bytes, tensors))))
         return count
+
+
+def _one_kernel(lists: list[Any]) -> bool:
+    """Return True if torch runs an operation on lists of tensors as one kernel, and not as one kernel for each tensor.
+
+    The conditions are those of `can_use_fast_route` (ATen/native/ForeachUtils.h): all tensors have one device and data
+    type and are dense, and the tensors at the same place of two lists have one shape and layout. A kernel then takes
+    hundreds of tensors.
+    """
+    first = lists[0][0]
+    for tensors in zip(*lists, strict=True):
+        layouts = {(t.device, t.dtype, t.shape, t.stride()) for t in tensors}
+        if len(layouts) > 1 or (first.device, first.dtype) != (tensors[0].device, tensors[0].dtype):
+            return False
+        if not torch._prims_common.is_non_overlapping_and_dense_or_false(tensors[0]):
+            return False
+    return True
 
 
 class _Replace(TorchFunctionMode):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tessera.encoders.base import Encoder
 from tessera.pretrain.optim.schedules import cosine
+from tessera.pretrain.optim.small_tensors import scale_each
 from tessera.runtime.collectives import all_reduce_sum
 from tessera.runtime.settings import Derived, Section, derived
 
@@ -191,11 +192,17 @@ def clip_gradients(
     if limit == 0:
         return total
     if by == "tensor":
-        each = norms
+        scale_each(flat, _scales(norms, limit))
     elif by == "module":
-        each = torch.cat([n.norm().expand(len(n)) for n in norms.split([len(part) for part in grads]) if len(n)])
+        sizes = [len(part) for part in grads]
+        for part, own in zip(grads, norms.split(sizes), strict=True):
+            if part:
+                torch._foreach_mul_(list(part), _scales(own.norm(), limit))  # pyright: ignore[reportPrivateImportUsage]
     else:
-        each = total.expand(len(flat))
-    scales = (limit / (each + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(flat, list(scales.unbind()))  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_mul_(flat, _scales(total, limit))  # pyright: ignore[reportPrivateImportUsage]
     return total
+
+
+def _scales(norms: Tensor, limit: float) -> Tensor:
+    """Return the factors that lower norms to `limit`; 1 for smaller norms."""
+    return (limit / (norms + 1e-6)).clamp(max=1.0)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tessera.pretrain.optim.running_statistics import running_statistics
+from tessera.pretrain.optim.small_tensors import move_each
 from tessera.runtime.collectives import local
 
 
@@ -34,11 +35,7 @@ def update(teacher: nn.Module, student: nn.Module, momentum: float, updated: flo
             f"The teacher's weights are {', '.join(map(str, low))}. Keep them in float32, or most updates round to 0."
         )
     weight = torch.as_tensor((1.0 - momentum) * updated)
-    # one copy for each device: an engine may keep weights on the CPU, where they need the factor, too
-    weights = {key: weight.to(*key) for key in {(t.device, t.dtype) for t, _ in moving}}
-    torch._foreach_lerp_(  # pyright: ignore[reportPrivateImportUsage]
-        [t for t, _ in moving], [s.to(t.dtype) for t, s in moving], [weights[t.device, t.dtype] for t, _ in moving]
-    )
+    move_each([t for t, _ in moving], [s for _, s in moving], weight)
     for t, s in pairs:
         if not t.is_floating_point():
             t.copy_(s)
