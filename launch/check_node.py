@@ -1,6 +1,7 @@
-"""Check a node before a job starts there: the GPUs, the run folder, the shards and the network between the nodes.
+"""Check a node before a job starts there: the GPUs, the run folder, the shards and the network.
 
-    python -m tessera.launch.check_node [--sees FILE] [--writes FOLDER] [--meets HOST:PORT] -- FLAGS OF THE JOB
+    python -m tessera.launch.check_node [--sees FILE] [--writes FOLDER] [--meets HOST:PORT] [--within GB/S]
+                                        [--between GB/S] -- FLAGS OF THE JOB
 
 The scripts in launch/ run this check on every node. Each problem is printed with the node's name. The exit code is 2 if
 there is a problem, else 0.
@@ -24,6 +25,7 @@ from typing import Any
 from rich.filesize import decimal
 from webdataset.shardlists import expand_urls
 
+from tessera.launch import network
 from tessera.launch.jobs import LaunchError, read_settings
 
 SHARD_SETTINGS = ("data", "train", "val", "evaluation.train", "evaluation.val")
@@ -40,6 +42,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sees", type=Path, metavar="FILE", help="file from the first node; this node must see it")
     parser.add_argument("--writes", type=Path, metavar="FOLDER", help="run folder of the job, which must be writable")
     parser.add_argument("--meets", metavar="HOST:PORT", help="where the nodes of the job meet, on the first node")
+    for name, least in network.LEAST["nccl"]._asdict().items():
+        least = f"default: {least:g} and half of the median on GPUs, none on CPUs"
+        parser.add_argument(
+            f"--{name}", type=float, metavar="GB/S", help=f"smallest bus bandwidth {name} nodes; {least}"
+        )
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of the job, which name its shards")
     arguments = sys.argv[1:] if argv is None else argv
     split = arguments.index("--") if "--" in arguments else len(arguments)
@@ -49,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         *check_gpus(gpus),
         *check_folder(options.sees, options.writes),
         *check_shards(arguments[split + 1 :]),
-        *check_network(options.meets, gpus),
+        *check_network(options.meets, gpus, network.Least(options.within, options.between)),
     ]
     for problem in problems:
         print(f"{node()}: {problem}", file=sys.stderr)
@@ -85,35 +92,36 @@ def check_gpus(count: int) -> Iterator[str]:
             yield f"GPU {number} does not compute: {reason}. Avoid the node with sbatch --exclude={node()}"
 
 
-def check_network(meets: str | None, gpus: int) -> Iterator[str]:
-    """Yield a problem if an all-reduce with the other nodes of the job fails.
+def check_network(meets: str | None, gpus: int, given: network.Least | None = None) -> Iterator[str]:
+    """Yield a problem if the nodes of the job do not reach each other. On the first node, also yield one per slow node.
 
     Training uses gloo for numbers on the CPU, and NCCL for those on GPUs. Both choose a network interface by
     themselves. A node whose name stands for its loopback address offers gloo an address that no other node reaches.
 
     Args:
         meets: HOST:PORT on the first node, a free port. None skips this check.
-        gpus: GPUs that the job has on this node. If there are none, or torch sees none, NCCL is not checked.
+        gpus: GPUs that the job has on this node. If there are none, or torch sees fewer, NCCL is not checked.
+        given: smallest speeds that the user gave.
     """
-    nodes, rank = int(os.environ.get("SLURM_JOB_NUM_NODES") or 1), int(os.environ.get("SLURM_NODEID") or 0)
-    if meets is None or nodes == 1:
+    nodes, number = int(os.environ.get("SLURM_JOB_NUM_NODES") or 1), int(os.environ.get("SLURM_NODEID") or 0)
+    if meets is None or max(nodes, gpus) == 1:
         return
     import torch  # imported here, because other checks need no torch
     import torch.distributed as dist
 
     host, port = meets.rsplit(":", 1)
-    wait, backend = timedelta(seconds=MEET_SECONDS), "TCP"
-    backends = [("gloo", "cpu"), ("nccl", "cuda:0")] if gpus and torch.cuda.is_available() else [("gloo", "cpu")]
+    cuda = gpus > 0 and torch.cuda.device_count() >= gpus
+    ranks, backend = {"gloo": 1} | ({"nccl": gpus} if cuda else {}), "TCP"
     try:
-        store = dist.TCPStore(host, int(port), nodes, rank == 0, wait)
-        for backend, device in backends:
-            own = dist.PrefixStore(backend, store)
-            dist.init_process_group(backend, store=own, rank=rank, world_size=nodes, timeout=wait)
-            total = torch.ones(1, device=device)
-            dist.all_reduce(total)
-            if float(total) != nodes:
-                raise RuntimeError(f"the sum of ones of {nodes} nodes is {float(total)}")
-            dist.destroy_process_group()
+        store = dist.TCPStore(host, int(port), nodes, number == 0, timedelta(seconds=MEET_SECONDS))
+        store.set(f"name of {number}", node())
+        for backend in ranks:
+            job = network.Job(host, int(port), nodes, number, ranks[backend], backend, MEET_SECONDS)
+            speeds = network.measured(job, store)
+            if speeds:
+                print(network.summary(speeds, backend), flush=True)
+                names = [store.get(f"name of {one}").decode() for one in range(nodes)]
+                yield from network.problems(speeds, names, given if backend == [*ranks][-1] else None, backend)
     except RuntimeError as error:
         interfaces = ", ".join(name for _, name in socket.if_nameindex())
         yield (

@@ -233,6 +233,12 @@ def test_a_bad_node_stops_the_job(pretrain: Script) -> None:
     assert not pretrain.requeued()
 
 
+def test_the_check_of_the_network_takes_options(pretrain: Script) -> None:
+    assert pretrain.run("--output", "run", TESSERA_CHECK="--within 100 --between 20").returncode == 0
+    for call in pretrain.called("tessera.launch.check_node"):
+        assert (value(call["argv"], "--within"), value(call["argv"], "--between")) == ("100", "20")
+
+
 def test_nodes_meet_at_a_port_that_the_trainers_do_not_use(pretrain: Script) -> None:
     assert pretrain.run("--output", "run").returncode == 0
     meets = {value(call["argv"], "--meets") for call in pretrain.called("tessera.launch.check_node")}
