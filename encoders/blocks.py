@@ -105,6 +105,10 @@ class SwiGLU(nn.Module):
         self.w12 = nn.Linear(dim, 2 * hidden)
         self.w3 = ScalableLinear(hidden, dim)
 
+    @property
+    def last(self) -> nn.Module:
+        return self.w3
+
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         return self.contract(self.expand(x), scale)
 
@@ -273,7 +277,7 @@ class Block(nn.Module):
 
     def _attention(self, x: Tensor, segments: Segments | None, rope: Tensor | None) -> Tensor:
         """Return the residual branch of attention."""
-        scale = _early_factors(self.ls1, x)
+        scale = _early_factors(self.ls1, x, self.attn.proj)
         if not (self.selective and self.training):
             branch = self.attn(self.norm1(x), segments, rope, scale)
         else:
@@ -283,7 +287,7 @@ class Block(nn.Module):
 
     def _mlp(self, x: Tensor) -> Tensor:
         """Return the residual branch of the MLP."""
-        scale = _early_factors(self.ls2, x)
+        scale = _early_factors(self.ls2, x, self.mlp.last)
         if not (self.selective and self.training):
             branch = self.mlp(self.norm2(x), scale)
         else:
@@ -292,5 +296,5 @@ class Block(nn.Module):
         return branch if scale is not None else self.ls2(branch)
 
 
-def _early_factors(layer_scale: nn.Module, x: Tensor) -> Tensor | None:
-    return layer_scale.early_factors(x) if isinstance(layer_scale, LayerScale) else None
+def _early_factors(layer_scale: nn.Module, x: Tensor, last: nn.Module) -> Tensor | None:
+    return layer_scale.early_factors(x, last) if isinstance(layer_scale, LayerScale) else None

@@ -33,6 +33,10 @@ class MLP(nn.Module):
         self.act = nn.GELU()
         self.fc2 = ScalableLinear(hidden, dim)
 
+    @property
+    def last(self) -> nn.Module:
+        return self.fc2
+
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         return self.contract(self.expand(x), scale)
 
@@ -70,22 +74,20 @@ class LayerScale(nn.Module):
         self.gamma = nn.Parameter(torch.full((dim,), value))
         self.same_dtype = same_dtype
 
-    def early_factors(self, x: Tensor) -> Tensor | None:
-        """Return the factors (D,) if the last linear layer of the branch of `x` is to apply them, else None.
+    def early_factors(self, x: Tensor, last: nn.Module) -> Tensor | None:
+        """Return the factors (D,) if `last`, the last linear layer of the branch of `x`, is to apply them, else None.
 
         That is so in training. In float16, products of small factors and weights would be rounded to 0. Without
-        `same_dtype`, the output has to be more precise than that of the linear layer.
+        `same_dtype`, the output has to be more precise than that of the linear layer. A forward hook of the layer, such
+        as that of LoRA or of ZeRO-3, gets the output without the factors.
         """
         enabled = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if enabled else x.dtype
-        if not self.training or dtype == torch.float16 or (enabled and not self.same_dtype):
+        if not self.training or last._forward_hooks or dtype == torch.float16 or (enabled and not self.same_dtype):
             return None
-        return self(None)  # by `__call__`, because an engine that shards weights gathers them for calls only
+        return self.gamma
 
-    def forward(self, x: Tensor | None) -> Tensor:
-        """Return the scaled `x`, or a copy of the factors (D,) if `x` is None."""
-        if x is None:
-            return self.gamma.clone()
+    def forward(self, x: Tensor) -> Tensor:
         return x * (self.gamma.to(x.dtype) if self.same_dtype else at_least_float32(self.gamma))
 
 

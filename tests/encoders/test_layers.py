@@ -124,10 +124,12 @@ def test_factors_of_a_layer_scale_are_in_the_weights_where_no_precision_is_lost(
     dtype: torch.dtype | None, same_dtype: bool, early: bool
 ) -> None:
     scale = LayerScale(4, 1e-5, same_dtype=same_dtype)
-    x = torch.ones(2, 4)
+    x, last = torch.ones(2, 4), nn.Linear(4, 4)
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-        factors = scale.early_factors(x)
-        assert scale.eval().early_factors(x) is None
+        factors = scale.early_factors(x, last)
+        assert scale.eval().early_factors(x, last) is None
     assert (factors is not None) == early
     if factors is not None:
         assert torch.equal(factors, scale.gamma)
+        last.register_forward_hook(lambda *_: None)
+        assert scale.train().early_factors(x, last) is None

@@ -88,3 +88,16 @@ def test_low_rank_updates_are_exported_in_the_weights(tmp_path: Path) -> None:
     torch.testing.assert_close(
         encoders.load(tmp_path / "ours.safetensors")(images).pooled, expected, rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("layers", [("proj",), ("fc2",)])
+def test_a_layer_scale_also_scales_the_update(layers: tuple[str, ...]) -> None:
+    """In training as in eval mode, although the encoder otherwise applies the layer scale to the weights."""
+    torch.manual_seed(0)
+    encoder = encoders.build("vit_micro", layer_scale=0.5, drop_path=0.0)
+    add_lora(encoder, 2, 4.0, layers)
+    for name, parameter in encoder.named_parameters():
+        if "lora" in name:
+            nn.init.normal_(parameter)
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(encoder.train()(images).pooled, encoder.eval()(images).pooled)
