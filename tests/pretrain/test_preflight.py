@@ -169,6 +169,9 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         in said
     )
     assert f"the end, {decimal(5 * size)}" in said
+    for processes, size in ((3, "1 to 2"), (5, "0 to 1")):
+        print_plan(config, replace(plan, processes=processes))
+        assert f"images per forward pass of a process {size} " in re.sub(r"\s+", " ", capsys.readouterr().out)
     monkeypatch.setattr(preflight, "is_on_network", lambda folder: folder == tmp_path / "cache")
     print_plan(config, plan)
     said = re.sub(r"[ │┃\n]+", " ", capsys.readouterr().out)
@@ -287,5 +290,7 @@ def test_the_verdict_names_the_accumulation_that_fits() -> None:
     fits, said = fit(config, replace(plan, place="a GPU of 24 GB", capacity=24 * 10**9))
     assert not fits
     assert "do not fit a GPU of 24 GB. --accumulate 4 needs 6.0 GB + 11.8 GB." in said
+    _, uneven = fit(config, replace(plan, processes=3, place="a GPU of 24 GB", capacity=24 * 10**9))
+    assert "--accumulate 4 needs 6.0 GB + 12.8 GB." in uneven  # of 22 images, forward passes of at most 6
     assert fit(config, replace(plan, capacity=54 * 10**9))[0]
     assert "Choose a smaller encoder" in fit(config, replace(plan, capacity=6 * 10**9))[1]

@@ -12,16 +12,19 @@ from tessera.pretrain.checkpoints.resume import CheckpointError
 from tessera.runtime import collectives
 from tessera.runtime.collectives import (
     RankError,
+    Share,
     all_gather,
     all_gather_rows,
     all_reduce_max,
     all_reduce_sum,
+    average,
     broadcast_object,
     first_rank,
     gather_objects,
     gather_on_main,
     rank,
     run_on_all_ranks,
+    sharing,
     wait_for_path,
     world_size,
 )
@@ -66,6 +69,26 @@ def test_failures_are_described_in_one_line(error: Exception, message: str) -> N
     assert isinstance(caught.value, CheckpointError) == isinstance(error, CheckpointError)
 
 
+def _three_images_and_one(own: int) -> None:
+    """Process 0 has two of three images, then the only one. Process 1 then computes with an image that is no one's."""
+    images = torch.tensor([[1.0, 5.0], [2.0, 7.0], [6.0, 0.0]])
+    part = images[2 * own : 2 + own]
+    with sharing(Share(len(part), 2 * own, 3, len(part) * 2 / 3, complete=True)):
+        assert torch.equal(all_gather_rows(part), images)
+        torch.testing.assert_close(average(part.mean(0)), images.mean(0))
+        # the mean over processes of the weighted losses is that over images
+        torch.testing.assert_close(all_reduce_sum(part.mean() * collectives.loss_weight()) / 2, images.mean())
+    leaf = torch.tensor([[1.0, -5.0], [100.0, 100.0]])[own : own + 1].requires_grad_()
+    with sharing(Share(1 - own, own, 1, 2.0 * (1 - own), complete=False)):
+        assert (collectives.is_absent(), collectives.all_have_images()) == (own == 1, False)
+        found = [all_reduce_sum(leaf), all_reduce_max(leaf), all_gather_rows(leaf), average(leaf)]
+        assert [one.tolist() for one in found] == [[[1, -5]]] * 4
+        (found[0].square() * collectives.loss_weight()).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == ([[0, 0]] if own else [[4, -20]])  # twice, because engines average over processes
+    assert not collectives.is_absent()
+
+
 def _two_processes(own: int, folder: str) -> None:
     collectives.VISIBILITY_TIMEOUT = 0.5
     assert (world_size(), rank()) == (2, own)
@@ -84,6 +107,7 @@ def _two_processes(own: int, folder: str) -> None:
     assert gather_on_main({"rank": own}) == (None if own else [{"rank": 0}, {"rank": 1}])
     assert [first_rank(own in ranks) for ranks in ([0, 1], [1], [])] == [0, 1, None]
     assert collectives.broadcast(torch.tensor([own + 5])).tolist() == [5]
+    _three_images_and_one(own)
     if own == 0:
         with collectives.alone():
             assert [all_reduce_sum(x).tolist(), all_reduce_max(x).tolist(), len(all_gather(x))] == [[1, 0], [1, 0], 1]
