@@ -97,7 +97,19 @@ FAMILIES: dict[str, Run] = {  # crops, and tokens that are left out
 BF16: dict[str, Run] = {f"{method}, bf16": run(method, "--precision bf16", steps=2) for method in NAMES}
 BF16["dino of swin_micro, bf16"] = run("dino", "--encoder swin_micro --optim.lr 3e-4 --precision bf16", steps=2)
 BF16["dino, bf16 between blocks"] = run("dino", "--precision bf16 --encoder.bf16_residuals true", steps=2)
-ALL = RUNS | SHARDED | FAMILIES | BF16
+OVER_ALL = {
+    "dino": "--dino.batch_norm true --dino.centering sinkhorn",
+    "dinov2": "--dinov2.batch_norm true --dinov2.centering sinkhorn --dinov2.separate_head true",
+    "dinov3": "--dinov3.batch_norm true",
+    "lejepa": "--lejepa.batch_norm true",
+}
+"""Settings with statistics over the images of a forward pass."""
+# forward passes of three images, on four processes: one of them has none
+EMPTY: dict[str, Run] = {
+    f"{method}, empty": run(method, f"{OVER_ALL.get(method, '')} --accumulate 8", steps=2) for method in NAMES
+}
+EMPTY["mae, native, empty"] = run("mae", "--mae.native true --mae.mask block --accumulate 8", steps=2)
+ALL = RUNS | SHARDED | FAMILIES | BF16 | EMPTY
 # every method under DDP; under the others those whose parts differ most, since the engine knows no method
 BF16_OF_ENGINES = ["dino, bf16", "dinov3, bf16", "dino of swin_micro, bf16", "dino, bf16 between blocks"]
 ON_ENGINES = {
@@ -266,6 +278,44 @@ def test_compiled_blocks_on_sharded_weights_equal_one_process(
     compiled = several([name], engine="fsdp2", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert_same(compiled.folder(name), alone.folder(name), LOOSE)
     assert any(tmp_path.rglob("*.py"))  # the code of compiled blocks
+
+
+TIMES = {"images_per_second", "data_wait", "slowest_rank", "slowest_rank_lag"}
+ON_FOUR = {"ddp": EMPTY} | {engine: ["dino, empty", "lejepa, empty"] for engine in ("zero2", "zero3", "fsdp2")}
+
+
+@pytest.fixture(scope="module")
+def on_four(several: Callable, chosen: list[dict]) -> Callable[[str], Started]:
+    """The chosen runs under an engine on four processes, which start once."""
+    running: dict[str, Started] = {}
+
+    def of(engine: str) -> Started:
+        if engine not in running:
+            names = [given["name"] for given in chosen if given.get("engine") == engine and given["name"] in EMPTY]
+            running[engine] = several(names, processes=4, engine=engine)
+        return running[engine]
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "name"), [(engine, name) for engine, names in ON_FOUR.items() for name in names])
+def test_uneven_and_empty_shares_equal_one_process(
+    engine: str, name: str, on_four: Callable[[str], Started], alone: Started
+) -> None:
+    ours, wanted = ([line for line in records(one.folder(name)) if "loss" in line] for one in (on_four(engine), alone))
+    assert [line["step"] for line in ours] == [line["step"] for line in wanted] == [1, 2]
+    for line, one in zip(ours, wanted, strict=True):
+        assert line.keys() == one.keys()
+        assert line["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        for key in one.keys() - {
+            "images_per_second",
+            "data_wait",
+            "slowest_rank",
+            "slowest_rank_lag",
+            "peak_memory_gb",
+        }:
+            assert line[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
 
 
 @pytest.mark.slow
