@@ -27,7 +27,7 @@ ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 LAUNCHES = {"16 on 3": (16, 3), "16 on 5": (16, 5), "4 on 5 (empty share)": (4, 5)}
 """Images of a batch and processes of each launch."""
 RUN = "--record_every 1 --workers 0 --precision fp32 --encoder vit_micro --encoder.drop_path 0.2 --optim.lr 1e-3"
-RUN += " --evaluation.view_images 0 --evaluation.pictures 0"
+RUN += " --encoder.depth 2 --encoder.dim 24 --encoder.heads 2 --evaluation.view_images 0 --evaluation.pictures 0"
 STATISTICS = {"batch_norm": "true", "centering": "sinkhorn"}
 """Settings of methods that have them."""
 
@@ -37,7 +37,7 @@ class SharesBenchmark(Settings):
 
     engines: tuple[str, ...] = ENGINES
     """engines: names of files in configs/accelerate/, without .yaml"""
-    steps: int = Field(default=4, ge=1)
+    steps: int = Field(default=3, ge=1)
     """number of steps of a run"""
     output: Path | None = None
     """Markdown file for the table"""

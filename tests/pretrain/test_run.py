@@ -72,7 +72,7 @@ def test_dry_run_of_a_method_that_sums_over_processes(fork, tmp_path: Path) -> N
     [
         (["--data", "/nowhere/x-{0..3}.tar"], "/nowhere/x-"),
         (["--batch_size", "100000"], "A batch of 100000 takes 100000 images from a source that has only 1437"),
-        (["--accumulate", "3"], "The nearest valid batch size is 15 or 18"),
+        (["--accumulate", "17"], "A batch of 16 images is too small for 17 accumulated passes"),
         (["--resume"], "--resume needs --output"),
         (["--resume", "--output", "/nowhere/run"], "/nowhere/run holds no run to continue"),
         (["--precision", "fp16"], "Use bf16 or fp32"),
