@@ -1,8 +1,9 @@
 """The interface of all encoders: the base class `Encoder`, its output `Features` and the `Preprocessing` of images."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from math import isfinite
 from typing import Any, Literal, NamedTuple, get_args
@@ -143,6 +144,8 @@ class Encoder(nn.Module):
     """True if `forward` supports `drop=True`, which excludes hidden tokens from the computation."""
     takes_packed: bool = False
     """True if the encoder accepts `PackedImages` as input."""
+    can_skip_tokens: bool = False
+    """True if `forward` supports `pooled_only=True`, and saves time by it."""
     takes_fewer_channels: bool = False
     """True if the encoder accepts images in which some channels are missing. All pixels of these channels are NaN."""
     no_weight_decay: tuple[str, ...] = ()
@@ -324,15 +327,28 @@ class Encoder(nn.Module):
         return torch.where(hidden, self.mask_token, x)
 
 
-def encode(encoder: nn.Module, views: Sequence[Images], mask: Mask | None = None) -> tuple[Tensor, Tensor]:
+def encode(
+    encoder: nn.Module, views: Sequence[Images], mask: Mask | None = None, *, pooled_only: bool = False
+) -> tuple[Tensor, Tensor]:
     """Encode S views of B images each. Return pooled features (S * B, D) and token features (T, D).
 
     The first rows of the token features belong to the first view. `mask` hides tokens of the first view only. If the
     encoder takes packed images, and the patch size divides the sides of all images, all views are encoded in one call.
+    If `pooled_only` is True, the token features must not be used, and an encoder may leave them out.
     """
+    run = _pooling(encoder) if pooled_only else encoder
     if isinstance(encoder, Encoder) and encoder.takes_packed and can_pack(views, encoder.stride):
         packed = pack(views, encoder.stride)
-        features = encoder(packed, None if mask is None else mask.extended(packed.grids))
+        features = run(packed, None if mask is None else mask.extended(packed.grids))
         return features.pooled, features.tokens
-    first = encoder(views[0]) if mask is None else encoder(views[0], mask)
-    return torch.cat([first.pooled, *(encoder(view).pooled for view in views[1:])]), first.tokens
+    first = run(views[0]) if mask is None else run(views[0], mask)
+    return torch.cat([first.pooled, *(run(view).pooled for view in views[1:])]), first.tokens
+
+
+def pooled_features(encoder: nn.Module, images: Images) -> Tensor:
+    """Return the pooled features of images (B, D). The encoder does not compute token features if it can skip them."""
+    return _pooling(encoder)(images).pooled
+
+
+def _pooling(encoder: nn.Module) -> Callable[..., Features]:
+    return partial(encoder, pooled_only=True) if getattr(encoder, "can_skip_tokens", False) else encoder

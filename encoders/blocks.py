@@ -178,8 +178,9 @@ class Attention(nn.Module):
         segments: Segments | None = None,
         rope: Tensor | None = None,
         scale: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        return self.attend(self.project(x), segments, rope, scale)
+        return self.attend(self.project(x), segments, rope, scale, rows)
 
     def project(self, x: Tensor) -> Tensor:
         """Return queries, keys and values in one tensor: (..., N, D) -> (..., N, 3, heads, d)."""
@@ -191,17 +192,19 @@ class Attention(nn.Module):
         segments: Segments | None = None,
         rope: Tensor | None = None,
         scale: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Return the output for queries, keys and values in one tensor: (..., N, 3, heads, d) -> (..., N, D).
 
-        If `scale` (D,) is not None, the output is multiplied by it.
+        If `scale` (D,) is not None, the output is multiplied by it. If `rows` (R,) is not None, only the output of the
+        tokens with these indices among all tokens is returned, (R, D).
         """
         if rope is None and not self.qk_norm:
             out = self_attention(qkv, scale=self.scale, segments=segments)
         else:
             q, k, v = self._split(qkv, rope)
             out = attention(q, k, v, scale=self.scale, segments=segments)
-        return self.proj(rearrange(out, "... heads n d -> ... n (heads d)"), scale)
+        return self.proj(_rows(rearrange(out, "... heads n d -> ... n (heads d)"), rows), scale)
 
     def _split(self, qkv: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values: (..., N, 3, heads, d) -> three tensors (..., heads, N, d)."""
@@ -261,11 +264,20 @@ class Block(nn.Module):
         segments: Segments | None = None,
         scales: Tensor | tuple[Subset, Subset] | None = None,
         rope: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
+        """Return the tokens after the block.
+
+        If `rows` (B,) holds the index of one token of each image among all tokens, return only these tokens, (B, D).
+        Only keys, values and queries are then computed for the other tokens.
+        """
         if isinstance(scales, tuple):
-            return self._forward_subsets(x, scales, rope)
+            return _rows(self._forward_subsets(x, scales, rope), rows)
         first, second = branch_scales(scales)
-        x = self.drop_path.add(x, self._attention(x, segments, rope), segments, first)
+        branch = self._attention(x, segments, rope, rows)
+        if rows is not None:
+            x, segments = _rows(x, rows), None
+        x = self.drop_path.add(x, branch, segments, first)
         return self.drop_path.add(x, self._mlp(x), segments, second)
 
     def _forward_subsets(self, x: Tensor, subsets: tuple[Subset, Subset], rope: Tensor | None) -> Tensor:
@@ -275,14 +287,16 @@ class Block(nn.Module):
         x = first.add(x, lambda kept: self._attention(kept, first.segments, rope))
         return second.add(x, self._mlp)
 
-    def _attention(self, x: Tensor, segments: Segments | None, rope: Tensor | None) -> Tensor:
-        """Return the residual branch of attention."""
+    def _attention(
+        self, x: Tensor, segments: Segments | None, rope: Tensor | None, rows: Tensor | None = None
+    ) -> Tensor:
+        """Return the residual branch of attention, of all tokens or of `rows`."""
         scale = _early_factors(self.ls1, x, self.attn.proj)
         if not (self.selective and self.training):
-            branch = self.attn(self.norm1(x), segments, rope, scale)
+            branch = self.attn(self.norm1(x), segments, rope, scale, rows)
         else:
             qkv = recomputed(lambda x: self.attn.project(self.norm1(x)), x)
-            branch = self.attn.attend(qkv, segments, rope, scale)
+            branch = self.attn.attend(qkv, segments, rope, scale, rows)
         return branch if scale is not None else self.ls1(branch)
 
     def _mlp(self, x: Tensor) -> Tensor:
@@ -298,3 +312,8 @@ class Block(nn.Module):
 
 def _early_factors(layer_scale: nn.Module, x: Tensor, last: nn.Module) -> Tensor | None:
     return layer_scale.early_factors(x, last) if isinstance(layer_scale, LayerScale) else None
+
+
+def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Return the tokens with the indices `rows` (R,) among all tokens: (..., D) -> (R, D). None selects all tokens."""
+    return x if rows is None else x.flatten(0, -2).index_select(0, rows)

@@ -70,6 +70,11 @@ class Segments:
         return torch.repeat_interleave(images, counts, output_size=int(self.lengths.sum()))
 
     @cached_property
+    def first_tokens(self) -> Tensor:
+        """Index of the first token of each image: (B,) int64 on the device."""
+        return copy_to_device(self.lengths.cumsum(0) - self.lengths, self.device)
+
+    @cached_property
     def cumulative_lengths(self) -> tuple[Tensor, Tensor]:
         """Cumulative number of queries and cumulative number of tokens: two tensors (B + 1,) int32 on the device.
 

@@ -307,6 +307,34 @@ class ViT(Encoder):
         distilled = self.head_dist(self.fc_norm(self.norm(output[0][:, 1])))
         return (scores, distilled) if self.training else (scores + distilled) / 2
 
+    @property
+    def can_skip_tokens(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.pool == "class"
+
+    def forward(
+        self, images: Images, mask: Mask | None = None, *, drop: bool = False, pooled_only: bool = False
+    ) -> Features:
+        """Encode images as `Encoder.forward` does.
+
+        If `pooled_only` is True, `can_skip_tokens` must be True, and `tokens` of the result is empty. The last block
+        then computes only the output of the class tokens.
+        """
+        if not pooled_only:
+            return super().forward(images, mask, drop=drop)
+        x, segments, rotations = self._embed(images, mask, drop)
+        scales = self._draw(x, segments)
+        for block in self.blocks[:-1]:
+            x = self.run_block(block, x, segments, next(scales), next(rotations))
+        rows = torch.arange(len(x), device=x.device) * x.shape[1] if segments is None else segments.first_tokens
+        x = self.run_block(self.blocks[-1], x, segments, next(scales), next(rotations), rows)  # (B, D)
+        x = x.float() if self.bf16_residuals else x
+        grids = self.grids(images)
+        if self.rope_embed is not None:
+            x = self._normed_class(x, None if segments is None else grids.prod(1))
+        else:
+            x = self.norm(x)
+        return Features(x, x[:0], grids)
+
     def _outputs(self, images: Images, mask: Mask | None = None, drop: bool = False) -> Iterator[Output]:
         x, segments, rotations = self._embed(images, mask, drop)
         scales = self._draw(x, segments)

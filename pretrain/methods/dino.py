@@ -14,7 +14,7 @@ from torch import Tensor
 from tessera import encoders
 from tessera.data.batch import Batch
 from tessera.data.crops import MultiCrop, sides
-from tessera.encoders.base import Encoder, encode
+from tessera.encoders.base import Encoder, encode, pooled_features
 from tessera.encoders.unused import freeze_unused
 from tessera.pretrain.methods.cross_entropy import crop_loss
 from tessera.pretrain.methods.heads import Head
@@ -85,9 +85,9 @@ class DINO(TeacherStudent):
         """Return loss and metrics of B images with global crops (G * B, C, H, W) and local crops (L * B, C, h, w)."""
         view = batch.views[0]
         with torch.no_grad():
-            seen = self.teacher["encoder"](view.images).pooled  # (G * B, D)
+            seen = pooled_features(self.teacher["encoder"], view.images)  # (G * B, D)
         target, metrics = self.crop_targets(seen, view, step)  # (G, B, K)
-        pooled, _ = encode(self.student["encoder"], [one.images for one in batch.views])  # (S * B, D)
+        pooled, _ = encode(self.student["encoder"], [one.images for one in batch.views], pooled_only=True)  # (S * B, D)
         logits = self.student["head"](pooled, factored=True)  # (S * B, K)
         crops = logits.unflatten(sum(one.crops for one in batch.views))  # (S, B, K)
         cross_entropy = crop_loss(crops, target, self.config.student_temperature)

@@ -203,7 +203,9 @@ class LeJEPA(Method):
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return loss and metrics of B images with global crops (G * B, C, H, W) and local crops (L * B, C, h, w)."""
-        pooled, _ = encode(self.encoder, [view.images for view in batch.views])  # (V * B, encoder width)
+        pooled, _ = encode(
+            self.encoder, [view.images for view in batch.views], pooled_only=True
+        )  # (V * B, encoder width)
         self._pooled = pooled[: len(batch.views[0].images)].detach().float()
         crops = sum(view.crops for view in batch.views)
         embeddings = self.projector(pooled).float().unflatten(0, (crops, -1))  # (V, B, D)

@@ -2,12 +2,17 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import timm
 import torch
 
+from tessera import encoders
 from tessera.encoders import build, load_weights
+from tessera.encoders.base import pooled_features
+from tessera.encoders.images import pack
+from tessera.encoders.randomness import random_keys
 from tessera.encoders.vit import VARIANTS, ViT
 from tests.encoders import helpers
 from tests.encoders.helpers import CLOSE, first_input, images_of, mask_of, scramble
@@ -169,3 +174,43 @@ def test_initial_values_are_those_of_dinov2():
     assert encoder.blocks[0].attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert encoder.blocks[0].ls2.gamma.unique().tolist() == pytest.approx([1e-5])
     assert encoder.patch_embed.proj.weight.abs().max().item() == pytest.approx(1 / math.sqrt(3 * 196), rel=0.01)
+
+
+@pytest.mark.parametrize("recompute", [False, True, "selective"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("variant", ["vit_micro", "rope_vit_micro"])
+def test_class_tokens_alone_equal_those_of_all_tokens(variant: str, packed: bool, recompute: Any) -> None:
+    """Features, gradients and random numbers of drop path, in float64."""
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"drop_path": 0.4, "layer_scale": 0.5, "registers": 2, "local_cls_norm": True}
+    encoder = encoders.build(variant, checkpoint_activations=recompute, **encoders.supported(variant, settings))
+    encoder.double().train()
+    views = [torch.randn(3, 3, side, side, dtype=torch.float64) for side in (32, 16)]
+    images = pack(views, encoder.stride) if packed else views[0]
+    found = []
+    for pooled_only in (False, True):
+        encoder.zero_grad()
+        with random_keys(0, 0, torch.arange(6 if packed else 3)):
+            features = encoder(images, pooled_only=pooled_only)
+        features.pooled.square().sum().backward()
+        found.append((features.pooled, {n: p.grad for n, p in encoder.named_parameters() if p.grad is not None}))
+        assert len(features.tokens) == 0 or not pooled_only
+    (expected, gradients), (pooled, others) = found
+    torch.testing.assert_close(pooled, expected, rtol=1e-12, atol=1e-12)
+    assert gradients.keys() == others.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_the_last_block_computes_class_tokens_only() -> None:
+    """And encoders that pool all tokens say that they cannot."""
+    encoder = encoders.build("vit_micro")
+    images = torch.randn(2, encoder.channels, 32, 32)
+    rows: list[int] = []
+    encoder.blocks[-1].mlp.register_forward_hook(lambda _, inputs, output: rows.append(output.numel() // encoder.dim))
+    assert encoder.can_skip_tokens
+    assert torch.allclose(pooled_features(encoder, images), encoder(images).pooled, atol=1e-6)
+    assert rows[0] == 2 < rows[1]
+    mean = encoders.build("vit_micro", pool="mean")
+    assert not mean.can_skip_tokens
+    assert torch.equal(pooled_features(mean, images), mean(images).pooled)
