@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 SIZES = {"nccl": 2**28, "gloo": 2**20}
 """Number of bytes of an all-reduce: 256 MB are enough to reach the full speed of any link of a GPU."""
@@ -77,17 +77,18 @@ def measure(local: int, job: Job) -> None:
     """
     import torch  # imported here, because the other checks of a node need no torch
     import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     device = torch.device("cuda", local) if job.backend == "nccl" else torch.device("cpu")
     if job.backend == "nccl":
         torch.cuda.set_device(device)
     wait = timedelta(seconds=job.seconds)
-    store = dist.TCPStore(job.host, job.port, is_master=False, wait_for_workers=False, timeout=wait)
+    store = TCPStore(job.host, job.port, is_master=False, wait_for_workers=False, timeout=wait)
     for groups in rounds(job.nodes, job.ranks):
         for nodes in groups:
             if job.node in nodes:
                 # a process group of its own, so that other nodes do not wait
-                own = dist.PrefixStore(f"{job.backend} group {nodes}", store)
+                own = PrefixStore(f"{job.backend} group {nodes}", store)
                 rank, size = nodes.index(job.node) * job.ranks + local, len(nodes) * job.ranks
                 dist.init_process_group(job.backend, store=own, rank=rank, world_size=size, timeout=wait)
                 speed = bus_bandwidth(torch.zeros(SIZES[job.backend] // 4, device=device))
@@ -116,18 +117,18 @@ def run_ranks(job: Job) -> None:
     Raises:
         RuntimeError: a rank failed.
     """
-    import torch.multiprocessing as multiprocessing
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
     if job.backend == "gloo" and job.ranks == 1:
         measure(0, job)
         return
     try:
-        multiprocessing.spawn(measure, (job,), job.ranks)
-    except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+        spawn(measure, (job,), job.ranks)
+    except (ProcessRaisedException, ProcessExitedException) as error:
         raise RuntimeError(str(error).strip().splitlines()[-1]) from error
 
 
-def measured(job: Job, store: "dist.Store") -> Speeds:
+def measured(job: Job, store: "Store") -> Speeds:
     """Measure the network, and return all speeds on the first node. On the other nodes, return nothing. Collective.
 
     Args:

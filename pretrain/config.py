@@ -273,6 +273,9 @@ class RunConfig(Settings, frozen=True):
     profile: str | None = None
     """steps to profile, such as 20:25; the main process writes a trace, a table of the costliest operations and, on a
     GPU, a snapshot of the memory to OUTPUT/profile"""
+    collective_timeout: float | None = Field(default=None, gt=0)
+    """minutes for which a process waits for the others in a collective operation, before the run ends; default: 10 on
+    GPUs (NCCL) and 30 on CPUs (gloo)"""
     record_every: Derived[int] = derived(ge=1)
     """number of steps between two records of metrics; default: 50, or a tenth of a run of less than 500 steps"""
     checkpoint_every: int = Field(default=1000, ge=1)

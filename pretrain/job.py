@@ -64,7 +64,7 @@ from tessera.runtime.machine import memory
 from tessera.runtime.preemption import saving_on_interrupt
 from tessera.runtime.settings import SettingsError
 from tessera.runtime.user_error import without_controls
-from tessera.runtime.watchdog import watched
+from tessera.runtime.watchdog import record_collectives, watched
 
 PROBED = 16
 """Number of images of each source whose size a dry run compares with the crops."""
@@ -121,6 +121,8 @@ def pretrain(config: RunConfig) -> Path:
         if not accelerator.is_main_process:
             logging.disable(logging.INFO)
         with claimed(config, accelerator.is_main_process) as output:
+            if accelerator.device.type == "cuda" and not config.dry_run:
+                record_collectives(output)
             run_job(accelerator, engine_class, config, output)
     return output
 

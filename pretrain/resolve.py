@@ -244,6 +244,7 @@ def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:
         torch.utils.deterministic.fill_uninitialized_memory = False
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     accelerator = processes.make_accelerator(
+        config.collective_timeout,
         # DeepSpeed's own mixed precision would cast the teacher's weights, so its engine uses autocast (zero.py)
         mixed_precision="no" if deepspeed or precision in ("fp32", "tf32") else precision,
         # the loader is not passed to `Accelerator.prepare`, so accelerate cannot detect the end of the loader

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
+from accelerate.utils import InitProcessGroupKwargs
 
 from tessera.runtime import preemption, watchdog
 from tessera.runtime.isolation import own_warnings
@@ -31,11 +33,16 @@ class LaunchError(UserError, ValueError):
     """The launcher started several processes that cannot form one process group."""
 
 
-def make_accelerator(**settings: Any) -> Accelerator:
+def make_accelerator(timeout: float | None = None, **settings: Any) -> Accelerator:
     """Return `Accelerator(**settings)`. The function works without CUDA, with several processes and under DeepSpeed.
 
     Torch is set up for the device, in training and in evaluations alike: its allocators, its attention kernels and its
     number of threads (`set_threads`).
+
+    Args:
+        timeout: minutes for which a process waits for the others in a collective operation. None keeps the time of
+            PyTorch, which depends on the backend.
+        settings: arguments of `Accelerator`.
 
     Raises:
         LaunchError: the environment variables of the launcher do not describe one process group.
@@ -44,10 +51,11 @@ def make_accelerator(**settings: Any) -> Accelerator:
     # cuDNN's attention makes a plan for each new shape, and masks and images at native sizes change shapes at every
     # step. Without it, PyTorch takes flash attention.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    wait = {} if timeout is None else {"timeout": timedelta(minutes=timeout)}
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # without this variable, DeepSpeed warns that it found no device
         try:
-            PartialState(cpu=True)  # a plain `Accelerator()` would ignore the other processes of the launch
+            PartialState(cpu=True, **wait)  # a plain `Accelerator()` would ignore the other processes of the launch
         except ValueError as error:
             raise LaunchError(
                 f"The processes cannot find each other ({error}). Start them with `accelerate launch`."
@@ -57,6 +65,8 @@ def make_accelerator(**settings: Any) -> Accelerator:
     wanted, started = settings.get("mixed_precision"), AcceleratorState._shared_state.get("_mixed_precision")
     if wanted and started and wanted != started:
         AcceleratorState._reset_state()  # an earlier run in this process, as in a notebook, left its state
+    if wait:
+        settings["kwargs_handlers"] = [*settings.get("kwargs_handlers", ()), InitProcessGroupKwargs(**wait)]
     accelerator = Accelerator(**settings)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched:

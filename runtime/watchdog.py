@@ -14,6 +14,7 @@ processes that have not started.
 import datetime
 import itertools
 import os
+import re
 import socket
 import sys
 import threading
@@ -35,6 +36,8 @@ EXIT_CODE = 69
 THREAD = "watchdog"
 """Name of the thread that talks to the store."""
 CONTINUE = "To continue from the newest checkpoint, start again with --resume and the folder of this run."
+SLOWER = "If a process was only slow, start again with more minutes for --collective_timeout. "
+"""Advice after the time-out of a collective."""
 MOST_NAMED = 8
 """Largest number of processes that a message names."""
 _BROKEN = ("by peer", "broken pipe", "remote", "timed out", "timeout", "aborted", "connection", "socket", "network")
@@ -97,7 +100,7 @@ def watched(advice: str = CONTINUE) -> Iterator[None]:
     # Processes before and after a restart by the launcher share one store.
     prefix = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_contexts)}"
     rank = int(os.environ["RANK"])
-    watch = Watch(rank, processes, address, prefix, lambda told: _exit(f"{told}. {advice}"), TIMING)
+    watch = Watch(rank, processes, address, prefix, lambda told: _exit(f"{told}. {advice}{new_record()}"), TIMING)
     try:
         yield
     except Preempted:  # a preempted run reports no failure, because all processes stop at the same step
@@ -107,8 +110,46 @@ def watched(advice: str = CONTINUE) -> Iterator[None]:
         reason = watch.close(failure=f"{type(error).__name__}: {_last_line(error)}")
         if not _is_broken_collective(error):
             raise
-        raise LostError(f"{reason or 'another process is lost'} ({_last_line(error)}). {advice}") from error
+        last = _last_line(error)
+        if advice == CONTINUE and re.search("timed? ?out", last, re.IGNORECASE):
+            advice = SLOWER + advice
+        raise LostError(f"{reason or 'another process is lost'} ({last}). {advice}{new_record()}") from error
     watch.close()
+
+
+_record, _recorded_before = Path(), 0.0
+
+
+def record_collectives(output: Path) -> None:
+    """Let NCCL write its record of the last collectives to the run folder, if one of them does not end in time.
+
+    PyTorch's flight recorder is on by default. Each process writes one file. The user's own file name holds. Call this
+    function after the process group is made.
+    """
+    global _record, _recorded_before
+    names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # of PyTorch, and before PyTorch 2.9
+    chosen = next(filter(None, map(os.environ.get, names)), None) or str(output.absolute() / "nccl_trace_rank_")
+    os.environ.setdefault(names[0], chosen)
+    _record = Path(f"{chosen}{dist.get_rank() if dist.is_initialized() else 0}")
+    _recorded_before = _time_of_record()
+
+
+def new_record() -> str:
+    """Return a sentence that names the record of this process, or an empty string if none was written in this run."""
+    if _record == Path() or _time_of_record() == _recorded_before:
+        return ""
+    prefix = _record.name.rstrip("0123456789")
+    return (
+        f" The last collectives of NCCL are in {_record}. `torchfrtrace --prefix {prefix} {_record.parent}` compares "
+        "those of all processes."
+    )
+
+
+def _time_of_record() -> float:
+    try:
+        return _record.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 class Watch:
@@ -145,6 +186,7 @@ class Watch:
         self._peers = {peer: _Peer() for peer in (others if rank == 0 else [0])}
         self._began, self._notices = time.monotonic(), 0
         self._failure: str | None = None
+        self._named = False  # True after the record of the last collectives was named
         self._told = ""  # first message about a lost or failed process, which all processes share
         self._talker = threading.Thread(target=self._talk, name=THREAD, daemon=True)
         self._judge = threading.Thread(target=self._look, name="watchdog judge", daemon=True)
@@ -212,6 +254,7 @@ class Watch:
             passed = min(now - before, 2 * interval)
             before = now
             self._awake += passed
+            self._name_record()
             started = {number: peer for number, peer in list(self._peers.items()) if peer.beats}
             silent = {n: peer for n, peer in started.items() if self._awake - peer.heard > self._timing.timeout}
             if silent and not self._told:
@@ -220,6 +263,12 @@ class Watch:
             if told_for > self._timing.exit_delay:
                 self._closed.set()
                 self._on_loss(f"process {self._rank}: {self._told}")
+
+    def _name_record(self) -> None:
+        """On the first process of a node, name the record that NCCL writes some seconds before it ends the process."""
+        if not self._named and os.environ.get("LOCAL_RANK", "0") == "0" and (said := new_record()):
+            self._named = True
+            tell(f"process {self._rank} on {socket.gethostname()}: a collective did not end in time.{said}\n")
 
     def _name_missing(self, store: Store | None) -> None:
         """Until the process group is made, print every `Timing.notice` seconds which processes have not started."""

@@ -24,7 +24,7 @@ from tessera.runtime.settings import flattened
 log = logging.getLogger(__name__)
 NOT_COMPARED = (
     "resume", "config", "output", "dry_run", "overwrite", "workers", "source.commands", "loader.crops", "shard_counts",
-    "mixture", "samples", "gpu", "gpus", "shards", "images", "profile",
+    "mixture", "samples", "gpu", "gpus", "shards", "images", "profile", "collective_timeout",
 )  # fmt: skip
 """Settings that may change between a run and its continuation without a warning."""
 

@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from tessera.runtime import watchdog
+from tessera.runtime.collectives import all_reduce_sum
 from tessera.runtime.machine import is_running
+from tessera.runtime.processes import make_accelerator
 from tessera.runtime.watchdog import Timing, Watch, watched
 from tests.launched import TINY, newest_step, records, wait_until
+from tests.ranks import on_processes
 
 TIMING = Timing(interval=0.05, timeout=1.0, exit_delay=0.6)
 
@@ -170,6 +174,54 @@ def test_errors_for_a_lost_process() -> None:
     assert all(watchdog._is_broken_collective(error) for error in (gloo, nccl, wrapped))
     others = [ValueError("Connection closed by peer"), dist.DistBackendError("NCCL error: invalid usage"), OSError(5)]
     assert not any(watchdog._is_broken_collective(error) for error in [*others, RuntimeError("shapes differ")])
+
+
+@pytest.mark.parametrize("name", [None, "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
+def test_the_record_of_the_last_collectives_is_named(
+    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], room: Room
+) -> None:
+    """NCCL writes the record to the run folder, or where the user wants it, and then ends the process."""
+    for variable in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    if name:
+        monkeypatch.setenv(name, str(tmp_path / "own-"))
+    file = tmp_path / ("own-0" if name else "nccl_trace_rank_0")
+    file.write_text("of an earlier run")
+    os.utime(file, (1, 1))
+    monkeypatch.setattr(watchdog, "_record", Path())
+    watchdog.record_collectives(tmp_path)
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "0" == str(file)
+    assert watchdog.new_record() == ""
+    file.write_text("of this run")
+    command = f"`torchfrtrace --prefix {file.name[:-1]} {tmp_path}`"
+    assert watchdog.new_record().startswith(f" The last collectives of NCCL are in {file}. {command} compares")
+    watch, said = room.enter(0, 2), []
+    wait_until(lambda: said.append(capfd.readouterr().err) or "did not end in time" in "".join(said))
+    watch.close()
+    assert re.search(f"process 0 on .*: a collective did not end in time. The last .* {file}", "".join(said))
+
+
+def _sum_after(seconds: float) -> None:
+    with watched():
+        make_accelerator(0.02)
+        time.sleep(seconds)
+        all_reduce_sum(torch.ones(1))
+
+
+def _wait_for_a_slow_process(rank: int, folder: str) -> None:
+    with pytest.raises(watchdog.LostError) as told:
+        _sum_after(4 * rank)
+    Path(folder, f"{rank}.txt").write_text(str(told.value))
+
+
+@pytest.mark.slow
+def test_a_collective_that_takes_too_long_names_the_setting(tmp_path: Path, free_port: int) -> None:
+    """A process waits 1.2 s for one that needs 4 s. By default, it would wait for 30 minutes."""
+    on_processes(_wait_for_a_slow_process, free_port, str(tmp_path))
+    said = (tmp_path / "0.txt").read_text()
+    assert "Timed out waiting 1200ms" in said
+    assert "start again with more minutes for --collective_timeout. To continue" in said
+    assert "--collective_timeout" not in (tmp_path / "1.txt").read_text()  # its peer is gone
 
 
 # a process of a launch of two, which waits for the other one
