@@ -62,6 +62,18 @@ def test_a_race_between_streams_is_found(missing: str) -> None:
     assert checks.reused_too_early() == (missing == "record_stream")
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_read_of_a_copy_that_is_not_done_is_found(waits: bool) -> None:
+    with fake_device.counting(GPU) as counter, StreamChecks(counter) as checks:
+        copied = torch.ones(2, device="cuda").add(1).to("cpu", non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        if waits:
+            event.synchronize()
+        assert copied.tolist() == [1, 1]
+    assert bool(checks.early) == (not waits)
+
+
 def test_its_backward_pass_is_that_of_torch() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
