@@ -95,11 +95,10 @@ def first_shards(shards: Source, images: int) -> Source:
 
 
 @torch.no_grad()
-def view_retrieval(features: Tensor, device: torch.device | None = None) -> tuple[float, int]:
-    """Return the share of images, 0 to 1, whose first crop is nearest to their own second crop, and the number of
-    images of all processes. Collective.
+def own_crop_found(features: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return True for each image of all processes whose first crop is nearest to its own second crop. Collective.
 
-    Of equally similar crops, that of the first image counts as the nearest. If a feature is not finite, the share is 0.
+    Of equally similar crops, that of the first image counts as the nearest. A feature that is not finite finds nothing.
 
     Args:
         features: features of the two crops of each image of this process, (N, 2, D).
@@ -116,8 +115,16 @@ def view_retrieval(features: Tensor, device: torch.device | None = None) -> tupl
         first, second = F.normalize(every - every.mean((0, 1)), dim=2).unbind(1)
         similarity = first @ second.T
     own = similarity.diagonal()
-    found = (similarity.argmax(1) == torch.arange(count, device=every.device)) & own.isfinite()
-    return found.double().mean().item(), count
+    return (similarity.argmax(1) == torch.arange(count, device=every.device)) & own.isfinite()
+
+
+def view_retrieval(features: Tensor, device: torch.device | None = None) -> tuple[float, int]:
+    """Return the share of images, 0 to 1, for which `own_crop_found` is True, and the number of images. Collective.
+
+    If a feature is not finite, the share is 0. Arguments and errors are those of `own_crop_found`.
+    """
+    found = own_crop_found(features, device)
+    return found.double().mean().item(), len(found)
 
 
 def score(settings: ViewRetrievalSettings, subject: Subject, accelerator: Accelerator) -> Result:

@@ -65,8 +65,8 @@ BLOCK = re.compile(
 )
 NEEDS = {"gpu", "network", "cluster", "hours"}
 SHORT = shlex.split("--steps 2 --batch_size 4 --workers 1 --evaluation.pictures 0 --evaluation.linear_iterations 10")
-SHORTER = {"segmentation": "--image_size 64 --epochs 1", "linear_probe": "--epochs 2"}
-TRAINING = ("pretrain", "adapt", "finetune")
+SHORTER = {"compare": "--seeds 1", "segmentation": "--image_size 64 --epochs 1", "linear_probe": "--epochs 2"}
+TRAINING = ("pretrain", "adapt", "compare", "finetune")
 OUTPUTS = ("--output", "--csv", "--markdown", "--site")
 """Flags whose values are written, not read."""
 LOOKED_UP = {"pip", "pytest", "ruff", "bash", "kill", "tail", "tensorboard", "sbatch", "python", "accelerate"}
@@ -190,6 +190,8 @@ def parse_command(name: str, words: list[str], patch: pytest.MonkeyPatch) -> Non
         load(without_weights(words))
     elif name == "adapt":
         module.load_settings(without_weights(words))
+    elif name == "compare":
+        module.check(module.load_settings(words, name)[1])
     elif name == "finetune":
         load(without_weights(module.command(words)))
     elif name == "preview" and any(word in OF_A_RUN for word in words):

@@ -135,6 +135,11 @@ ROWS = [
         "--batch_size 16 --evaluation.pictures 0 --output runs/adapted",
         "after", ("runs/adapted/evaluation/adapt-*.json",), IMAGES,
     ),
+    Row(
+        "compare --methods mae,lejepa --steps 2 --seeds 1 --points 1 --encoder vit_micro --size 32 --batch_size 16 "
+        "--workers 0 --evaluation.pictures 0 --data digits/train --evaluation.val digits/val --output runs/both",
+        "with one seed", ("runs/both/compare.html", "runs/both/compare.json"),
+    ),
     Row("embed --checkpoint runs/mae --data digits/val --output features.npz", "", ("features.npz",)),
     Row("summary vit_micro vit_small --set depth=4", r"vit_small \| +224 x 224 \| +7,"),
     Row("runs runs", "mae"),

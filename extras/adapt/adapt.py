@@ -23,34 +23,26 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
-import torch
-from accelerate import Accelerator
 from pydantic import model_validator
 from torch import Tensor
 
 from tessera.data.shards import open_shards
-from tessera.evaluation import logistic
-from tessera.evaluation.command import labelled_data
 from tessera.evaluation.features import resolve_checkpoint
-from tessera.evaluation.knn import KNNSettings, knn_ranks
 from tessera.evaluation.results import Evaluation, data_name, write_result
-from tessera.evaluation.splits import Flags, check_training_images, open_labelled_splits
+from tessera.evaluation.splits import check_training_images, open_labelled_splits
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.job import prepare, pretrain
+from tessera.pretrain.monitoring.outcomes import Splits, correct
 from tessera.pretrain.resolve import make_accelerator
-from tessera.runtime.collectives import all_gather
 from tessera.runtime.processes import AGAIN
 from tessera.runtime.settings import Settings, SettingsError, flags, peek, validate
 from tessera.runtime.watchdog import watched
 
 METHOD = "lejepa"
 """Default of `--method`. In short runs, k-NN gained more with it than with DINO (benchmarks/results/small_data.md)."""
-PROBE = "linear probe"
-Splits = tuple[Any, Any, Flags]
-"""Labelled SHARDS of the k-NN bank, labelled SHARDS that are scored, and the flags of both for messages."""
 
 
 class Forgetting(Settings):
@@ -139,28 +131,6 @@ def load_settings(argv: Sequence[str]) -> tuple[RunConfig, Forgetting]:
     if all(peek(rest, name) is None for name in ("method", "config")) and "--resume" not in rest:
         rest = ["--method", METHOD, *rest]
     return load(rest), other
-
-
-def correct(checkpoint: str | Path, shards: Splits, config: RunConfig, accelerator: Accelerator) -> dict[str, Tensor]:
-    """Return which images of all processes k-NN and the linear probe classify correctly: name -> (M,) float64.
-
-    The classifiers are those of the evaluation during a run, and so is the size of the images. Collective.
-
-    Raises:
-        ShardError: the shards cannot be read, or a sample has no label.
-        EvaluationError: the encoder cannot be used, the sets overlap, or a label is invalid.
-    """
-    own, form, (train, val, names) = config.evaluation, config.data, shards
-    given = {"checkpoint": str(checkpoint), "train": train, "val": val, "k": [own.k]}
-    given |= {"image_size": config.encoder.model_dump()["image_size"], "batch_size": own.batch_size}
-    given |= {"image": form.image, "label": form.label, "stages": form.stages}
-    settings = validate(KNNSettings, given | {"source": config.source, "workers": config.workers})
-    data = labelled_data(settings, accelerator, names)
-    ranks = {f"{own.k}-NN": knn_ranks(data.train, data.val, [own.k], device=accelerator.device)[own.k]}
-    if own.linear_iterations:
-        places = logistic.probe_ranks(data.train, data.val, own.linear_iterations, accelerator.device)
-        ranks[PROBE] = torch.cat(all_gather(places))
-    return {name: (places < 1).double() for name, places in ranks.items()}
 
 
 def change(before: Tensor, after: Tensor) -> Change:

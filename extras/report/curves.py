@@ -2,7 +2,7 @@
 
 import io
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
@@ -106,9 +106,20 @@ def draw(chart: Chart, axes: Axes, look: Mapping[str, Look]) -> None:
 
 def to_svg(chart: Chart, look: Mapping[str, Look]) -> str:
     """Return a chart as an SVG element whose text and grid take the colours of the page."""
-    with rc_context(STYLE | {"svg.hashsalt": chart.title}):  # the ids of elements must be unique on the page
-        figure = Figure(figsize=(4.6, 2.9), layout="constrained")
-        draw(chart, figure.subplots(), look)
+    return axes_to_svg(chart.title, lambda axes: draw(chart, axes, look))
+
+
+def axes_to_svg(key: str, paint: Callable[[Axes], None], size: tuple[float, float] = (4.6, 2.9)) -> str:
+    """Return what `paint` draws as an SVG element whose text and grid take the colours of the page.
+
+    Args:
+        key: text that makes the ids of the elements unique on the page.
+        paint: function that draws into axes.
+        size: width and height in inches.
+    """
+    with rc_context(STYLE | {"svg.hashsalt": key}):
+        figure = Figure(figsize=size, layout="constrained")
+        paint(figure.subplots())
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = text.getvalue()

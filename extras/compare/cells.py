@@ -1,0 +1,125 @@
+"""Train one method with one seed, in a process of its own: `tessera pretrain` with the sink `compute`."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from tessera.encoders import WEIGHTS
+from tessera.extras.compare.compute import spent
+from tessera.extras.compare.plan import Cell, CompareSettings, Plan
+from tessera.runtime import preemption
+from tessera.runtime.lock import holder
+from tessera.runtime.machine import signal_at_end_of_parent
+from tessera.runtime.user_error import UserError
+
+TRIAL = 16
+"""Steps of the trial that measures the compute of a step."""
+PATIENCE = 120.0
+"""Longest wait in seconds for a training of a killed comparison, which still saves its checkpoint."""
+
+
+class CompareError(UserError):
+    """A comparison cannot go on."""
+
+
+class StoppedError(SystemExit):
+    """A training was asked to stop, and saved a checkpoint."""
+
+    code = preemption.EXIT_CODE
+
+
+def command(cell: Cell, words: Sequence[str], points: int, output: Path) -> list[str]:
+    """Return the command line of a cell. It continues the run that is in the folder, or starts it."""
+    every = cell.every(points)
+    own = {"seed": cell.seed, "steps": cell.steps, "evaluate_every": every, "checkpoint_every": every}
+    own |= {"record_every": max(every // 5, 1), "metrics.sinks": "jsonl,compute", "output": output}
+    flags = [word for name, value in own.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "tessera", "pretrain", *words, "--resume", *flags]
+
+
+def is_done(run: Path) -> bool:
+    """Return True if a run folder holds a finished run, which has exported its encoder."""
+    return (run / WEIGHTS).exists()
+
+
+def train(cell: Cell, words: Sequence[str], settings: CompareSettings) -> None:
+    """Train a cell, or continue it.
+
+    Raises:
+        CompareError: the training failed. Its message was printed.
+        StoppedError: the training was stopped.
+    """
+    output = settings.output / cell.name
+    since = time.monotonic()
+    while output.is_dir() and holder(output) and time.monotonic() - since < PATIENCE:
+        time.sleep(0.2)
+    _call(command(cell, words, settings.points, output), output)
+
+
+def _call(words: Sequence[str], output: Path) -> None:
+    """Run a training, and pass signals on to it."""
+    ended = partial(signal_at_end_of_parent, signal.SIGTERM)  # if this process is killed, the training saves and ends
+    process = subprocess.Popen(words, preexec_fn=ended)
+    handlers = {number: lambda number, _: process.send_signal(number) for number in preemption.SIGNALS}
+    # Ctrl-C reaches both processes; the training saves and ends.
+    before = {number: signal.signal(number, one) for number, one in {**handlers, signal.SIGINT: signal.SIG_IGN}.items()}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if code in (preemption.EXIT_CODE, 130) or -code in (*preemption.SIGNALS, signal.SIGINT):
+        print("The comparison was stopped. To go on, start the same command again.", file=sys.stderr, flush=True)
+        raise StoppedError
+    if code:
+        raise CompareError(
+            f"The training in {output} ended with exit code {code}; its message is above. To go on, start the same "
+            "command again."
+        )
+
+
+def measure(settings: CompareSettings, words: dict[str, list[str]]) -> Plan:
+    """Measure the compute of a step of each method, and return the steps that fit into the minutes.
+
+    Raises:
+        CompareError: a trial failed.
+        StoppedError: a trial was stopped.
+    """
+    steps, planned, gpu = dict[str, int](), dict[str, float](), False
+    for method, own in words.items():
+        if settings.steps is not None:
+            steps[method] = settings.steps
+            continue
+        output = settings.output / "trials" / method
+        print(f"{method}: {TRIAL} steps on trial, to measure the compute of a step", flush=True)
+        no_scores = ["--evaluation.view_images", "0", "--evaluation.pictures", "0"]
+        call = [sys.executable, "-m", "tessera", "pretrain", *_without_evaluation(own), *no_scores, "--overwrite"]
+        call += ["--seed", "0", "--steps", str(TRIAL), "--record_every", "1", "--metrics.sinks", "jsonl,compute"]
+        _call([*call, "--output", str(output)], output)
+        found = spent(output)
+        if found is None or not found.per_step:
+            raise CompareError(f"The trial in {output} recorded no compute. Give --steps in place of --minutes.")
+        steps[method] = fitting(60 * settings.minutes / found.per_step, settings.points)
+        planned[method], gpu = steps[method] * found.per_step, found.gpu
+    return Plan(steps, planned, gpu)
+
+
+def fitting(steps: float, points: int) -> int:
+    """Return the largest whole number of steps that is a multiple of the number of evaluations, if it is above it."""
+    whole = max(int(steps), 1)
+    return whole - whole % points if whole > points else whole
+
+
+def _without_evaluation(words: Sequence[str]) -> list[str]:
+    """Return the flags of a run without the scored images."""
+    kept, found = True, list[str]()
+    for word in words:
+        if word.startswith("--"):
+            kept = not word.startswith(("--evaluation.val", "--evaluation.train"))
+        if kept:
+            found.append(word)
+    return found

@@ -1,0 +1,84 @@
+"""The sink `compute`: OUTPUT/compute.jsonl, the processor time of all processes of a run at each record of metrics.
+
+The compute of training is that of the steps, with loading, augmentation and checkpoints. The start of the process,
+evaluations and the export are left out: intervals between two records that end with an evaluation are not measured, and
+the steps in them count with the mean of the others. Without /proc, as on other systems than Linux, loader workers are
+not seen, so give `--workers 0` there.
+"""
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tessera.pretrain.monitoring.sinks import Record, Sink, append_line, keep_lines
+from tessera.runtime.machine import process_fields
+
+FILE = "compute.jsonl"
+EVALUATED = ("knn_top1", "view_retrieval", "patch_miou", "val_top1")
+"""Metrics of which one is in a record if an evaluation took place before it."""
+SETTLED = 3
+"""Steps that are not measured, because the first ones allocate memory and fill the buffers of the loader."""
+
+
+class Compute(Sink):
+    """Sink that writes OUTPUT/compute.jsonl."""
+
+    def __init__(self, output: Path, step: int, settings: Mapping[str, Any]) -> None:
+        self.path, self.start = output / FILE, time.time()
+        keep_lines(self.path, step)
+
+    def write(self, step: int, record: Record) -> None:
+        line = {"step": step, "start": self.start, "evaluated": any(name in record for name in EVALUATED)}
+        line |= {"cpu": processor_seconds(), "wall": time.monotonic(), "gpu": torch.cuda.is_available()}
+        append_line(self.path, line)
+
+
+class Spent(NamedTuple):
+    """Compute of a run in seconds: of the GPU if the run has one, else of the processors."""
+
+    per_step: float | None
+    """Seconds of a training step; None if no interval without an evaluation was recorded."""
+    total: float
+    """Seconds with starts and evaluations, up to the last record."""
+    gpu: bool
+
+
+def processor_seconds() -> float:
+    """Return the user and system time of this process and of all its descendants, also of those that have ended."""
+    own = os.times()
+    children: dict[int, list[tuple[int, float]]] = {}
+    tick = os.sysconf("SC_CLK_TCK")
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        if name.isdecimal() and (fields := process_fields(int(name))):
+            seconds = sum(map(int, fields[11:15])) / tick  # with ended children of its own
+            children.setdefault(int(fields[1]), []).append((int(name), seconds))
+    total, found = sum(own[:4]), list(children.get(os.getpid(), []))
+    while found:
+        pid, seconds = found.pop()
+        total += seconds
+        found += children.get(pid, [])
+    return total
+
+
+def spent(run: Path) -> Spent | None:
+    """Return the compute of a run, or None if it recorded none."""
+    path = run / FILE
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    if not lines:
+        return None
+    clock = "wall" if lines[-1]["gpu"] else "cpu"
+    seconds, steps, total = 0.0, 0, 0.0
+    for _, group in itertools.groupby(lines, lambda line: line["start"]):
+        own = list(group)
+        total += own[-1]["cpu"] if clock == "cpu" else own[-1]["wall"] - own[0]["wall"]
+        for before, after in itertools.pairwise(own):
+            if not after["evaluated"] and before["step"] >= SETTLED:
+                seconds += after[clock] - before[clock]
+                steps += after["step"] - before["step"]
+    return Spent(seconds / steps if steps else None, total, clock == "wall")

@@ -1,0 +1,101 @@
+"""Outcomes of encoders: which of the scored images each of them gets right. Each encoder is scored once.
+
+The outcomes of an encoder are stored in OUTPUT/outcomes/NAME.json, as a text of the digits 0 and 1 for each score.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from tessera import encoders
+from tessera.evaluation.features import PIXELS
+from tessera.extras.compare.plan import Cell, CompareSettings
+from tessera.pretrain.build import build_method
+from tessera.pretrain.command_line import load
+from tessera.pretrain.config import RunConfig
+from tessera.pretrain.monitoring.outcomes import correct, views_found
+from tessera.runtime.files import atomic_write
+
+BEFORE, RAW = "before training", "raw pixels"
+
+
+class Scored(NamedTuple):
+    """An encoder to score."""
+
+    arm: str
+    """Name of the method, or of the encoder beside the methods."""
+    name: str
+    """Name of the file with the outcomes, unique in the comparison."""
+    checkpoint: str
+    random: bool = True
+    """False if there is no randomness of training in it, or none that is known."""
+    own_size: bool = False
+    """True if images have the size that the encoder asks for, False for the size of the runs."""
+
+
+def score(settings: CompareSettings, done: list[Cell], accelerator: Accelerator) -> tuple[list[Scored], RunConfig]:
+    """Score all encoders that are not scored yet. Return them, and the settings of the first cell.
+
+    Raises:
+        ShardError: the shards cannot be read.
+        EvaluationError: an encoder cannot be used.
+    """
+    configs = {cell.name: load(["--resume", str(settings.output / cell.name)]) for cell in done}
+    first = configs[done[0].name]
+    found = [Scored(cell.method, cell.name, str(settings.output / cell.name)) for cell in done]
+    for cell in done:
+        if cell.method == done[0].method:
+            path = settings.output / "before" / f"seed-{cell.seed}.safetensors"
+            found.append(Scored(BEFORE, f"before-{cell.seed}", str(path)))
+            if not path.exists():
+                untrained(configs[cell.name], path)
+    if first.evaluation.val is not None:
+        found.append(Scored(RAW, "pixels", PIXELS, random=False))
+    for number, name in enumerate(settings.beside):
+        found.append(Scored(name, f"beside-{number}", name, random=False, own_size=True))
+    for one in found:
+        path = outcome_file(settings, one)
+        if not path.exists():
+            print(f"scoring {one.name}", flush=True)
+            write_outcomes(path, one, configs.get(one.name, first), accelerator)
+    return found, first
+
+
+def untrained(config: RunConfig, path: Path) -> None:
+    """Write the encoder with which a run begins."""
+    torch.manual_seed(config.seed)  # as in `pretrain.job.run_job`
+    method = build_method(config, fresh=True)
+    path.parent.mkdir(exist_ok=True)
+    encoders.save(method.trained_encoder(), path)
+
+
+def outcome_file(settings: CompareSettings, one: Scored) -> Path:
+    """Return the path of the outcomes of an encoder."""
+    return settings.output / "outcomes" / f"{one.name}.json"
+
+
+def write_outcomes(path: Path, one: Scored, config: RunConfig, accelerator: Accelerator) -> None:
+    """Score an encoder, and write its outcomes."""
+    own = config.evaluation
+    if own.val is None:
+        outcomes = views_found(
+            one.checkpoint, own.train or config.data.shards, config, accelerator, own_size=one.own_size
+        )
+    else:
+        train = own.train or (list(config.data.shards) if isinstance(config.data.shards, dict) else config.data.shards)
+        names = ("--data" if own.train is None else "--evaluation.train", "--evaluation.val")
+        outcomes = correct(one.checkpoint, (train, own.val, names), config, accelerator, own_size=one.own_size)
+    texts = {name: "".join("1" if value else "0" for value in values.tolist()) for name, values in outcomes.items()}
+    path.parent.mkdir(exist_ok=True)
+    with atomic_write(path) as part:
+        part.write_text(json.dumps({"checkpoint": one.checkpoint, "outcomes": texts}, indent=1) + "\n")
+
+
+def read_outcomes(path: Path) -> dict[str, np.ndarray]:
+    """Return the outcomes of an encoder by the name of the score: 1 for each image that it gets right, (n,) float64."""
+    texts = json.loads(path.read_text())["outcomes"]
+    return {name: np.array([float(letter) for letter in text]) for name, text in texts.items()}

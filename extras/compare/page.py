@@ -1,0 +1,78 @@
+"""The page of a comparison: one HTML file with the look of `tessera report`, without a server or a network."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import ChoiceLoader, Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.axes import Axes
+
+from tessera.extras.compare.outcomes import RAW
+from tessera.extras.report import page as report_page
+from tessera.extras.report.curves import INK, PALETTE, axes_to_svg
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """Return the HTML text of the page. All names are escaped.
+
+    Args:
+        found: result of `results`.
+    """
+    folders = (Path(__file__).parent, Path(report_page.__file__).parent)
+    environment = Environment(
+        loader=ChoiceLoader([FileSystemLoader(folder) for folder in folders]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    environment.filters["percent"] = lambda value: "–" if value is None else f"{100 * value:.1f}"
+    environment.filters["minutes"] = lambda value: "–" if value is None else f"{value / 60:.1f}"
+    rows = sorted(found["arms"].items(), key=lambda row: -row[1]["mean"])
+    methods = [name for name, row in found["arms"].items() if row["method"]]
+    colors = {name: PALETTE[number % len(PALETTE)] for number, name in enumerate(methods)}
+    return environment.get_template("compare.html").render(
+        title="Comparison of methods",
+        found=found,
+        rows=rows,
+        others=[name for name in next(iter(found["arms"].values()))["scores"] if name != found["score"]],
+        colors=colors,
+        chart=Markup(curves(found, colors)),  # matplotlib escapes the texts
+    )
+
+
+def curves(found: Mapping[str, Any], colors: Mapping[str, str]) -> str:
+    """Return the curves as SVG: mean over the seeds, and a band from the lowest to the highest seed."""
+
+    def draw(axes: Axes) -> None:
+        for name, color in colors.items():
+            row = found["arms"][name]
+            runs = [dict(curve) for curve in row["curves"].values()]
+            steps = sorted(set.intersection(*(set(run) for run in runs)))
+            if not steps:
+                continue
+            values = 100 * np.array([[run[step] for step in steps] for run in runs])  # (seeds, points)
+            places = [_place(found, row, step) for step in steps]
+            axes.fill_between(places, values.min(0), values.max(0), color=color, alpha=0.2, linewidth=0)
+            axes.plot(places, values.mean(0), color=color, linewidth=1.8, marker="o", markersize=3.5)
+            axes.annotate(
+                name, (places[-1], values.mean(0)[-1]), (5, 0), textcoords="offset points", color=INK, va="center"
+            )
+        if RAW in found["arms"]:
+            pixels = 100 * found["arms"][RAW]["mean"]
+            axes.axhline(pixels, color=INK, linewidth=0.9, linestyle=(0, (2, 3)))
+            axes.annotate(
+                f"raw pixels {pixels:.1f}", (1, pixels), (0, -11), xycoords=("axes fraction", "data"),
+                textcoords="offset points", ha="right", fontsize=9, color=INK,
+            )  # fmt: skip
+        axes.set_title(f"{found['score']}, %", pad=10)
+        axes.set_xlabel(f"minutes of {found['cost']['unit']} time" if found["minutes"] else "step")
+        axes.margins(x=0.12)
+
+    return axes_to_svg("comparison", draw, size=(7.6, 4.0))
+
+
+def _place(found: Mapping[str, Any], row: Mapping[str, Any], step: int) -> float:
+    """Return the place of a step on the axis of the curves: planned compute in minutes, or the step."""
+    return step / row["steps"] * found["minutes"] if found["minutes"] else step

@@ -1,0 +1,178 @@
+"""The plan of a comparison: its settings, and the steps of each method.
+
+The steps are decided once, from the measured compute of a few steps, and written to plan.json before the first cell
+starts. The cells are then a function of plan.json and of the settings.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from tessera.pretrain.command_line import load
+from tessera.pretrain.config import RunConfig
+from tessera.pretrain.methods import METHODS
+from tessera.runtime.files import atomic_write
+from tessera.runtime.settings import Settings, SettingsError, flags, settings_of, validate
+
+FILE = "plan.json"
+DECIDED = ("method", "seed", "epochs", "resume", "overwrite", "dry_run", "evaluate_every", "record_every")
+"""Settings of a run that the comparison decides."""
+
+
+class CompareSettings(Settings):
+    """Compare methods at equal compute. All other flags are those of `tessera pretrain`; a flag of the section of a
+    method, such as --mae.size, goes to the runs of this method."""
+
+    methods: tuple[str, ...] = ("lejepa", "dino", "dinov2", "mae")
+    """methods to compare"""
+    minutes: float = Field(60.0, gt=0)
+    """compute of each training in minutes of processor time, or of GPU time, without start and evaluations"""
+    seeds: int = Field(3, ge=1)
+    """number of trainings of each method, with the seeds 0, 1, ..."""
+    steps: int | None = Field(None, ge=1)
+    """steps of each training, in place of minutes: equal steps, not equal compute"""
+    size: int | None = Field(None, ge=1)
+    """side of the global crops of all methods in pixels; default: that of each method"""
+    points: int = Field(8, ge=1)
+    """number of evaluations of each training, without the one before the first step"""
+    beside: tuple[str, ...] = ()
+    """encoders to score beside the methods: timm:NAME, a run folder or a weight file"""
+    output: Path = Path("runs/compare")
+    """folder of the cells and of the result; a command that is started again goes on there"""
+
+
+class Plan(NamedTuple):
+    """Steps of each method."""
+
+    steps: dict[str, int]
+    planned: dict[str, float]
+    """Planned compute of a training in seconds by method. Empty if `steps` was given."""
+    gpu: bool
+    """True if compute is GPU time, False if it is processor time."""
+
+
+class Cell(NamedTuple):
+    """One training."""
+
+    method: str
+    seed: int
+    steps: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-{self.seed}"
+
+    def every(self, points: int) -> int:
+        """Return the number of steps between two evaluations."""
+        return max(self.steps // points, 1)
+
+
+def load_settings(argv: Sequence[str], program: str) -> tuple[CompareSettings, dict[str, list[str]]]:
+    """Return the settings of this command, and the flags of `tessera pretrain` for each method.
+
+    Raises:
+        SettingsError: a setting is unknown or invalid, or is one that the comparison decides.
+    """
+    own, rest = list[str](), list[str]()
+    names, words = settings_of(CompareSettings), rest
+    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
+        if word in ("-h", "--help"):
+            words = own if following.startswith("-") else rest  # `--help TOPIC` is about the settings of a run
+        elif word.startswith("--"):
+            words = own if word[2:].partition("=")[0] in names else rest
+        words.append(word)
+    settings = validate(CompareSettings, flags(CompareSettings, own, program))
+    known = METHODS.names()
+    if unknown := [name for name in settings.methods if name not in known]:
+        raise SettingsError(f"--methods: there is no method {unknown[0]}. Choose any of {', '.join(known)}.")
+    if len(set(settings.methods)) < len(settings.methods):
+        raise SettingsError("--methods names a method twice. Remove one of them.")
+    given = {word[2:].partition("=")[0] for word in rest if word.startswith("--")}
+    if decided := given & {*DECIDED, "metrics.sinks", "checkpoint_every"}:
+        raise SettingsError(f"--{min(decided)} is decided by the comparison. Remove it.")
+    for method in {name.partition(".")[0] for name in given} & {*known} - {*settings.methods}:
+        raise SettingsError(f"--{method}. belongs to a method that is not compared. Add it to --methods, or remove it.")
+    return settings, {method: _words(rest, method, settings.size) for method in settings.methods}
+
+
+def _words(rest: Sequence[str], method: str, size: int | None) -> list[str]:
+    """Return the flags of the runs of a method."""
+    words, kept = ["--method", method], True
+    for word in rest:
+        if word.startswith("--"):
+            section, dot, _ = word[2:].partition(".")
+            kept = not (dot and section in METHODS.names() and section != method)
+        if kept:
+            words.append(word)
+    if size is not None:
+        fields = METHODS[method].Config.model_fields
+        name = next((name for name in ("global_size", "size") if name in fields), None)
+        if name is None:
+            raise SettingsError(f"--size: {method} has no setting for the size of its crops. Remove --size.")
+        words += [f"--{method}.{name}", str(size)]
+    return words
+
+
+def check(words: Mapping[str, Sequence[str]]) -> RunConfig:
+    """Check the settings of all methods, and return those of the first one.
+
+    Raises:
+        SettingsError: a setting is unknown or invalid, or no data are given.
+    """
+    found = [load(list(one)) for one in words.values()]
+    if found[0].data.shards is None:
+        raise SettingsError("--data SHARDS is missing. It names the images to train on.")
+    return found[0]
+
+
+def cells(settings: CompareSettings, plan: Plan) -> list[Cell]:
+    """Return all trainings: all methods with seed 0, then all with seed 1, ..."""
+    return [Cell(method, seed, plan.steps[method]) for seed in range(settings.seeds) for method in settings.methods]
+
+
+def read_plan(settings: CompareSettings, words: Mapping[str, Sequence[str]]) -> Plan | None:
+    """Return the plan in the output folder, or None if it has none, or lacks a method.
+
+    Raises:
+        SettingsError: the folder holds a comparison with other settings.
+    """
+    path = settings.output / FILE
+    if not path.exists():
+        return None
+    stored = json.loads(path.read_text())
+    for name, value in _fixed(settings, words).items():
+        before = stored["settings"][name]
+        if isinstance(value, dict):
+            value, before = ({m: one[m] for m in value if m in before} for one in (value, before))
+        if value != before:
+            raise SettingsError(
+                f"{settings.output} holds a comparison with other settings: {name} is {before} there, and {value} now. "
+                "Give these settings again, or choose another --output."
+            )
+    steps, planned = stored["steps"], stored["planned"]
+    return Plan(steps, planned, stored["gpu"]) if all(method in steps for method in settings.methods) else None
+
+
+def write_plan(settings: CompareSettings, words: Mapping[str, Sequence[str]], plan: Plan) -> None:
+    """Write plan.json. Steps of methods that it already has stay."""
+    path = settings.output / FILE
+    old: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    fixed = _fixed(settings, words)
+    fixed["flags"] = old.get("settings", {}).get("flags", {}) | fixed["flags"]
+    entries = {
+        "settings": fixed,
+        "steps": plan.steps | old.get("steps", {}),
+        "planned": plan.planned | old.get("planned", {}),
+        "gpu": plan.gpu,
+    }
+    with atomic_write(path, sync=True) as part:
+        part.write_text(json.dumps(entries, indent=1) + "\n")
+
+
+def _fixed(settings: CompareSettings, words: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return the settings that must not change. Methods, seeds and encoders beside them may be added."""
+    found: dict[str, Any] = {"minutes": None if settings.steps else settings.minutes, "steps": settings.steps}
+    return found | {"points": settings.points, "flags": {method: list(one) for method, one in words.items()}}

@@ -1,0 +1,164 @@
+"""The result of a comparison: accuracies with errors, differences, a verdict, and the compute. It is compare.json."""
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tessera.extras.compare.compute import spent
+from tessera.extras.compare.decision import Arm, Comparison, best, compare_arms
+from tessera.extras.compare.outcomes import BEFORE, RAW, Scored, outcome_file, read_outcomes
+from tessera.extras.compare.plan import Cell, CompareSettings, Plan
+from tessera.extras.report.run_folders import read_run
+from tessera.pretrain.config import RunConfig
+from tessera.pretrain.monitoring.outcomes import PROBE, VIEWS
+
+TOLERATED = 0.1
+"""Relative difference of planned and true compute above which the result says so."""
+WITHOUT_LABELS = (
+    "Without labels, the score is view retrieval: how often an image is found again from another crop. It orders the "
+    "checkpoints of one method well, and methods less well: at equal accuracy, a method that learns to match crops, "
+    "such as DINO, is ahead of one that is not, such as MAE. So no method is recommended. Label a few hundred images, "
+    "and give them as --evaluation.val."
+)
+ONE_SEED = (
+    "One seed shows nothing of the randomness of training, so no difference can be told from chance. Give --seeds 3. "
+    "The trainings that are there stay."
+)
+
+
+def results(
+    settings: CompareSettings,
+    words: Mapping[str, Sequence[str]],
+    plan: Plan,
+    done: Sequence[Cell],
+    scored: Sequence[Scored],
+    config: RunConfig,
+) -> dict[str, Any]:
+    """Return everything that compare.json holds.
+
+    Args:
+        settings: settings of the comparison.
+        words: flags of the runs of each method.
+        plan: steps of each method.
+        done: finished cells.
+        scored: encoders whose outcomes are stored.
+        config: settings of the first cell.
+    """
+    outcomes = {one.name: read_outcomes(outcome_file(settings, one)) for one in scored}
+    names = list(next(iter(outcomes.values())))
+    labels = config.evaluation.val is not None
+    decides = PROBE if PROBE in names else names[0]
+    of_arm = {one.arm: [other for other in scored if other.arm == one.arm] for one in scored}
+    arms = {
+        arm: Arm(np.stack([outcomes[one.name][decides] for one in members]), random=members[0].random)
+        for arm, members in of_arm.items()
+    }
+    comparisons = compare_arms(arms)
+    top, equal = best(arms, comparisons)
+    rows = {}
+    for arm, members in of_arm.items():
+        means = {name: float(np.mean([outcomes[one.name][name].mean() for one in members])) for name in names}
+        rows[arm] = _row(arms[arm], means) | {"method": arm in words}
+    metric = {PROBE: "linear_top1", VIEWS: "view_retrieval"}.get(decides, "knn_top1")
+    for method in words:
+        runs = {cell.seed: read_run(settings.output / cell.name, cell.name) for cell in done if cell.method == method}
+        rows[method]["curves"] = {seed: run.curve(metric) for seed, run in runs.items()}
+        rows[method]["steps"], rows[method]["images"] = plan.steps[method], max(_images(run) for run in runs.values())
+    limits = [*([] if labels else [WITHOUT_LABELS]), *([ONE_SEED] if settings.seeds == 1 else [])]
+    return {
+        "score": decides,
+        "data": str(config.evaluation.val or config.evaluation.train or config.data.shards),
+        "scored_images": arms[top].outcomes.shape[1],
+        "seeds": settings.seeds,
+        "minutes": None if settings.steps else settings.minutes,
+        "encoder": config.encoder.variant,
+        "arms": rows,
+        "comparisons": [one._asdict() | {"p": _number(one.p), "different": one.different} for one in comparisons],
+        "best": top,
+        "not_different": equal,
+        "verdict": verdict(decides, arms, comparisons, top, equal, set(words), labels=labels),
+        "limits": limits,
+        "command": command(top, words[top], plan, settings) if labels and top in words else None,
+        "cost": _cost(settings, plan, done),
+    }
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _row(arm: Arm, means: Mapping[str, float]) -> dict[str, Any]:
+    """Return the accuracies of an arm (0 to 1), and twice their standard errors."""
+    seeds, images = arm.of_seeds, arm.of_images
+    return {
+        "mean": arm.mean,
+        "error": None if math.isnan(seeds) else 2 * math.sqrt(seeds + images),
+        "error_of_seeds": None if math.isnan(seeds) else 2 * math.sqrt(seeds),
+        "error_of_images": 2 * math.sqrt(images),
+        "of_seeds": arm.outcomes.mean(1).tolist(),
+        "scores": dict(means),
+    }
+
+
+def _images(run: Any) -> int:
+    return int(run.records[-1].get("images", 0)) if run.records else 0
+
+
+def verdict(
+    score: str,
+    arms: Mapping[str, Arm],
+    comparisons: Sequence[Comparison],
+    top: str,
+    equal: Sequence[str],
+    methods: set[str],
+    *,
+    labels: bool,
+) -> str:
+    """Return one or two sentences that say which arm is best, or that there is no difference."""
+    shown = f"{top} has the highest {score}, {100 * arms[top].mean:.1f} %"
+    if any(math.isnan(one.p) for one in comparisons):
+        text = f"{shown}, with one seed."
+    elif equal:
+        text = f"No difference: {shown}, but {_listed(equal)} {'is' if len(equal) == 1 else 'are'} not worse by more "
+        text += "than chance."
+    else:
+        lead = min((one for one in comparisons if top in (one.first, one.second)), key=lambda one: abs(one.difference))
+        second = lead.second if lead.first == top else lead.first
+        text = f"{top} is best: its {score} is {100 * arms[top].mean:.1f} %, {100 * abs(lead.difference):.1f} ± "
+        text += f"{100 * lead.error:.1f} points above {second}."
+    idle = [name for name in (BEFORE, RAW) if name == top or name in equal]
+    if labels and idle:
+        text += f" No method is better than {_listed(idle)}: train longer, or on more images."
+    elif top not in methods:
+        text += f" No method is better than {top} as it is."
+    return text
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def command(method: str, words: Sequence[str], plan: Plan, settings: CompareSettings) -> str:
+    """Return the command that trains a method as the comparison did."""
+    every = Cell(method, 0, plan.steps[method]).every(settings.points)
+    own = ["--steps", str(plan.steps[method]), "--evaluate_every", str(every), "--output", f"runs/{method}"]
+    return shlex.join(["tessera", "pretrain", *words, *own])
+
+
+def _cost(settings: CompareSettings, plan: Plan, done: Sequence[Cell]) -> dict[str, Any]:
+    """Return planned and true compute in seconds. All times of compare.json are here."""
+    found, problems = {}, []
+    for cell in done:
+        run = spent(settings.output / cell.name)
+        training = run.per_step * cell.steps if run and run.per_step else None
+        planned = plan.planned.get(cell.method)
+        found[cell.name] = {"planned": planned, "training": training, "total": run.total if run else None}
+        if planned and training and abs(training / planned - 1) > TOLERATED:
+            problems.append(
+                f"{cell.name}: the training took {training / 60:.1f} minutes of compute, where {planned / 60:.1f} were "
+                "planned. Other work on the machine changes the speed of its cores."
+            )
+    return {"unit": "GPU" if plan.gpu else "CPU", "runs": found, "problems": problems}

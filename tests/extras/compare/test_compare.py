@@ -1,0 +1,152 @@
+"""The command `compare` with real trainings: killed and continued, without labels, and wrong settings."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tessera.extras.compare.cells import fitting
+from tessera.extras.compare.compare import compare
+from tessera.extras.compare.compute import spent
+from tessera.extras.compare.plan import Plan, load_settings, read_plan, write_plan
+from tessera.runtime.settings import SettingsError
+from tests.launched import ROOT, records
+from tests.pretrain.small import flags, scored_shards
+
+METHODS = ("lejepa", "mae")
+
+
+def words(output: Path, *more: str) -> list[str]:
+    """Return the flags of a comparison of two methods on digits, with an encoder of one narrow block."""
+    train, val = scored_shards()
+    small = [word for method in METHODS for pair in flags(method).items() for word in pair]
+    encoder = ["--encoder", "vit_micro", "--encoder.depth", "1", "--encoder.dim", "24", "--encoder.heads", "2"]
+    run = ["--batch_size", "16", "--workers", "0", "--evaluation.pictures", "0", "--data", train]
+    own = ["--methods", ",".join(METHODS), "--points", "2", "--output", str(output)]
+    return [*own, *small, *encoder, *run, *(more or ("--evaluation.val", val, "--steps", "6", "--seeds", "2"))]
+
+
+def start(flags: list[str], log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tessera", "compare", *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=log.open("ab"), stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes], lines: int = 1) -> None:
+    while process.poll() is None and (not path.exists() or len(path.read_bytes().splitlines()) < lines):
+        time.sleep(0.01)
+    assert process.poll() is None, "the comparison ended before it could be killed"
+
+
+def result(output: Path) -> dict[str, Any]:
+    found = json.loads((output / "compare.json").read_text())
+    del found["cost"]
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_comparison_goes_on_to_the_same_result(tmp_path: Path) -> None:
+    whole, killed, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "log"
+    assert start(words(whole), log).wait() == 0, log.read_text()
+    process = start(words(killed), log)
+    wait_for(killed / "mae-0" / "metrics.jsonl", process, lines=4)  # the second training, after its first checkpoint
+    process.kill()
+    process.wait()
+    done = (killed / "lejepa-0" / "encoder.safetensors").stat().st_mtime_ns
+    process = start(words(killed), log)
+    wait_for(killed / "outcomes" / "lejepa-0.json", process)  # between two encoders that are scored
+    process.kill()
+    process.wait()
+    assert start(words(killed), log).wait() == 0, log.read_text()
+    assert (killed / "lejepa-0" / "encoder.safetensors").stat().st_mtime_ns == done
+    text = json.dumps(result(killed)).replace(str(killed), str(whole))
+    assert json.loads(text) == result(whole)
+    for cell in ("lejepa-0", "lejepa-1", "mae-0", "mae-1"):
+        weights = [(folder / cell / "encoder.safetensors").read_bytes() for folder in (whole, killed)]
+        assert weights[0] == weights[1]
+        of_run = records(whole / cell)[-1]  # the outcomes are those of the evaluation of the run
+        assert result(whole)["arms"][cell[:-2]]["of_seeds"][int(cell[-1])] == pytest.approx(of_run["linear_top1"])
+    assert "<svg" in (killed / "compare.html").read_text()
+    assert spent(killed / "mae-0") is not None
+
+
+@pytest.mark.slow
+def test_a_stopped_comparison_saves_its_training_and_is_not_confused_by_other_settings(tmp_path: Path) -> None:
+    output, log = tmp_path / "views", tmp_path / "log"
+    own = ("--minutes", "0.02", "--seeds", "1", "--evaluation.view_images", "50")
+    process = start(words(output, *own), log)
+    wait_for(output / "lejepa-0" / "metrics.jsonl", process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 75, log.read_text()
+    assert "start the same command again" in log.read_text()
+    plan = (output / "plan.json").read_text()
+    with pytest.raises(SettingsError, match=r"with other settings: minutes is 0\.02 there, and 1"):
+        compare(words(output, "--minutes", "1", *own[2:]))
+    assert start(words(output, *own), log).wait() == 0, log.read_text()
+    assert (output / "plan.json").read_text() == plan
+    found = json.loads((output / "compare.json").read_text())
+    assert found["score"] == "view retrieval"
+    assert found["command"] is None
+    for method in METHODS:
+        assert records(output / f"{method}-0")[-1]["view_retrieval"] == pytest.approx(found["arms"][method]["mean"])
+        assert found["cost"]["runs"][f"{method}-0"]["planned"] == pytest.approx(1.2, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--methods", "lejepa,simclr"], "there is no method simclr"),
+        (["--methods", "mae,mae"], "names a method twice"),
+        (["--seed", "3"], "--seed is decided by the comparison"),
+        (["--dino.momentum", "0.9"], "--dino. belongs to a method that is not compared"),
+        (["--mae.mask_ration", "0.5"], "did you mean '--mae.mask_ratio'"),
+        (["--steps", "0"], "steps"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_is_written(more: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=message):
+        compare([*words(tmp_path / "out"), *more])
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_data_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="--data SHARDS is missing"):
+        compare(["--methods", "mae", "--output", str(tmp_path / "out")])
+
+
+def test_each_method_gets_its_own_flags() -> None:
+    given = ["--size", "64", "--mae.mask_ratio", "0.5", "--data", "a.tar", "b.tar", "--lejepa.output_dim", "16"]
+    settings, found = load_settings(["--methods", "lejepa,mae", "--minutes", "5", *given], "tessera compare")
+    assert settings.minutes == 5
+    data = ["--data", "a.tar", "b.tar"]
+    assert found["mae"] == ["--method", "mae", "--mae.mask_ratio", "0.5", *data, "--mae.size", "64"]
+    lejepa = ["--method", "lejepa", *data, "--lejepa.output_dim", "16", "--lejepa.global_size", "64"]
+    assert found["lejepa"] == lejepa
+
+
+def test_methods_and_seeds_can_be_added_to_a_plan(tmp_path: Path) -> None:
+    def loaded(methods: str, seeds: int) -> Any:
+        given = ["--methods", methods, "--seeds", str(seeds), "--data", "a.tar", "--output", str(tmp_path)]
+        return load_settings(given, "tessera compare")
+
+    first, more = loaded("mae", 1), loaded("mae,dino", 3)
+    assert read_plan(*first) is None
+    write_plan(*first, Plan({"mae": 100}, {"mae": 3600.0}, gpu=False))
+    assert read_plan(*first) == read_plan(*loaded("mae", 2)) == Plan({"mae": 100}, {"mae": 3600.0}, gpu=False)
+    assert read_plan(*more) is None  # dino has to be measured
+    write_plan(*more, Plan({"mae": 90, "dino": 50}, {"mae": 3500.0, "dino": 3600.0}, gpu=False))
+    found = read_plan(*more)
+    assert found is not None
+    assert found.steps == {"mae": 100, "dino": 50}
+    assert read_plan(*first) is not None
+
+
+@pytest.mark.parametrize(("steps", "points", "whole"), [(1003.9, 8, 1000), (8.2, 8, 8), (7.9, 8, 7), (0.3, 8, 1)])
+def test_a_training_ends_with_an_evaluation_at_equal_intervals(steps: float, points: int, whole: int) -> None:
+    assert fitting(steps, points) == whole
