@@ -1,16 +1,23 @@
 """Train one method with one seed, in a process of its own: `tessera pretrain` with the sink `compute`."""
 
+import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from tessera.encoders import WEIGHTS
-from tessera.extras.compare.compute import spent
+from tessera.extras.compare.compute import FILE, spent
 from tessera.extras.compare.plan import Cell, CompareSettings, Plan
+from tessera.extras.report.run_folders import read_lines
+from tessera.pretrain.monitoring.sinks import append_line
 from tessera.runtime import preemption
 from tessera.runtime.lock import holder
 from tessera.runtime.machine import signal_at_end_of_parent
@@ -18,6 +25,8 @@ from tessera.runtime.user_error import UserError
 
 TRIAL = 16
 """Steps of the trial that measures the compute of a step."""
+DECIDING = ("linear_top1", "knn_top1", "view_retrieval")
+"""Metrics of a run, of which the first one that it has decides."""
 PATIENCE = 120.0
 """Longest wait in seconds for a training of a killed comparison, which still saves its checkpoint."""
 
@@ -46,8 +55,8 @@ def is_done(run: Path) -> bool:
     return (run / WEIGHTS).exists()
 
 
-def train(cell: Cell, words: Sequence[str], settings: CompareSettings) -> None:
-    """Train a cell, or continue it.
+def train(cell: Cell, words: Sequence[str], settings: CompareSettings, until: int | None = None) -> None:
+    """Train a cell, or continue it. With `until`, stop it as soon as this step is scored, or later.
 
     Raises:
         CompareError: the training failed. Its message was printed.
@@ -57,21 +66,62 @@ def train(cell: Cell, words: Sequence[str], settings: CompareSettings) -> None:
     since = time.monotonic()
     while output.is_dir() and holder(output) and time.monotonic() - since < PATIENCE:
         time.sleep(0.2)
-    _call(command(cell, words, settings.points, output), output)
+    _call(command(cell, words, settings.points, output), output, until)
 
 
-def _call(words: Sequence[str], output: Path) -> None:
+def train_other(name: str, seed: int, settings: CompareSettings) -> None:
+    """Train with the program of another library, from the beginning, and record its compute.
+
+    Raises:
+        CompareError: the program failed, or left no encoder.
+        StoppedError: the program was stopped.
+    """
+    output = settings.output / f"{name}-{seed}"
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    before, started = os.times(), time.monotonic()
+    _call(shlex.split(other_command(name, seed, settings, output)), output)
+    if not is_done(output):
+        raise CompareError(f"The program of {name} left no {WEIGHTS} in {output}. See `encoders.save`.")
+    spent_cpu = sum(os.times()[2:4]) - sum(before[2:4])
+    line = {"step": 0, "start": 0.0, "evaluated": False, "cpu": spent_cpu, "wall": time.monotonic() - started}
+    append_line(output / FILE, line | {"gpu": False})
+
+
+def other_command(name: str, seed: int, settings: CompareSettings, output: Path) -> str:
+    """Return the command of another library."""
+    values = {"seed": str(seed), "minutes": f"{settings.minutes:g}", "output": shlex.quote(str(output))}
+    return re.sub(r"\{(\w+)\}", lambda field: values.get(field[1], field[0]), settings.others[name])
+
+
+def rung_score(run: Path, step: int) -> float | None:
+    """Return the score of a run after a step: of the linear probe, of k-NN, or without labels. None if there is none
+    yet."""
+    lines = (line for line in read_lines(run / "metrics.jsonl", []) if line.get("step") == step)
+    found = next(lines, {})
+    return next((found[name] for name in DECIDING if name in found), None)
+
+
+def _call(words: Sequence[str], output: Path, until: int | None = None) -> None:
     """Run a training, and pass signals on to it."""
     ended = partial(signal_at_end_of_parent, signal.SIGTERM)  # if this process is killed, the training saves and ends
     process = subprocess.Popen(words, preexec_fn=ended)
     handlers = {number: lambda number, _: process.send_signal(number) for number in preemption.SIGNALS}
     # Ctrl-C reaches both processes; the training saves and ends.
     before = {number: signal.signal(number, one) for number, one in {**handlers, signal.SIGINT: signal.SIG_IGN}.items()}
+    stopped = False
     try:
-        code = process.wait()
+        while (code := process.poll()) is None:
+            if until is not None and not stopped and rung_score(output, until) is not None:
+                process.send_signal(signal.SIGTERM)
+                stopped = True
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if stopped and code == preemption.EXIT_CODE:
+        return
     if code in (preemption.EXIT_CODE, 130) or -code in (*preemption.SIGNALS, signal.SIGINT):
         print("The comparison was stopped. To go on, start the same command again.", file=sys.stderr, flush=True)
         raise StoppedError

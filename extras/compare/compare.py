@@ -17,10 +17,11 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 
-from tessera.extras.compare.cells import is_done, measure, train
+from tessera.extras.compare.cells import is_done, measure, rung_score, train, train_other
 from tessera.extras.compare.outcomes import score
 from tessera.extras.compare.page import render
 from tessera.extras.compare.plan import (
+    RUNGS,
     Cell,
     CompareSettings,
     Plan,
@@ -30,7 +31,7 @@ from tessera.extras.compare.plan import (
     read_plan,
     write_plan,
 )
-from tessera.extras.compare.results import results
+from tessera.extras.compare.results import Stopped, results
 from tessera.extras.report.report import write
 from tessera.runtime import stdio
 from tessera.runtime.lock import locked
@@ -54,27 +55,58 @@ def compare(argv: Sequence[str]) -> None:
         if plan is None:
             plan = measure(settings, words)
             write_plan(settings, words, plan)
-        train_all(settings, words, plan)
-        write_result(settings, words, plan)
+        stopped = train_all(settings, words, plan)
+        write_result(settings, words, plan, stopped)
 
 
-def train_all(settings: CompareSettings, words: Mapping[str, Sequence[str]], plan: Plan) -> None:
-    """Train all cells that are not done."""
-    every = cells(settings, plan)
-    for number, cell in enumerate(every, 1):
-        if is_done(settings.output / cell.name):
-            continue
-        planned = plan.planned.get(cell.method)
-        length = f", about {planned / 60:.1f} minutes of compute" if planned else ""
-        print(f"\n{number} of {len(every)}: {cell.method}, seed {cell.seed}, {cell.steps} steps{length}", flush=True)
-        train(cell, words[cell.method], settings)
+def train_all(settings: CompareSettings, words: Mapping[str, Sequence[str]], plan: Plan) -> dict[str, Stopped]:
+    """Train all cells that are not done. Return the methods that were stopped on the way."""
+    stopped = dict[str, Stopped]()
+    for share in (*(RUNGS if settings.halve else ()), 1.0):
+        alive = [cell for cell in cells(settings, plan) if cell.method not in stopped]
+        for number, cell in enumerate(alive, 1):
+            rung = rung_step(cell, settings, share) if share < 1 else None
+            output = settings.output / cell.name
+            if is_done(output) or (rung is not None and rung_score(output, rung) is not None):
+                continue
+            planned = plan.planned.get(cell.method)
+            length = f", about {planned * share / 60:.1f} minutes of compute" if planned else ""
+            head = f"{number} of {len(alive)}: {cell.method}, seed {cell.seed}"
+            print(f"\n{head}, {rung or cell.steps} steps{length}", flush=True)
+            train(cell, words[cell.method], settings, rung)
+        if share < 1:
+            scores = dict[str, list[float]]()
+            for cell in alive:
+                found = rung_score(settings.output / cell.name, rung_step(cell, settings, share))
+                scores.setdefault(cell.method, []).append(found or 0.0)
+            for name, score in worse_half({name: sum(own) / len(own) for name, own in scores.items()}).items():
+                print(f"{name} is stopped after {100 * share:.0f} % of its steps, with {100 * score:.1f} %", flush=True)
+                stopped[name] = Stopped(share, score)
+    for seed in range(settings.seeds):
+        for name in settings.others:
+            if not is_done(settings.output / f"{name}-{seed}"):
+                print(f"\n{name}, seed {seed}", flush=True)
+                train_other(name, seed, settings)
+    return stopped
 
 
-def write_result(settings: CompareSettings, words: Mapping[str, Sequence[str]], plan: Plan) -> None:
+def rung_step(cell: Cell, settings: CompareSettings, share: float) -> int:
+    """Return the evaluated step of a cell that is nearest to a share of its steps."""
+    return cell.every(settings.points) * max(round(settings.points * share), 1)
+
+
+def worse_half(scores: Mapping[str, float]) -> dict[str, float]:
+    """Return the half of the methods with the lower scores, rounded down."""
+    return dict(sorted(scores.items(), key=lambda item: item[1])[: len(scores) // 2])
+
+
+def write_result(
+    settings: CompareSettings, words: Mapping[str, Sequence[str]], plan: Plan, stopped: Mapping[str, Stopped]
+) -> None:
     """Score the encoders, and write compare.json and compare.html."""
-    done: list[Cell] = cells(settings, plan)
+    done = [cell for cell in cells(settings, plan) if cell.method not in stopped]
     scored, config = score(settings, done, make_accelerator())
-    found = results(settings, words, plan, done, scored, config)
+    found = results(settings, words, plan, done, scored, config, stopped)
     write(settings.output / "compare.json", json.dumps(found, indent=1) + "\n")
     page = settings.output / "compare.html"
     write(page, render(found))

@@ -47,6 +47,10 @@ def score(settings: CompareSettings, done: list[Cell], accelerator: Accelerator)
     configs = {cell.name: load(["--resume", str(settings.output / cell.name)]) for cell in done}
     first = configs[done[0].name]
     found = [Scored(cell.method, cell.name, str(settings.output / cell.name)) for cell in done]
+    for name in settings.others:
+        found += [
+            Scored(name, f"{name}-{seed}", str(settings.output / f"{name}-{seed}")) for seed in range(settings.seeds)
+        ]
     for cell in done:
         if cell.method == done[0].method:
             path = settings.output / "before" / f"seed-{cell.seed}.safetensors"

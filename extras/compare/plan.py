@@ -5,6 +5,7 @@ starts. The cells are then a function of plan.json and of the settings.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,10 @@ from tessera.runtime.settings import Settings, SettingsError, flags, settings_of
 FILE = "plan.json"
 DECIDED = ("method", "seed", "epochs", "resume", "overwrite", "dry_run", "evaluate_every", "record_every")
 """Settings of a run that the comparison decides."""
+RUNGS = (1 / 4, 1 / 2)
+"""Shares of the steps after which `halve` stops methods."""
+LEAST_POINTS = 4
+"""Number of evaluations of which one is at each of `RUNGS`."""
 
 
 class CompareSettings(Settings):
@@ -38,6 +43,11 @@ class CompareSettings(Settings):
     """side of the global crops of all methods in pixels; default: that of each method"""
     points: int = Field(8, ge=1)
     """number of evaluations of each training, without the one before the first step"""
+    halve: bool = False
+    """after a quarter and after half of the steps, stop the half of the methods with the lower scores"""
+    others: dict[str, str] = Field(default_factory=dict)
+    """programs that train with other libraries, by name: commands with {seed}, {minutes} and {output}, which leave
+    encoder.safetensors in {output}"""
     beside: tuple[str, ...] = ()
     """encoders to score beside the methods: timm:NAME, a run folder or a weight file"""
     output: Path = Path("runs/compare")
@@ -88,6 +98,13 @@ def load_settings(argv: Sequence[str], program: str) -> tuple[CompareSettings, d
     known = METHODS.names()
     if unknown := [name for name in settings.methods if name not in known]:
         raise SettingsError(f"--methods: there is no method {unknown[0]}. Choose any of {', '.join(known)}.")
+    if settings.halve and settings.points < LEAST_POINTS:
+        raise SettingsError(f"--halve needs scores on the way. Give --points of at least {LEAST_POINTS}.")
+    for name, command in settings.others.items():
+        if not re.fullmatch(r"[\w.]+", name) or name in known:
+            raise SettingsError(f"--others: {name!r} is not a new name of letters, digits, dots and underscores.")
+        if missing := [field for field in ("seed", "minutes", "output") if f"{{{field}}}" not in command]:
+            raise SettingsError(f"--others: the command of {name} does not contain {{{missing[0]}}}. Add it.")
     if len(set(settings.methods)) < len(settings.methods):
         raise SettingsError("--methods names a method twice. Remove one of them.")
     given = {word[2:].partition("=")[0] for word in rest if word.startswith("--")}

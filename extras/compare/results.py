@@ -3,10 +3,12 @@
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from tessera.extras.compare.cells import other_command
 from tessera.extras.compare.compute import spent
 from tessera.extras.compare.decision import Arm, Comparison, best, compare_arms
 from tessera.extras.compare.outcomes import BEFORE, RAW, Scored, outcome_file, read_outcomes
@@ -23,10 +25,23 @@ WITHOUT_LABELS = (
     "such as DINO, is ahead of one that is not, such as MAE. So no method is recommended. Label a few hundred images, "
     "and give them as --evaluation.val."
 )
+HALVED = (
+    "{} was stopped after {:.0f} % of its steps, where it had {:.1f} % and was in the lower half (--halve). It might "
+    "have caught up, so it is not called worse."
+)
 ONE_SEED = (
     "One seed shows nothing of the randomness of training, so no difference can be told from chance. Give --seeds 3. "
     "The trainings that are there stay."
 )
+
+
+class Stopped(NamedTuple):
+    """A method that successive halving has stopped."""
+
+    share: float
+    """Share of its steps that it was trained."""
+    score: float
+    """Mean score over the seeds there (0 to 1)."""
 
 
 def results(
@@ -36,6 +51,7 @@ def results(
     done: Sequence[Cell],
     scored: Sequence[Scored],
     config: RunConfig,
+    stopped: Mapping[str, Stopped] = {},
 ) -> dict[str, Any]:
     """Return everything that compare.json holds.
 
@@ -46,6 +62,7 @@ def results(
         done: finished cells.
         scored: encoders whose outcomes are stored.
         config: settings of the first cell.
+        stopped: methods that were stopped on the way.
     """
     outcomes = {one.name: read_outcomes(outcome_file(settings, one)) for one in scored}
     names = list(next(iter(outcomes.values())))
@@ -58,16 +75,17 @@ def results(
     }
     comparisons = compare_arms(arms)
     top, equal = best(arms, comparisons)
-    rows = {}
+    rows, trained = {}, [method for method in words if method not in stopped]
     for arm, members in of_arm.items():
         means = {name: float(np.mean([outcomes[one.name][name].mean() for one in members])) for name in names}
-        rows[arm] = _row(arms[arm], means) | {"method": arm in words}
+        rows[arm] = _row(arms[arm], means) | {"method": arm in trained}
     metric = {PROBE: "linear_top1", VIEWS: "view_retrieval"}.get(decides, "knn_top1")
-    for method in words:
+    for method in trained:
         runs = {cell.seed: read_run(settings.output / cell.name, cell.name) for cell in done if cell.method == method}
         rows[method]["curves"] = {seed: run.curve(metric) for seed, run in runs.items()}
         rows[method]["steps"], rows[method]["images"] = plan.steps[method], max(_images(run) for run in runs.values())
-    limits = [*([] if labels else [WITHOUT_LABELS]), *([ONE_SEED] if settings.seeds == 1 else [])]
+    halved = [HALVED.format(name, 100 * one.share, 100 * one.score) for name, one in stopped.items()]
+    limits = [*halved, *([] if labels else [WITHOUT_LABELS]), *([ONE_SEED] if settings.seeds == 1 else [])]
     return {
         "score": decides,
         "data": str(config.evaluation.val or config.evaluation.train or config.data.shards),
@@ -79,9 +97,10 @@ def results(
         "comparisons": [one._asdict() | {"p": _number(one.p), "different": one.different} for one in comparisons],
         "best": top,
         "not_different": equal,
-        "verdict": verdict(decides, arms, comparisons, top, equal, set(words), labels=labels),
+        "verdict": verdict(decides, arms, comparisons, top, equal, {*words, *settings.others}, labels=labels),
         "limits": limits,
-        "command": command(top, words[top], plan, settings) if labels and top in words else None,
+        "stopped": {name: one._asdict() for name, one in stopped.items()},
+        "command": command(top, words, plan, settings) if labels else None,
         "cost": _cost(settings, plan, done),
     }
 
@@ -141,11 +160,15 @@ def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def command(method: str, words: Sequence[str], plan: Plan, settings: CompareSettings) -> str:
-    """Return the command that trains a method as the comparison did."""
-    every = Cell(method, 0, plan.steps[method]).every(settings.points)
-    own = ["--steps", str(plan.steps[method]), "--evaluate_every", str(every), "--output", f"runs/{method}"]
-    return shlex.join(["tessera", "pretrain", *words, *own])
+def command(top: str, words: Mapping[str, Sequence[str]], plan: Plan, settings: CompareSettings) -> str | None:
+    """Return the command that trains a method as the comparison did, or None if `top` is not trained."""
+    if top in settings.others:
+        return other_command(top, 0, settings, Path("runs") / top)
+    if top not in words:
+        return None
+    every = Cell(top, 0, plan.steps[top]).every(settings.points)
+    own = ["--steps", str(plan.steps[top]), "--evaluate_every", str(every), "--output", f"runs/{top}"]
+    return shlex.join(["tessera", "pretrain", *words[top], *own])
 
 
 def _cost(settings: CompareSettings, plan: Plan, done: Sequence[Cell]) -> dict[str, Any]:
@@ -161,4 +184,9 @@ def _cost(settings: CompareSettings, plan: Plan, done: Sequence[Cell]) -> dict[s
                 f"{cell.name}: the training took {training / 60:.1f} minutes of compute, where {planned / 60:.1f} were "
                 "planned. Other work on the machine changes the speed of its cores."
             )
+    for name in settings.others:
+        for seed in range(settings.seeds):
+            run = spent(settings.output / f"{name}-{seed}")
+            planned = 60 * settings.minutes
+            found[f"{name}-{seed}"] = {"planned": planned, "training": None, "total": run.total if run else None}
     return {"unit": "GPU" if plan.gpu else "CPU", "runs": found, "problems": problems}

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tessera.extras.compare.cells import fitting
-from tessera.extras.compare.compare import compare
+from tessera.extras.compare.cells import fitting, rung_score
+from tessera.extras.compare.compare import compare, worse_half
 from tessera.extras.compare.compute import spent
 from tessera.extras.compare.plan import Plan, load_settings, read_plan, write_plan
 from tessera.runtime.settings import SettingsError
@@ -29,7 +29,7 @@ def words(output: Path, *more: str) -> list[str]:
     encoder = ["--encoder", "vit_micro", "--encoder.depth", "1", "--encoder.dim", "24", "--encoder.heads", "2"]
     run = ["--batch_size", "16", "--workers", "0", "--evaluation.pictures", "0", "--data", train]
     own = ["--methods", ",".join(METHODS), "--points", "2", "--output", str(output)]
-    return [*own, *small, *encoder, *run, *(more or ("--evaluation.val", val, "--steps", "6", "--seeds", "2"))]
+    return [*own, *small, *encoder, *run, *(more or ("--evaluation.val", val, "--steps", "6", "--seeds", "1"))]
 
 
 def start(flags: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -67,7 +67,7 @@ def test_a_killed_comparison_goes_on_to_the_same_result(tmp_path: Path) -> None:
     assert (killed / "lejepa-0" / "encoder.safetensors").stat().st_mtime_ns == done
     text = json.dumps(result(killed)).replace(str(killed), str(whole))
     assert json.loads(text) == result(whole)
-    for cell in ("lejepa-0", "lejepa-1", "mae-0", "mae-1"):
+    for cell in ("lejepa-0", "mae-0"):
         weights = [(folder / cell / "encoder.safetensors").read_bytes() for folder in (whole, killed)]
         assert weights[0] == weights[1]
         of_run = records(whole / cell)[-1]  # the outcomes are those of the evaluation of the run
@@ -98,6 +98,49 @@ def test_a_stopped_comparison_saves_its_training_and_is_not_confused_by_other_se
         assert found["cost"]["runs"][f"{method}-0"]["planned"] == pytest.approx(1.2, rel=0.5)
 
 
+PROGRAM = """
+import sys, torch
+from tessera import encoders
+seed, folder = sys.argv[1:]
+assert folder.endswith(f"mine-{seed}")
+torch.manual_seed(int(seed))
+settings = {"image_size": 32, "init": "xavier", "position_init": "sincos"}
+encoders.save(encoders.build("vit_micro", **settings), f"{folder}/encoder.safetensors")
+"""
+"""A program of another library: it leaves an encoder that is not trained."""
+
+
+@pytest.mark.slow
+def test_halving_stops_one_method_and_another_program_is_scored_beside(tmp_path: Path) -> None:
+    output, log, program = tmp_path / "halved", tmp_path / "log", tmp_path / "mine.py"
+    program.write_text(PROGRAM)
+    mine = f"{sys.executable} {program} {{seed}} {{output}}  # {{minutes}}"
+    own = ["--evaluation.val", scored_shards()[1], "--steps", "12", "--seeds", "1", "--points", "4", "--halve"]
+    given = words(output, *own, "--others", json.dumps({"mine": mine.partition("  #")[0]}))
+    process = start(given, log)
+    assert process.wait() == 2
+    assert "does not contain {minutes}" in log.read_text()
+    program.write_text(PROGRAM.replace("folder = sys", "folder, _ = sys"))
+    given[-1] = json.dumps({"mine": mine.replace("  #", "")})
+    assert start(given, log).wait() == 0, log.read_text()
+    found = json.loads((output / "compare.json").read_text())
+    scores = {method: rung_score(output / f"{method}-0", 3) for method in METHODS}
+    (worse,) = found["stopped"]
+    assert worse == min(scores, key=lambda name: scores[name] or 0)
+    assert found["stopped"][worse] == {"share": 0.25, "score": scores[worse]}
+    (left,) = {*METHODS} - {worse}
+    assert list(found["arms"]) == [left, "mine", "before training", "raw pixels"]
+    assert records(output / f"{worse}-0")[-1]["step"] < 12 == records(output / f"{left}-0")[-1]["step"]
+    assert f"{worse} was stopped after 25 % of its steps" in found["limits"][0]
+    assert found["cost"]["runs"]["mine-0"]["total"] > 0
+
+
+def test_the_worse_half_is_stopped() -> None:
+    scores = {"a": 0.5, "b": 0.7, "c": 0.4, "d": 0.6, "e": 0.8}
+    assert worse_half(scores) == {"c": 0.4, "a": 0.5}
+    assert worse_half({"a": 0.5}) == {}
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -107,6 +150,9 @@ def test_a_stopped_comparison_saves_its_training_and_is_not_confused_by_other_se
         (["--dino.momentum", "0.9"], "--dino. belongs to a method that is not compared"),
         (["--mae.mask_ration", "0.5"], "did you mean '--mae.mask_ratio'"),
         (["--steps", "0"], "steps"),
+        (["--halve"], "--points of at least 4"),
+        (["--others", '{"a-b": "{seed} {minutes} {output}"}'], "'a-b' is not a new name"),
+        (["--others", '{"mae": "{seed} {minutes} {output}"}'], "'mae' is not a new name"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_written(more: list[str], message: str, tmp_path: Path) -> None:
