@@ -258,9 +258,17 @@ def to_pixels(images: Tensor, preprocessing: Preprocessing) -> Tensor:
 
 def normalize(x: Tensor, preprocessing: Preprocessing, *, out: Tensor | None = None) -> Tensor:
     """Normalise a tensor (N, C, ...) of values from 0 to 1, in place or into `out`."""
-    return torch.sub(x, per_channel(preprocessing.mean, x), out=x if out is None else out).div_(
-        per_channel(preprocessing.std, x)
-    )
+    out = x if out is None else out
+    if x.device.type != "cpu":
+        return _normalized_at_once(x, preprocessing, out)
+    return torch.sub(x, per_channel(preprocessing.mean, x), out=out).div_(per_channel(preprocessing.std, x))
+
+
+def _normalized_at_once(x: Tensor, preprocessing: Preprocessing, out: Tensor) -> Tensor:
+    """Normalise in one pass over memory. The result differs by rounding errors."""
+    shifts = [-mean / std for mean, std in zip(preprocessing.mean, preprocessing.std, strict=True)]
+    factors = [1 / std for std in preprocessing.std]
+    return torch.addcmul(per_channel(shifts, x), x, per_channel(factors, x), out=out)
 
 
 def normalized_channels(channels: tuple[Tensor, ...], preprocessing: Preprocessing) -> Crops:

@@ -110,7 +110,8 @@ def make_decoder(encoder: Encoder, config: MAEConfig, *, drop: bool) -> NarrowTr
             "Set mae.drop to false, or choose a larger depth."
         )
     pixels = encoder.stride**2 * encoder.channels
-    return NarrowTransformer(encoder.dim, width, depth, heads, pixels, mask_token=drop)
+    low = getattr(encoder, "bf16_residuals", False)  # a choice of the user for all tokens between blocks
+    return NarrowTransformer(encoder.dim, width, depth, heads, pixels, mask_token=drop, bf16_residuals=low)
 
 
 def mae_loss(predicted: Tensor, target: Tensor, mask: Mask, grids: Tensor) -> Tensor:

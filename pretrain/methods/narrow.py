@@ -4,6 +4,8 @@ Letters in shapes: B images; T tokens of a batch; V visible tokens; N tokens of 
 width of the narrow transformer; P predicted values of a token.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +13,7 @@ from tessera.encoders.blocks import Block
 from tessera.encoders.checks import check_counts, check_heads
 from tessera.encoders.errors import EncoderError
 from tessera.encoders.images import Mask
-from tessera.encoders.layers import LayerNorm, init_linear, sincos_table
+from tessera.encoders.layers import LayerNorm, in_bf16, init_linear, sincos_table
 from tessera.encoders.segments import Segments, insert_prefix, split_prefix, token_positions
 
 LONGEST_SIDE = 512
@@ -30,19 +32,37 @@ class NarrowTransformer(nn.Module):
         heads: number of attention heads of a block.
         predicted: number of values P to predict for each token.
         mask_token: add a learned token for hidden tokens, for which the encoder returns no features.
+        bf16_residuals: under autocast to bf16, keep the tokens between blocks in bf16.
 
     Raises:
         EncoderError: the width does not fit the number of heads.
     """
 
-    def __init__(self, features: int, dim: int, depth: int, heads: int, predicted: int, *, mask_token: bool) -> None:
+    def __init__(
+        self,
+        features: int,
+        dim: int,
+        depth: int,
+        heads: int,
+        predicted: int,
+        *,
+        mask_token: bool,
+        bf16_residuals: bool = False,
+    ) -> None:
         super().__init__()
         check_counts(features=features, predicted=predicted)
         if depth:
             check_heads(dim, heads)
         self.embed = nn.Linear(features, dim) if depth else nn.Identity()
         self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(1, dim), std=0.02)) if mask_token else None
-        block = {"mlp_ratio": 4.0, "qkv_bias": True, "norm_eps": 1e-6, "layer_scale": None, "drop_path": 0.0}
+        block: dict[str, Any] = {
+            "mlp_ratio": 4.0,
+            "qkv_bias": True,
+            "norm_eps": 1e-6,
+            "layer_scale": None,
+            "drop_path": 0.0,
+        }
+        block["bf16_residuals"] = self.bf16_residuals = bf16_residuals
         self.blocks = nn.ModuleList(Block(dim, heads, **block) for _ in range(depth))
         self.norm = LayerNorm(dim, eps=1e-6) if depth else nn.Identity()
         self.pred = nn.Linear(dim if depth else features, predicted)
@@ -89,9 +109,10 @@ class NarrowTransformer(nn.Module):
         elif first is not None:
             x = insert_prefix(x, first, lengths)
             segments = Segments(lengths + 1, x.device, sequences=sequences)
+        x = in_bf16(x) if self.bf16_residuals else x
         for block in self.blocks:
             x = block(x, None if segments.uniform else segments)
-        x = self.pred(self.norm(x))
+        x = self.pred(self.norm(x.float() if self.bf16_residuals else x))
         if segments.uniform:
             return x[:, 0 if first is None else 1 :].flatten(0, 1)
         return x if first is None else split_prefix(x, 1, lengths)[1]

@@ -5,8 +5,11 @@ import colorsys
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tessera.data import pixels
 from tessera.data.pixels import blur_weights, gaussian_blur, shift_hue
+from tessera.encoders.base import IMAGENET
 
 
 def test_autocast_leaves_the_blur_exact():
@@ -37,3 +40,29 @@ def test_blur_against_a_plain_sum_in_float64():
         expected = [(padded[:, i : i + len(weights)] * weights).sum(1) / weights.sum() for i in range(9)]
         blurred = gaussian_blur(line, blur_weights(torch.tensor([sigma], dtype=torch.float64), radius=11))[0, 0]
         np.testing.assert_allclose(blurred.numpy(), np.stack(expected, axis=1), atol=1e-12)
+
+
+def test_normalising_in_one_pass_gives_the_same_up_to_rounding():
+    x = torch.rand(2, 3, 5, 7, generator=torch.Generator().manual_seed(0))
+    expected = (x.double() - torch.tensor(IMAGENET.mean).view(3, 1, 1)) / torch.tensor(IMAGENET.std).view(3, 1, 1)
+    for found in (pixels._normalized_at_once(x, IMAGENET, torch.empty_like(x)), pixels.normalize(x, IMAGENET)):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+class Operations(TorchDispatchMode):
+    """Names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name.split("::")[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_a_gpu_normalising_is_one_kernel():
+    x = torch.empty(2, 3, 5, 7, device="meta")
+    with Operations() as operations:
+        pixels.normalize(x, IMAGENET)
+    assert [name for name in operations.names if name in ("sub", "div_", "addcmul")] == ["addcmul"]

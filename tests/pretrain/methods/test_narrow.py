@@ -76,3 +76,19 @@ def test_what_does_not_fit_is_refused() -> None:
         NarrowTransformer(12, 6, 1, 2, 5, mask_token=False)
     with pytest.raises(EncoderError, match=r"side of 513 tokens. The limit is 512"):
         narrow()(images_of(513, 12), torch.tensor([[513, 1]]))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_tokens_between_blocks_are_in_bf16_only_under_autocast(given: bool) -> None:
+    torch.manual_seed(0)
+    transformer = scramble(NarrowTransformer(12, 16, 2, 2, 5, mask_token=False, bf16_residuals=given))
+    tokens, dtypes = images_of(16, 12), []
+    transformer.blocks[-1].register_forward_hook(
+        lambda _, inputs, output: dtypes.extend([inputs[0].dtype, output.dtype])
+    )
+    exact = transformer(tokens, GRIDS)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = transformer(tokens, GRIDS)
+    low = torch.bfloat16 if given else torch.float32
+    assert dtypes == [torch.float32, torch.float32, low, low]
+    assert 0 < (found - exact).norm() < 0.02 * exact.norm()
