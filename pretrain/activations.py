@@ -18,6 +18,7 @@ from tessera.data.collate import Transform, collate
 from tessera.encoders.base import IMAGENET, Encoder
 from tessera.encoders.dot_product import only_torchs_kernel
 from tessera.encoders.summary import FusedAttention
+from tessera.pretrain.methods.cross_entropy import smaller_chunks
 from tessera.pretrain.methods.method import Method
 from tessera.runtime.collectives import alone
 
@@ -59,13 +60,17 @@ def activations(method: Method, precision: str, images: int) -> Activations:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # imported here, because the import takes time
 
-    batches = [blank_batch(method, method.transform(), [(64, 64)] * count) for count in (2, 4)]
+    batches = {count: blank_batch(method, method.transform(), [(64, 64)] * count) for count in (2, 4)}
     with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
         fake = copy.deepcopy(method, {id(t): _fake(t) for t in [*method.parameters(), *method.buffers()]})
         for part in fake.modules():
             if hasattr(part, "skip_dropped"):
                 part.skip_dropped = False
-        two, four = (_kept(fake, precision, batch) for batch in batches)
+        found = list[Activations]()
+        for count, batch in batches.items():
+            with smaller_chunks(count, images):
+                found.append(_kept(fake, precision, batch))
+    two, four = found
     return Activations(*(a + (b - a) * (images - 2) // 2 for a, b in zip(two, four, strict=True)))
 
 

@@ -69,10 +69,8 @@ def check_memory(config: RunConfig, accelerator: Accelerator, *, sharded: bool) 
     Raises:
         SettingsError: they do not fit.
     """
-    try:
-        with torch.device("meta"):
-            method = _build(config, fresh=False, check=False)
-    except Exception:  # an encoder of the user may need tensors with values; `build_method` raises other errors
+    method = build_on_meta(config)
+    if method is None:
         return
     needed, device, what = state_bytes(method), accelerator.device, "Weights, gradients and optimizer state take"
     if config.gpu is not None:  # the plan compares the run with the GPU, and this machine only builds the weights
@@ -91,6 +89,15 @@ def check_memory(config: RunConfig, accelerator: Accelerator, *, sharded: bool) 
         raise SettingsError(
             f"{what} {decimal(needed)}, but {where} has {decimal(size)} of memory. Choose a smaller encoder{advice}."
         )
+
+
+def build_on_meta(config: RunConfig) -> Method | None:
+    """Return the method on the meta device, where weights take no memory; None if it cannot be built there."""
+    try:
+        with torch.device("meta"):
+            return _build(config, fresh=False, check=False)
+    except Exception:  # an encoder of the user may need tensors with values; `build_method` raises other errors
+        return None
 
 
 def _build(config: RunConfig, *, fresh: bool, check: bool = True) -> Method:

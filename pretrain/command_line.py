@@ -14,7 +14,7 @@ from typing import Any, cast
 from braceexpand import braceexpand
 
 from tessera import encoders
-from tessera.pretrain.config import RunConfig, settings_model, with_older_defaults
+from tessera.pretrain.config import RECOMPUTE, RunConfig, settings_model, with_older_defaults
 from tessera.pretrain.methods import METHODS
 from tessera.runtime.settings import (
     Layer,
@@ -365,6 +365,7 @@ def started_encoder(init_from: str) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise SettingsError(f"init_from: {error}") from error
     settings.pop("channels", None)  # data.channels sets the number of channels
+    settings.pop(RECOMPUTE, None)  # follows from the device
     data: dict[str, Any] = {"channels": preprocessing.channels, "mean": preprocessing.mean, "std": preprocessing.std}
     data |= {"fewer_channels": True} if preprocessing.fewer_channels else {}
     if preprocessing.low is not None and preprocessing.high is not None:

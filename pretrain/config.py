@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, Union, cast, get_args
 
 import yaml
 from pydantic import Field, create_model, field_validator, model_validator
@@ -33,6 +33,8 @@ from tessera.runtime.settings import Derived, Section, Settings, SettingsError, 
 
 ONLY_FOR_THIS_START = {"config", "epochs", "resume", "overwrite", "dry_run", "gpu", "gpus", "output", "profile"}
 """Settings that config.yaml does not repeat."""
+RECOMPUTE, AUTO = "checkpoint_activations", "auto"
+"""Setting of encoders that recompute activations, and its default: the memory of the device decides."""
 
 
 class DataConfig(Section, frozen=True):
@@ -316,7 +318,8 @@ class RunConfig(Settings, frozen=True):
     @property
     def encoder_settings(self) -> dict[str, Any]:
         """Encoder variant, and the encoder settings that the user, a preset or the method has set."""
-        return {"variant": self.encoder.variant} | self.encoder.model_dump(exclude_unset=True)
+        given = self.encoder.model_dump(exclude_unset=True)
+        return {"variant": self.encoder.variant} | {n: v for n, v in given.items() if (n, v) != (RECOMPUTE, AUTO)}
 
     @property
     def access(self) -> Access:
@@ -375,8 +378,11 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
     help_text = f"encoder variant: {names}" + "".join(f", or {prefix}:NAME" for prefix in BACKBONES.names())
     fields: dict[str, Any] = {"variant": (str, Field(variant, description=help_text))}
     for name, parameter in inspect.signature(family).parameters.items():
-        default = chosen.get(name, parameter.default)
-        fields[name] = (parameter.annotation, Field(default, description=described.get(name)))
+        default, annotation, text = chosen.get(name, parameter.default), parameter.annotation, described.get(name)
+        if name == RECOMPUTE and recomputes(variant, True):
+            default, annotation = default or AUTO, Union[annotation, Literal["auto"]]  # noqa: UP007 - may be a string
+            text = f"{text}; auto: as much as the memory needs"
+        fields[name] = (annotation, Field(default, description=text))
     encoder = create_model("Encoder", __base__=EncoderConfig, __doc__=f"Settings of {variant}.", **fields)
     encoder.started = started
     sections: dict[str, Any] = {name: (method.Config, method.Config()) for name, method in METHODS.working().items()}
@@ -388,6 +394,14 @@ def settings_model(variant: str, started: Mapping[str, Any] | None = None) -> ty
         "RunConfig", __base__=RunConfig, __doc__=RunConfig.__doc__, encoder=(encoder, encoder()), **sections
     )
     return cast(type[RunConfig], model)
+
+
+def recomputes(variant: str, value: Any) -> bool:
+    """Return True if an encoder accepts this value of `checkpoint_activations`."""
+    known = inspect.signature(encoders.family(variant)).parameters
+    annotation = known[RECOMPUTE].annotation if RECOMPUTE in known else None
+    kinds = [annotation, *get_args(annotation)]
+    return bool in kinds if isinstance(value, bool) else any(value in get_args(kind) for kind in kinds)
 
 
 def with_older_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Prepare a pretraining run from its settings, train, evaluate, and export the encoder."""
 
 import logging
-import os
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -31,7 +30,7 @@ from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.engines import Engine
-from tessera.pretrain.forecasts import FORECASTS, gpu_memory
+from tessera.pretrain.forecasts import FORECASTS
 from tessera.pretrain.loop import train
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring.online import (
@@ -47,6 +46,7 @@ from tessera.pretrain.monitoring.recorder import Recorder, earlier_contents, rec
 from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
 from tessera.pretrain.origins import differing
 from tessera.pretrain.preflight import Plan, needs, print_plan, print_table
+from tessera.pretrain.recompute import device_memory, with_recomputation
 from tessera.pretrain.resolve import (
     agree,
     make_accelerator,
@@ -60,7 +60,6 @@ from tessera.pretrain.run_folder import claimed, delete_run, newest_checkpoint
 from tessera.pretrain.training_run import TrainingRun
 from tessera.runtime.collectives import broadcast_object, first_of_node_first, run_on_all_ranks
 from tessera.runtime.files import atomic_write
-from tessera.runtime.machine import memory
 from tessera.runtime.preemption import saving_on_interrupt
 from tessera.runtime.settings import SettingsError
 from tessera.runtime.user_error import without_controls
@@ -140,11 +139,15 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     check_memory(config, accelerator, sharded=engine_class.sharded)
     torch.manual_seed(config.seed)  # all processes use the same seed to build equal weights
     main = accelerator.is_main_process if engine_class.sends_weights else None
-    method = build_method(config, fresh=checkpoint is None, main=main)
+    for_method, recomputed = with_recomputation(config, accelerator, sharded=engine_class.sharded)
+    method = build_method(for_method, fresh=checkpoint is None, main=main)
     batches = loader(config, method, prepared.sources, position.step, accelerator)
     plan = None
     if config.dry_run:
         plan = make_plan(prepared, accelerator, config, method, batches.buffered_bytes, position.step)
+        plan = replace(plan, recomputed=recomputed and str(recomputed))
+    elif recomputed:
+        log.log(logging.INFO if recomputed.fits else logging.WARNING, "the backward pass recomputes %s", recomputed)
     accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
     if config.overwrite and not config.dry_run:
         run_on_all_ranks(lambda: delete_run(output) if accelerator.is_main_process else None)
@@ -247,16 +250,8 @@ def make_plan(
     prepared: Prepared, accelerator: Accelerator, config: RunConfig, method: Method, buffered_bytes: int, step: int
 ) -> Plan:
     """Return the plan of a run that has done `step` steps, before the engine moves or shards the weights."""
-    processes, sharing = accelerator.num_processes if config.gpu is None else config.gpus, 1
-    if config.gpu is not None:
-        place, capacity = gpu_memory(config, accelerator.num_processes)
-    elif accelerator.device.type == "cuda":
-        found = torch.cuda.get_device_properties(accelerator.device)
-        place, capacity = f"the {found.name} of {found.total_memory / 1e9:.0f} GB", found.total_memory
-    else:
-        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-        capacity = memory()
-        place = f"this machine of {capacity / 1e9:.1f} GB"
+    processes = accelerator.num_processes if config.gpu is None else config.gpus
+    place, capacity, sharing = device_memory(config, accelerator)
     _, each = share_bounds(config.batch_size, processes, config.accumulate, method.together)
     need = needs(method, config.precision, each) if accelerator.is_main_process else None
     size = (processes, workers(config, accelerator), buffered_bytes)

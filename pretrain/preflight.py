@@ -17,7 +17,7 @@ from tessera.data.shards.cache import cache_folder, is_on_network
 from tessera.encoders.unused import ON_META
 from tessera.evaluation.memory import LIMITS
 from tessera.pretrain.activations import activations, blank_batch
-from tessera.pretrain.config import RunConfig, to_yaml
+from tessera.pretrain.config import RECOMPUTE, RunConfig, to_yaml
 from tessera.pretrain.engines.meta_copy import meta_parameters
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.origins import described, differing
@@ -56,6 +56,8 @@ class Plan:
     """Number of steps that the run has done."""
     pixels: str = ""
     """Type and range of the images; empty for uint8 without a range."""
+    recomputed: str | None = None
+    """What the backward pass recomputes, and why; None if the settings say it."""
     evaluated: tuple[Source, Source] | None = None
     """Training and validation images of the evaluation; None if it needs no labels, or there is none."""
     together: int = 1
@@ -192,6 +194,7 @@ def plan_rows(config: RunConfig, run: Plan, *, full: bool) -> dict[str, str]:
         "images per forward pass of a process": f"{most}" if least == most else f"{least} to {most}",
         "memory per process: weights, gradients, optimizer": _amount(run.needs.state),
         "memory per process: activations (estimate)": _amount(run.needs.activations),
+        **({"recomputed in the backward pass": run.recomputed} if run.recomputed else {}),
         "memory per process: images of an evaluation and their activations": f"{decimal(evaluated)}, or one image",
         "shared memory per process: batches of the workers": decimal(run.buffered_bytes),
         "cache": _cache(config),
@@ -234,10 +237,9 @@ def fit(config: RunConfig, run: Plan) -> tuple[bool, str]:
     advice = "Choose a smaller encoder, or smaller crops."
     if (accumulate := next(less, None)) is not None:
         smaller = _amount(round(times * sizes[accumulate]))
-        advice = (
-            f"--accumulate {accumulate} needs {_amount(times * state)} + {smaller}. Or lower batch_size, or set "
-            "encoder.checkpoint_activations to true."
-        )
+        advice = f"--accumulate {accumulate} needs {_amount(times * state)} + {smaller}. Or lower batch_size"
+        recomputes = run.recomputed or getattr(config.encoder, RECOMPUTE, True) is True
+        advice += "." if recomputes else ", or set encoder.checkpoint_activations to true."
     hardly = "hardly fit" if times * (state + activations) <= run.capacity else "do not fit"
     return hardly == "hardly fit", f"{needed} {hardly} {run.place}. {advice}"
 

@@ -15,7 +15,7 @@ from tessera.data.shards import Source, Sources
 from tessera.data.shards.folder import ImageFolder
 from tessera.data.shards.open import shown_paths
 from tessera.pretrain.checkpoints.resume import Checkpoint, CheckpointError, open_checkpoint
-from tessera.pretrain.config import RunConfig, with_older_defaults
+from tessera.pretrain.config import RECOMPUTE, RunConfig, with_older_defaults
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.resolve import fingerprint
 from tessera.runtime.collectives import broadcast_object, rank, run_on_all_ranks
@@ -24,7 +24,7 @@ from tessera.runtime.settings import flattened
 log = logging.getLogger(__name__)
 NOT_COMPARED = (
     "resume", "config", "output", "dry_run", "overwrite", "workers", "source.commands", "loader.crops", "shard_counts",
-    "mixture", "samples", "gpu", "gpus", "shards", "images", "profile", "collective_timeout",
+    "mixture", "samples", "gpu", "gpus", "shards", "images", "profile", "collective_timeout", f"encoder.{RECOMPUTE}",
 )  # fmt: skip
 """Settings that may change between a run and its continuation without a warning."""
 
@@ -246,7 +246,7 @@ def check_fits(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
     differ = [
         f"{name} is {before} in the checkpoint and {now} in this run"
         for name, (before, now) in differing.items()
-        if name in ("method", *PIXELS) or name.startswith("encoder.")
+        if name in ("method", *PIXELS) or (name.startswith("encoder.") and name not in NOT_COMPARED)
     ]
     if differ:
         raise CheckpointError(

@@ -12,6 +12,7 @@ chunk; d width of the last layer's input; K prototypes.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,17 @@ CHUNK_BYTES = 2**28
 
 Targets = Callable[[slice], Iterator[tuple[slice, Tensor]]]
 """Function that takes a chunk of rows and yields pairs: a slice of crops, and the target of these crops, (n, K)."""
+
+
+@contextmanager
+def smaller_chunks(images: int, of: int) -> Iterator[None]:
+    """Within the context, `images` images are split into as many chunks as `of` images outside of it."""
+    global CHUNK_BYTES
+    before, CHUNK_BYTES = CHUNK_BYTES, CHUNK_BYTES * images // of
+    try:
+        yield
+    finally:
+        CHUNK_BYTES = before
 
 
 def crop_loss(student: FactoredLogits, teacher: Tensor, temperature: float, local_weight: float = 1.0) -> Tensor:

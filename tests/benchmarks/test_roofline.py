@@ -12,6 +12,9 @@ import roofline
 import torch
 from torch import nn
 
+from tessera import encoders
+from tessera.pretrain.activations import activations
+from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.cross_entropy import crop_loss
 from tessera.pretrain.methods.heads import FactoredLogits
 from tests.benchmarks.streams import StreamChecks
@@ -179,6 +182,26 @@ def test_lists_of_tensors_are_one_kernel_only_if_torch_can(second: Any, kernels:
     distinct = sum(min(t.numel(), t.untyped_storage().nbytes() // t.element_size()) * t.element_size() for t in factors)
     if not isinstance(other, list) or other[0].ndim:
         assert count.bytes == 5 * 2 * 4 * 8 * 4 + distinct
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [("dino", {}), ("dino", {"checkpoint_activations": "selective"}), ("dino", {"checkpoint_activations": True}),
+     ("mae", {}), ("dinov2", {})],
+    ids=str,
+)  # fmt: skip
+def test_the_estimate_of_activations_is_that_of_a_counted_step(method: str, given: dict[str, Any]) -> None:
+    """From passes of two and four images, the activations of 512 images: within 1 %."""
+    asked = roofline.RooflineBenchmark(method=method, encoder="vit_small", encoder_settings=given or None)
+    saved = sum(size for _, size in roofline.count_step(asked).saved.values())
+    chosen = roofline.gpu_defaults("vit_small", "bf16") | given
+    config = roofline.make_config(method, "vit_small", 512, own=None, encoder=chosen, precision="bf16")
+    options = config.encoder_settings
+    with torch.device("meta"):
+        encoder = encoders.build(options.pop("variant"), **options)
+        built = METHODS[method](encoder, config.method_config, config.steps)
+    assert activations(built, "bf16", 512).kept == pytest.approx(saved, rel=0.01)
 
 
 def test_bytes_of_a_loss_in_chunks() -> None:

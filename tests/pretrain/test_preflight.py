@@ -16,7 +16,7 @@ from tessera import encoders
 from tessera.data.batch import Batch
 from tessera.data.crops import MultiCrop, MultiCropConfig
 from tessera.data.shards import open_sources
-from tessera.pretrain import build, job, preflight
+from tessera.pretrain import build, preflight, recompute
 from tessera.pretrain.activations import activations
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import CheckpointConfig, RunConfig
@@ -269,7 +269,7 @@ def test_a_run_that_cannot_fit_in_memory_is_refused(
     words = ["--method", "dino", "--encoder", "vit_micro", "--output", str(tmp_path / "run"), "--workers", "0"]
     needed = state_bytes(dino(settings()))
     assert needed < 10**8
-    monkeypatch.setattr(job, "memory", lambda: 10**8)
+    monkeypatch.setattr(recompute, "memory", lambda: 10**8)
     assert main([*words, "--dry_run", "--batch_size", "1024"]) == 0
     said = capsys.readouterr().out
     assert "do not fit this machine of 0.1 GB. --accumulate" in said
