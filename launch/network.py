@@ -171,8 +171,8 @@ def problems(speeds: Speeds, names: Sequence[str], given: Least | None, backend:
     if pairs and len(slow) == len(pairs):
         yield (
             f"{names[0]} to {names[-1]} exchange at most {max(pairs.values()):.3g} GB/s, and {least:.3g} are expected. "
-            "Call export NCCL_SOCKET_IFNAME=NAME before sbatch, with the fastest interface, or avoid a node with "
-            "sbatch --exclude=NODE"
+            f"Call export {backend.upper()}_SOCKET_IFNAME=NAME before sbatch, with the fastest interface, or avoid a "
+            "node with sbatch --exclude=NODE"
         )
         return
     own = {node: [nodes for nodes in pairs if node in nodes] for node in range(len(names))}

@@ -61,6 +61,8 @@ def test_a_slow_pair_and_a_slow_network_are_named() -> None:
     (one,) = said({(0, 1): 0.12}, 2)
     assert one.startswith("node0 to node1 exchange at most 0.12 GB/s, and 1 are expected. ")
     assert "NCCL_SOCKET_IFNAME" in one
+    (one,) = said({(0, 1): 0.12}, 2, network.Least(between=1.0), "gloo")
+    assert "GLOO_SOCKET_IFNAME" in one
     assert len(said(ring(0.1, 0.1, 0.12, 0.1), 4)) == 1
 
 
