@@ -126,7 +126,7 @@ def fill(module: nn.Module, prefix: str, checkpoint: Path, group: dist.ProcessGr
     state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in module.state_dict().items()}
     wanted = {prefix + name: unsharded(tensor) for name, tensor in state.items()}
     try:
-        run_on_all_ranks(lambda: read(wanted, checkpoint, strict=False, group=group), group)
+        run_on_all_ranks(lambda: read(wanted, checkpoint, strict=False), group)
     except RankError as error:
         raise CheckpointError(f"the weights in {checkpoint} do not fit its settings: {error}") from error
     module.load_state_dict(state, assign=True)

@@ -3,8 +3,9 @@
 A process is lost if it was killed, is frozen, or its machine failed. Without the watchdog, the other processes would
 wait for the lost process in a collective, for minutes or forever. Every process sends heartbeats to a store from a
 separate thread, so that heartbeats continue while the main thread is saving, reading or waiting in a collective.
-Process 0 watches the heartbeats of all other processes, and each other process watches the heartbeats of process 0.
-Messages about a lost or failed process reach all processes through the same store.
+Each process watches the heartbeats of the next process, and the last process those of process 0. The work of a process
+therefore does not grow with the number of processes. If the next process has signed off, the process watches the one
+after it. Messages about a lost or failed process reach all processes through the same store.
 
 The heartbeats begin before the process group is made. A process that has never sent a heartbeat does not count as lost,
 because it may still be importing torch from a slow disk. Every minute, the first process of each node names the
@@ -180,10 +181,11 @@ class Watch:
         self._on_loss, self._timing = on_loss, timing
         self._closed = threading.Event()
         self._awake = 0.0  # number of seconds in which this process was able to notice heartbeats
-        others = [peer for peer in range(processes) if peer != rank]
         # Time of the store's last answer: `_answered` on the clock `_awake`, `_answered_at` in seconds since the epoch.
         self._answered, self._answered_at = 0.0, time.time()
-        self._peers = {peer: _Peer() for peer in (others if rank == 0 else [0])}
+        self._next = (rank + 1) % processes
+        self._peer = _Peer()  # process `_next`
+        self._counted = False  # True if the store counts this process as started
         self._began, self._notices = time.monotonic(), 0
         self._failure: str | None = None
         self._named = False  # True after the record of the last collectives was named
@@ -215,6 +217,9 @@ class Watch:
                 if store is None:
                     store = _connect(self._address, self._prefix)
                     store.set(f"host/{self._rank}", socket.gethostname())
+                    if not self._counted:
+                        store.add("started", 1)
+                        self._counted = True
                 self._exchange(store)
                 if closing:
                     self._leave(store)
@@ -227,13 +232,14 @@ class Watch:
 
     def _exchange(self, store: Store) -> None:
         store.add(f"beat/{self._rank}", 1)
-        for number, peer in list(self._peers.items()):
+        if self._next != self._rank:
+            number, peer = self._next, self._peer
             beats = store.add(f"beat/{number}", 0)
             if beats != peer.beats:
                 peer.host = peer.host or store.get(f"host/{number}").decode()
                 peer.beats, peer.heard, peer.heard_at = beats, self._awake, time.time()
             elif store.check([f"left/{number}"]):
-                del self._peers[number]
+                self._peer, self._next = _Peer(), (number + 1) % self._processes
         if store.check(["told"]):
             self._told = store.get("told").decode()
         elif self._told:
@@ -255,10 +261,9 @@ class Watch:
             before = now
             self._awake += passed
             self._name_record()
-            started = {number: peer for number, peer in list(self._peers.items()) if peer.beats}
-            silent = {n: peer for n, peer in started.items() if self._awake - peer.heard > self._timing.timeout}
-            if silent and not self._told:
-                self._told = self._describe(silent)
+            number, peer = self._next, self._peer
+            if peer.beats and self._awake - peer.heard > self._timing.timeout and not self._told:
+                self._told = self._describe(number, peer)
             told_for += passed if self._told else 0.0
             if told_for > self._timing.exit_delay:
                 self._closed.set()
@@ -281,15 +286,17 @@ class Watch:
         try:
             if store is None:
                 missing = f"The store at {self._address[0]}:{self._address[1]} does not answer"
-            elif absent := [str(n) for n in range(self._processes) if not store.add(f"beat/{n}", 0)]:
-                missing = f"Of {self._processes} processes, these have not started: {_listed(absent)}"
+            elif absent := _absent(store, 0, self._processes, MOST_NAMED):
+                more = self._processes - store.add("started", 0) - len(absent)
+                missing = f"Of {self._processes} processes, these have not started: {', '.join(map(str, absent))}"
+                missing += f" and {more} more" if more > 0 else ""
                 missing += ". Look at the logs of their nodes"
         except (RuntimeError, OSError):
             return
         host = socket.gethostname()
         tell(f"process {self._rank} on {host} has waited for {waited:.0f} s for the other processes. {missing}.\n")
 
-    def _describe(self, silent: dict[int, "_Peer"]) -> str:
+    def _describe(self, silent: int, peer: "_Peer") -> str:
         now = f"(now: {_clock(time.time())})"
         if self._awake - self._answered > self._timing.timeout / 2:
             host, port = self._address
@@ -297,10 +304,9 @@ class Watch:
                 f"the store at {host}:{port}, which carries the heartbeats, last answered at "
                 f"{_clock(self._answered_at)} {now}. Its launcher was killed, or the machine failed"
             )
-        named = [f"process {n} on {peer.host} was last heard at {_clock(peer.heard_at)}" for n, peer in silent.items()]
         return (
-            f"{_listed(named)} {now}. Possible causes: a process was killed, for example because the memory ran out, "
-            "is frozen, or its machine failed"
+            f"process {silent} on {peer.host} was last heard at {_clock(peer.heard_at)} {now}. Possible causes: a "
+            "process was killed, for example because the memory ran out, is frozen, or its machine failed"
         )
 
 
@@ -325,9 +331,18 @@ class _Peer:
     """Time at which the heartbeat last changed, in seconds since the Unix epoch."""
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+def _absent(store: Store, first: int, end: int, most: int) -> list[int]:
+    """Return the lowest processes from `first` to `end` that have not started, `most` of them at most.
+
+    One request asks for a range of processes, so that there are `most` times log2 of the processes at most.
+    """
+    if most <= 0 or store.check([f"host/{number}" for number in range(first, end)]):
+        return []
+    if end - first == 1:
+        return [first]
+    middle = (first + end) // 2
+    found = _absent(store, first, middle, most)
+    return found + _absent(store, middle, end, most - len(found))
 
 
 def _clock(seconds: float) -> str:

@@ -21,10 +21,14 @@ RECORDING = {"TORCH_FR_BUFFER_SIZE": "50000"}
 
 
 def write(folder: Path, rank: int) -> None:
-    """Write the collectives of this process to `folder`: for each process group, a list in the order of the calls."""
+    """Write the collectives of this process to `folder`: for each process group, a list in the order of the calls.
+
+    Messages from one rank to another are left out, because the other ranks take no part.
+    """
     groups: dict[str, list[str]] = defaultdict(list)
     for entry in pickle.loads(_distributed_c10d._dump_fr_trace())["entries"]:
-        groups[entry["process_group"][0]].append(_describe(entry))
+        if not entry["is_p2p"]:
+            groups[entry["process_group"][0]].append(_describe(entry))
     (folder / f"collectives-{rank}.json").write_text(json.dumps(groups))
 
 
@@ -50,4 +54,6 @@ def _describe(entry: dict[str, Any]) -> str:
     operation = entry["profiling_name"]
     side = "output" if operation.endswith(":scatter") else "input"  # only one rank has both
     shapes = f"{entry[f'{side}_sizes']} {entry[f'{side}_dtypes']}"
+    if operation.endswith(":all_to_all"):
+        shapes = str(entry["input_dtypes"])  # each rank sends as much as it holds
     return f"{operation} {shapes} at {own[0] if own else 'no line of this project'}"

@@ -2,9 +2,9 @@
 
 OUTPUT/checkpoints/
   step-00001000/
-    __0_0.distcp ...     weights, buffers and AdamW's moments in torch's format (engines/local_state.py)
+    __0_0.distcp ...     weights, buffers and AdamW's moments in torch's format (engines/writing.py), at most 64 files
     .metadata
-    random-00000.pt      random states, one file per process
+    random-00000.pt ...  random states of 8 or more processes each, named after the first of them, at most 64 files
     trainer.json         train state, settings, versions, loss scale
     encoder.safetensors  the trained encoder, for evaluation
     encoder.json         settings of the trained encoder
@@ -99,9 +99,10 @@ def restore(checkpoint: Checkpoint, accelerator: Accelerator, engine: Engine, *,
     if accelerator.scaler is not None and trainer.loss_scale:
         accelerator.scaler.load_state_dict(trainer.loss_scale)
     if trainer.processes == accelerator.num_processes:
-        states = path / f"random-{accelerator.process_index:05d}.pt"
+        states = _random_file(path, accelerator.process_index)
         try:
-            set_random_states(weight_files.read(states))
+            found = weight_files.read(states)
+            set_random_states(found if "python" in found else found[accelerator.process_index])
         except Exception as error:  # torch raises many kinds of errors for a damaged file, and executes no code
             raise _damaged(path, [f"{states.name} contains no random states ({type(error).__name__})"]) from error
     else:
@@ -114,6 +115,12 @@ def restore(checkpoint: Checkpoint, accelerator: Accelerator, engine: Engine, *,
             accelerator.num_processes,
             trainer.processes,
         )
+
+
+def _random_file(path: Path, process: int) -> Path:
+    """Return the file with the random states of a process. Older versions wrote one file for each process."""
+    numbers = [int(name) for file in path.glob("random-*.pt") if (name := file.stem.partition("-")[2]).isdecimal()]
+    return path / f"random-{max((number for number in numbers if number <= process), default=0):05d}.pt"
 
 
 def random_states() -> dict[str, Any]:

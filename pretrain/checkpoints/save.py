@@ -30,8 +30,17 @@ from tessera.pretrain.checkpoints.resume import CheckpointError, list_checkpoint
 from tessera.pretrain.checkpoints.trainer_json import Trainer, TrainState
 from tessera.pretrain.config import CheckpointConfig
 from tessera.pretrain.engines import Engine
-from tessera.pretrain.engines.local_state import LocalTensor, write
-from tessera.runtime.collectives import RankError, broadcast_object, gather_on_main, run_on_all_ranks, wait_for_path
+from tessera.pretrain.engines.local_state import LocalTensor
+from tessera.pretrain.engines.writing import MAX_WRITERS, MIN_WRITERS, share, write
+from tessera.runtime.collectives import (
+    RankError,
+    broadcast_object,
+    gather_on_main,
+    rank,
+    run_on_all_ranks,
+    wait_for_path,
+    world_size,
+)
 from tessera.runtime.files import fsync
 
 log = logging.getLogger(__name__)
@@ -176,7 +185,7 @@ class Saver:
         self._on_all_ranks(function if self.accelerator.is_main_process else lambda: None)
 
     def _snapshot(self, folder: Path, train_state: TrainState, encoder: encoders.Encoder, keep_old: bool) -> _Snapshot:
-        state = {name: tensor.write_share() for name, tensor in self.engine.local_state().items()}
+        state = share(self.engine.local_state(), self.accelerator.process_index, self.accelerator.num_processes)
         full = self.engine.gather_on_main(encoder)
         total = sum(tensor.numel * tensor.data.element_size() for tensor in state.values())
         own = sum(tensor.nbytes for tensor in full.state_dict().values()) if full is not None else 0
@@ -198,7 +207,9 @@ class Saver:
         try:
             self._on_main(lambda: _make_empty(part, snapshot.bytes))
             self._on_all_ranks(lambda: wait_for_path(part))
-            files = gather_on_main(self._on_all_ranks(lambda: self._write_files(part, snapshot)), self._group)
+            self._on_all_ranks(lambda: write(snapshot.state, part, self._group))
+            random = _gather_random_states(snapshot.random, self._group)
+            files = gather_on_main(self._on_all_ranks(lambda: self._write_files(part, snapshot, random)), self._group)
             self._on_main(lambda: self._publish(part, snapshot.folder, files or []))
         except CheckpointError as error:
             if main:
@@ -213,12 +224,16 @@ class Saver:
         if main and not snapshot.keep_old:
             remove_old(self.folder, self.config.keep, self.config.keep_every)
 
-    def _write_files(self, part: Path, snapshot: _Snapshot) -> manifest.Files:
-        """Write this process's files and return their sizes and checksums."""
-        rank = self.accelerator.process_index
-        write(snapshot.state, part, self._group)
-        own = [part / f"random-{rank:05d}.pt"]
-        torch.save(snapshot.random, own[0])
+    def _write_files(self, part: Path, snapshot: _Snapshot, random: dict[int, Any]) -> manifest.Files:
+        """Write this process's other files. Return the sizes and checksums of all its files.
+
+        Args:
+            random: result of `_gather_random_states`.
+        """
+        own = list[Path]()
+        if random:
+            own = [part / f"random-{rank():05d}.pt"]
+            torch.save(random, own[0])
         if snapshot.encoder is not None:
             own += [part / name for name in ("encoder.safetensors", "encoder.json", "trainer.json")]
             step = snapshot.trainer.position.step
@@ -226,7 +241,7 @@ class Saver:
             (part / trainer_json.NAME).write_text(snapshot.trainer.to_json())
         for path in own:
             fsync(path)
-        stored = [*part.glob(f"__{rank}_*"), *([part / ".metadata"] if snapshot.encoder is not None else [])]
+        stored = [*part.glob(f"__{rank()}_*"), *([part / ".metadata"] if snapshot.encoder is not None else [])]
         return manifest.describe([*own, *stored])
 
     def _publish(self, part: Path, folder: Path, files: list[manifest.Files]) -> None:
@@ -248,6 +263,26 @@ class Saver:
         finally:
             if main:
                 probe.unlink(missing_ok=True)
+
+
+def _gather_random_states(own: dict[str, Any], group: dist.ProcessGroup | None) -> dict[int, Any]:
+    """Return the random states of a block of processes, by rank, on the first of them, and {} on the others.
+
+    Collective. A block has eight processes or more, so that there is at most one file on each node of eight GPUs. There
+    are at most 64 blocks.
+    """
+    processes, own_rank = world_size(), rank()
+    block = max(MIN_WRITERS, -(-processes // MAX_WRITERS))
+    first = own_rank - own_rank % block
+    if own_rank != first:
+        dist.send_object_list([own], dst=first, group=group)
+        return {}
+    found: dict[int, Any] = {first: own}
+    for other in range(first + 1, min(first + block, processes)):
+        received: list[Any] = [None]
+        dist.recv_object_list(received, src=other, group=group)
+        found[other] = received[0]
+    return found
 
 
 def has_unfinished_save() -> bool:

@@ -1,9 +1,9 @@
-"""Local state: this process's shards of a run's tensors, saved and loaded by torch.distributed.checkpoint.
+"""Local state: this process's shards of a run's tensors, and how they are read from a checkpoint.
 
 A process holds full tensors under DDP, rows of the tensors under FSDP2 and HSDP, ranges of the flattened tensors under
 ZeRO-3, and full weights and ranges of the flattened moments under ZeRO-1 and ZeRO-2. Each of these shards is a
-contiguous range of a flattened tensor. Checkpoints therefore store flattened tensors, and each process reads the ranges
-that it needs, under any engine and with any number of processes.
+contiguous range of a flattened tensor. Checkpoints therefore store flattened tensors (writing.py), and each process
+reads the ranges that it needs, under any engine and with any number of processes.
 """
 
 import warnings
@@ -12,34 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from tessera.pretrain.engines.metadata import CheckpointReader
 from tessera.runtime.collectives import rank, world_size
 
-# torch warns if there is no process group, but runs of one process need none
+# torch warns of loading without the other processes, but `read` needs none of them
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -59,15 +42,6 @@ class LocalTensor:
     copy: int = 0
     """Index of this process among the processes that hold the same elements."""
 
-    def write_share(self) -> "LocalTensor":
-        """Return the elements that this process writes to a checkpoint.
-
-        Processes that hold the same elements write equal shares of them.
-        """
-        share = -(-len(self.data) // self.copies)
-        first = self.copy * share
-        return LocalTensor(self.data[first : first + share], self.offset + first, self.numel)
-
     def to_host(self) -> "LocalTensor":
         """Return a copy whose elements are in host memory."""
         return replace(self, data=self.data.detach().to("cpu", copy=True))
@@ -83,35 +57,6 @@ LocalState = Mapping[str, LocalTensor]
 def unsharded(tensor: Tensor) -> LocalTensor:
     """Return the `LocalTensor` of a contiguous tensor that every process holds in full."""
     return LocalTensor(tensor.detach().view(-1), 0, tensor.numel(), copies=world_size(), copy=rank())
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """Save planner of torch.distributed.checkpoint for a process's shards (its local state)."""
-
-    def __init__(self, state: LocalState) -> None:
-        super().__init__()
-        self.state = state
-
-    def create_local_plan(self) -> SavePlan:
-        items = [
-            WriteItem(
-                index=MetadataIndex(name, torch.Size([tensor.offset])),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=tensor.chunk(),
-                    properties=TensorProperties.create_from_tensor(tensor.data),
-                    size=torch.Size([tensor.numel]),
-                ),
-            )
-            for name, tensor in self.state.items()
-            if len(tensor.data)
-        ]
-        names = {name: (name,) for name in self.state}  # torch's own tools for checkpoints need the names
-        self.plan = SavePlan(items, planner_data=names)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state[index.fqn].data
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -160,58 +105,17 @@ def _check_sizes(stored: Mapping[str, TensorStorageMetadata], state: LocalState)
     raise ValueError(f"tensor sizes differ: {', '.join(sizes)}{more}")
 
 
-class _Writer(FileSystemWriter):
-    """Writer of checkpoint files that raises an `OSError`, such as a full disk, unchanged.
+def read(state: LocalState, folder: Path, *, strict: bool = True) -> None:
+    """Load this process's local state from the files of a checkpoint.
 
-    Without this class, torch wraps the error in another exception, and the other processes do not receive the cause.
-    """
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:
-            raise _os_error(error) or error from error
-
-
-def _os_error(error: BaseException) -> OSError | None:
-    """Return the first `OSError` among an exception and its causes, or None if there is none."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return cause
-
-
-def write(state: LocalState, folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write the local state of each process into `folder`. Collective.
-
-    Raises:
-        CheckpointException: at least one process could not write. All processes raise the exception.
-    """
-    save(
-        {},  # an empty state dict, because the planner holds the tensors
-        storage_writer=_Writer(folder),
-        planner=_SavePlanner(state),
-        process_group=group,
-        no_dist=not dist.is_initialized(),
-    )
-
-
-def read(state: LocalState, folder: Path, *, strict: bool = True, group: dist.ProcessGroup | None = None) -> None:
-    """Load the local state of each process from the files that `write` wrote into `folder`. Collective.
-
-    The files may be untrusted: no code in them is executed.
+    Each process reads the bytes of its own ranges, without the other processes. The files may be untrusted: no code in
+    them is executed.
 
     Args:
         strict: True to raise an error if the checkpoint holds a tensor that is not in `state`.
 
     Raises:
-        CheckpointException: names or sizes of tensors differ between `state` and the checkpoint, or at least one
-            process could not read. All processes raise the exception.
+        CheckpointException: names or sizes of tensors differ between `state` and the checkpoint, or the files cannot be
+            read.
     """
-    load(
-        {},
-        storage_reader=CheckpointReader(folder),
-        planner=_LoadPlanner(state, strict=strict),
-        process_group=group,
-        no_dist=not dist.is_initialized(),
-    )
+    load({}, storage_reader=CheckpointReader(folder), planner=_LoadPlanner(state, strict=strict), no_dist=True)

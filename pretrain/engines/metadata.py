@@ -7,19 +7,25 @@ module calls only constructors of the classes that the file needs, and checks th
 import io
 import pathlib
 import pickle
+import struct
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import metadata as of_torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from tessera.runtime.files import read_bounded
 from tessera.runtime.user_error import UserError, printable
 
 MAX_BYTES = 2**30
-"""Largest size of the file in bytes. The file holds a few hundred bytes for each tensor of each process."""
+"""Largest size of the file in bytes. The file holds a few hundred bytes for each tensor, and in checkpoints of older
+versions for each tensor of each process."""
 CLASSES = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
 CLASSES += ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
 
@@ -80,11 +86,92 @@ class CheckpointReader(FileSystemReader):
         # Read the file here. If the method `read_metadata` raised an error during a load, torch would log a traceback.
         self._metadata = read_metadata(folder / ".metadata")
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the bytes of each item of the plan, and no others. Objects in the files are not unpickled."""
+        per_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            per_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in per_file.items():
+            with (Path(self.path) / name).open("rb") as file:
+                for item in items:
+                    target = planner.resolve_tensor(item)
+                    target.copy_(self._read_range(file, item).view(target.shape))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_range(self, file: BinaryIO, item: ReadItem) -> Tensor:
+        """Return a range of a stored tensor, (n,)."""
+        stored, described = self.storage_data[item.storage_index], self._metadata.state_dict_metadata
+        tensor = described[item.storage_index.fqn]
+        assert isinstance(tensor, TensorStorageMetadata)  # `_fault` checks it
+        dtype, (first,), (count,) = tensor.properties.dtype, item.storage_offsets, item.lengths
+        size = dtype.itemsize
+        start, end = _stored_bytes(file, stored)
+        if start + (first + count) * size > end:
+            raise MetadataError(
+                f"{stored.relative_path} is damaged: the tensor {printable(item.storage_index.fqn)} ends early"
+            )
+        file.seek(start + first * size)
+        content = bytearray(count * size)
+        if file.readinto(content) != len(content):  # pyright: ignore[reportAttributeAccessIssue]
+            raise MetadataError(f"{stored.relative_path} is damaged: it ends early")
+        return torch.frombuffer(content, dtype=dtype)
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the content of the file .metadata. Torch calls this method, with arguments that are not needed."""
         del args, kwargs
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
+
+
+class _Part(io.RawIOBase):
+    """Bytes `start` to `start + length` of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self.file, self.start, self.length, self.position = file, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.length}[whence]
+        if origin + offset < 0:
+            raise OSError("negative position")  # zipfile expects this class
+        self.position = origin + offset
+        return self.position
+
+    def readinto(self, buffer: Any, /) -> int:
+        self.file.seek(self.start + self.position)
+        content = self.file.read(max(min(len(buffer), self.length - self.position), 0))
+        buffer[: len(content)] = content
+        self.position += len(content)
+        return len(content)
+
+
+def _stored_bytes(file: BinaryIO, stored: _StorageInfo) -> tuple[int, int]:
+    """Return where the elements of a tensor begin and end in a file. `torch.save` wrote the tensor there.
+
+    Raises:
+        MetadataError: no tensor is stored there.
+    """
+    try:
+        part = _Part(file, stored.offset, stored.length)
+        with zipfile.ZipFile(part) as archive:
+            (entry,) = (one for one in archive.infolist() if one.filename.endswith("/data/0"))
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise ValueError("compressed")
+            part.seek(entry.header_offset)
+            header = part.read(30)
+        # The lengths of the name and of the extra field in the entry's own header, which precede its content.
+        start = stored.offset + entry.header_offset + len(header) + sum(struct.unpack("<HH", header[26:30]))
+    except Exception as error:  # zipfile raises errors of many classes for a damaged file
+        raise MetadataError(f"{stored.relative_path} is damaged: it holds no tensor at {stored.offset}") from error
+    return start, start + entry.file_size
 
 
 def read_metadata(path: Path) -> Metadata:

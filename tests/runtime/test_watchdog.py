@@ -58,7 +58,7 @@ def _freeze(watch: Watch) -> None:
 @pytest.mark.parametrize("lost", [0, 2])
 def test_a_silent_process_ends_all_others(room: Room, lost: int) -> None:
     watches = [room.enter(rank, 4) for rank in range(4)]
-    wait_until(lambda: all(peer.beats > 3 for watch in watches for peer in watch._peers.values()))
+    wait_until(lambda: all(watch._peer.beats > 3 for watch in watches))
     _freeze(watches[lost])
     silent_for = wait_until(lambda: len(room.said) == 3)
     assert TIMING.timeout - 2 * TIMING.interval < silent_for < TIMING.timeout + 2
@@ -68,6 +68,57 @@ def test_a_silent_process_ends_all_others(room: Room, lost: int) -> None:
         assert re.search(r"at \d\d:\d\d:\d\d \(now: \d\d:\d\d:\d\d\)", message)
         assert message.endswith("or its machine failed")
     assert lost not in room.said
+
+
+def test_the_work_of_a_process_does_not_grow_with_the_processes() -> None:
+    """Process 0 and another one talk to a store that counts requests."""
+    requests = []
+    for processes in (8, 4096):
+        for rank in (0, processes // 2):
+            store = CountingStore()
+            watch = Watch.__new__(Watch)
+            watch._rank, watch._processes, watch._next, watch._peer = rank, processes, rank + 1, watchdog._Peer()
+            watch._told, watch._awake = "", 0.0
+            for _ in range(3):
+                watch._exchange(store)  # pyright: ignore[reportArgumentType]
+            requests.append(store.requests)
+    assert requests == [requests[0]] * 4
+    assert requests[0] <= 3 * 4
+
+
+def test_processes_that_have_not_started_are_found_in_few_requests() -> None:
+    store, absent = CountingStore(), [0, 5, 700, 701, 4095]
+    store.kept = {f"host/{rank}": "" for rank in range(4096) if rank not in absent}
+    assert watchdog._absent(store, 0, 4096, 8) == absent  # pyright: ignore[reportArgumentType]
+    assert store.requests <= 2 * 12 * len(absent) + 1
+    assert watchdog._absent(store, 0, 4096, 2) == [0, 5]  # pyright: ignore[reportArgumentType]
+
+
+class CountingStore:
+    """A store that counts the requests."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, str] = {}
+        self.requests = 0
+
+    def add(self, key: str, amount: int) -> int:
+        self.requests += 1
+        self.kept[key] = str(int(self.kept.get(key, "0")) + amount)
+        return int(self.kept[key])
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests += 1
+        return all(key in self.kept for key in keys)
+
+
+def test_the_next_process_is_watched_after_one_signs_off(room: Room) -> None:
+    watches = [room.enter(rank, 4) for rank in range(4)]
+    wait_until(lambda: all(watch._peer.beats > 3 for watch in watches))
+    watches[1].close()
+    wait_until(lambda: watches[0]._next == 2 and watches[0]._peer.beats > 0)
+    _freeze(watches[2])
+    wait_until(lambda: len(room.said) == 2)
+    assert all("process 2 on " in message for message in room.said.values())
 
 
 def test_a_process_that_signs_off_is_not_lost(room: Room) -> None:
@@ -105,7 +156,7 @@ def test_a_lost_store_is_reported(how: signal.Signals) -> None:
         address = ("127.0.0.1", int(server.stdout.readline()))
         said: list[str] = []
         watches = [Watch(r, 2, address, "x", said.append, TIMING) for r in range(2)]
-        wait_until(lambda: all(p.beats > 3 for watch in watches for p in watch._peers.values()))
+        wait_until(lambda: all(watch._peer.beats > 3 for watch in watches))
         server.send_signal(how)
         wait_until(lambda: len(said) == 2)
         assert all(f"the store at 127.0.0.1:{address[1]}, which carries" in message for message in said)

@@ -23,6 +23,7 @@ from tessera.pretrain.checkpoints import manifest, resume
 from tessera.pretrain.checkpoints import save as saving
 from tessera.pretrain.checkpoints.resume import CheckpointError, list_checkpoints
 from tessera.pretrain.checkpoints.trainer_json import TrainState
+from tessera.pretrain.engines import writing
 from tessera.runtime import collectives
 from tests.pretrain.small import make, saver, tensors, walk
 from tests.ranks import on_processes
@@ -164,7 +165,7 @@ def test_ctrl_c_while_writing_raises_keyboard_interrupt(tmp_path: Path, monkeypa
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", interrupted)
+    monkeypatch.setattr("tessera.pretrain.engines.writing.torch.save", interrupted)
     with pytest.raises(KeyboardInterrupt):
         saver(tmp_path, accelerator, engine).save(TrainState(1, 1), engine.method.trained_encoder())
     assert list_checkpoints(tmp_path / "checkpoints") == []
@@ -287,6 +288,10 @@ def test_the_interpreter_does_not_wait_for_a_background_save(tmp_path: Path) -> 
         assert "a checkpoint was not completed" in errors
 
 
+def _exceed_quota(*_: Any, **__: Any) -> int:
+    raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+
 def _save(rank: int, folder: str) -> None:
     collectives.VISIBILITY_TIMEOUT = 0.5
     output, other = Path(folder, "a"), Path(folder, "b")
@@ -299,17 +304,17 @@ def _save(rank: int, folder: str) -> None:
         first = 10 * background + 1
         write(to, first)
         # one finds no space, one cannot write, one is not on the disk: all say so, and the next one is written
-        usage, send = saving.shutil.disk_usage, saving.torch.save
+        usage, append = saving.shutil.disk_usage, writing._append
         if rank == 0:
             saving.shutil.disk_usage = lambda _: type("Usage", (), {"free": 1000})()
         with pytest.raises(CheckpointError, match=rf"process 0: No space.* 1\.0 kB free\. A.*from step-{first:08d}"):
             write(to, first + 1)
         saving.shutil.disk_usage = usage
         if rank == 1:
-            saving.torch.save = lambda *_: (_ for _ in ()).throw(OSError(errno.EDQUOT, "Disk quota exceeded"))
+            writing._append = _exceed_quota
         with pytest.raises(CheckpointError, match=r"process 1: Disk quota exceeded\. A checkpoint of .*\. Free this"):
             write(to, first + 2)
-        saving.torch.save = send
+        writing._append = append
         if rank == 1:
             to.folder = other / "checkpoints"
         with pytest.raises(CheckpointError, match=r"process 1: .*b/checkpoints.*disk that all nodes share"):

@@ -2,7 +2,9 @@
 
 import re
 import tempfile
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from tessera.pretrain.engines import local_state
-from tessera.pretrain.engines.local_state import LocalTensor, read, unsharded, write
+from tessera.pretrain.engines import writing
+from tessera.pretrain.engines.local_state import LocalTensor, read, unsharded
+from tessera.pretrain.engines.writing import share, write
 from tessera.runtime.collectives import RankError, run_on_all_ranks
 from tests.ranks import on_processes
 
@@ -62,11 +68,74 @@ def uneven(tensor: Tensor, rank: int, processes: int) -> LocalTensor:
 SPLITS = [everywhere, rows, copied_rows, ranges, uneven]
 
 
-def write_in_turn(folder: Path, of_each: list[dict[str, LocalTensor]]) -> None:
-    """Save as torch.distributed.checkpoint.save does over processes, but one process after the other."""
-    planners = [
-        local_state._SavePlanner({name: tensor.write_share() for name, tensor in own.items()}) for own in of_each
-    ]
+def in_threads(processes: int, function: Callable[[int], Any]) -> None:
+    """Call `function(rank)` on threads, which take the place of processes in `write`."""
+    own, meeting, given = threading.local(), threading.Barrier(processes, timeout=30), {}
+
+    def of_all(value: Any) -> list[Any]:
+        meeting.wait()
+        given[own.rank] = value
+        meeting.wait()
+        return [given[rank] for rank in range(processes)]
+
+    def all_to_all(sent: Tensor, counts: list[int], expected: list[int], _: None) -> Tensor:
+        received = [one[own.rank] for one in of_all(sent.split(counts))]
+        assert [len(one) for one in received] == expected
+        return torch.cat(received)
+
+    def run(rank: int) -> None:
+        own.rank = rank
+        try:
+            function(rank)
+        except BaseException:
+            meeting.abort()
+            raise
+
+    with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(processes) as pool:
+        patched.setattr(writing, "rank", lambda: own.rank)
+        patched.setattr(writing, "world_size", lambda: processes)
+        patched.setattr(writing, "_all_to_all", all_to_all)
+        patched.setattr(writing, "gather_on_main", lambda value, _: (of_all(value), None)[own.rank > 0])
+        for future in [pool.submit(run, rank) for rank in range(processes)]:
+            future.result()
+
+
+class OldPlanner(DefaultSavePlanner):
+    """Planner of checkpoints of older versions, in which each process stores its own ranges."""
+
+    def __init__(self, state: dict[str, LocalTensor]) -> None:
+        super().__init__()
+        self.state = state
+
+    def create_local_plan(self) -> SavePlan:
+        items = [
+            WriteItem(
+                MetadataIndex(name, torch.Size([one.offset])),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    one.chunk(), TensorProperties.create_from_tensor(one.data), torch.Size([one.numel])
+                ),
+            )
+            for name, one in self.state.items()
+            if len(one.data)
+        ]
+        self.plan = SavePlan(items, planner_data={name: (name,) for name in self.state})
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state[index.fqn].data
+
+
+def old_share(tensor: LocalTensor) -> LocalTensor:
+    """Return an equal share of the elements that several processes hold."""
+    each = -(-len(tensor.data) // tensor.copies)
+    first = tensor.copy * each
+    return LocalTensor(tensor.data[first : first + each], tensor.offset + first, tensor.numel)
+
+
+def write_as_before(folder: Path, of_each: list[dict[str, LocalTensor]]) -> None:
+    """Write as older versions did: torch.distributed.checkpoint.save, but one process after the other."""
+    planners = [OldPlanner({name: old_share(tensor) for name, tensor in own.items()}) for own in of_each]
     writer = FileSystemWriter(folder)
     for rank, planner in enumerate(planners):
         planner.set_up_planner({}, is_coordinator=rank == 0)
@@ -85,17 +154,22 @@ def write_in_turn(folder: Path, of_each: list[dict[str, LocalTensor]]) -> None:
 @given(
     shapes=st.lists(st.lists(st.integers(1, 7), max_size=3), min_size=1, max_size=4),
     writers=st.integers(1, 5), readers=st.integers(1, 5), written=st.sampled_from(SPLITS),
-    loaded=st.sampled_from(SPLITS),
+    loaded=st.sampled_from(SPLITS), old=st.booleans(),
 )  # fmt: skip
 def test_any_split_is_read_in_any_other(
-    shapes: list[list[int]], writers: int, readers: int, written: Split, loaded: Split
+    shapes: list[list[int]], writers: int, readers: int, written: Split, loaded: Split, old: bool
 ) -> None:
     if {rows, copied_rows} & {written, loaded}:  # a tensor without dimensions has no rows
         shapes = [shape or [1] for shape in shapes]
     data = {f"t{n}": torch.randn(shape) for n, shape in enumerate(shapes)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "checkpoint"
-        write_in_turn(folder, [{n: written(t, r, writers) for n, t in data.items()} for r in range(writers)])
+        folder.mkdir()
+        of_each = [{n: written(t, r, writers) for n, t in data.items()} for r in range(writers)]
+        if old:
+            write_as_before(folder, of_each)
+        else:
+            in_threads(writers, lambda r: write(share(of_each[r], r, writers), folder))
         for rank in range(readers):
             into = {n: torch.full_like(t, torch.nan) for n, t in data.items()}
             own = {n: loaded(t, rank, readers) for n, t in into.items()}
@@ -150,7 +224,9 @@ def test_a_subset_of_the_tensors_is_read(tmp_path: Path) -> None:
 
 
 def test_missing_parts_of_a_tensor_are_an_error(tmp_path: Path) -> None:
-    write({"a": LocalTensor(torch.ones(3), 0, 8)}, tmp_path)
+    with pytest.raises(ValueError, match="the processes do not hold each element of a once"):
+        write({"a": LocalTensor(torch.ones(3), 0, 8)}, tmp_path / "none")
+    write_as_before(tmp_path, [{"a": LocalTensor(torch.ones(3), 0, 8)}])
     read({"a": LocalTensor(torch.zeros(2), 1, 8)}, tmp_path)
     with pytest.raises(CheckpointException, match="the checkpoint holds only a part of a"):
         read({"a": unsharded(torch.zeros(8))}, tmp_path)
@@ -159,38 +235,24 @@ def test_missing_parts_of_a_tensor_are_an_error(tmp_path: Path) -> None:
 def _over_processes(rank: int, folder: str) -> None:
     data = {f"{split.__name__}{n}": torch.arange(float(n)) for split in SPLITS for n in (1, 2, 9)}
     split = {name: next(s for s in SPLITS if name.startswith(s.__name__)) for name in data}
-    write({n: split[n](t, rank, 2).write_share() for n, t in data.items()}, Path(folder))
+    run_on_all_ranks(lambda: write(share({n: split[n](t, rank, 2) for n, t in data.items()}, rank, 2), Path(folder)))
     for other in SPLITS:
         own = {n: other(torch.full_like(t, torch.nan), rank, 2) for n, t in data.items()}
         read(own, Path(folder))
         assert all(torch.equal(p.data, other(data[n], rank, 2).data) for n, p in own.items())
+    other = Path(folder) / "b"
+    other.mkdir(exist_ok=True)
     # one process's trouble is everyone's, and says what the disk said
     if rank == 1:
-        FileSystem.create_stream = _full  # pyright: ignore
+        writing.torch.save = _full
     with pytest.raises(RankError, match=r"^process 1: No space left on device: /the/disk$"):
-        run_on_all_ranks(
-            lambda: write({n: split[n](t, rank, 2).write_share() for n, t in data.items()}, Path(folder) / "b")
-        )
+        run_on_all_ranks(lambda: write(share({n: split[n](t, rank, 2) for n, t in data.items()}, rank, 2), other))
+    assert not (other / ".metadata").exists()
     dist.barrier()
 
 
-class _full:  # noqa: N801, in place of a function
-    """A file on a full disk."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __enter__(self) -> "_full":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def tell(self) -> int:
-        return 0
-
-    def write(self, _: bytes) -> int:
-        raise OSError(28, "No space left on device", "/the/disk")
+def _full(*_: Any) -> None:
+    raise OSError(28, "No space left on device", "/the/disk")
 
 
 @pytest.mark.slow
