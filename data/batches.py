@@ -7,9 +7,10 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from rich.filesize import decimal
 from torch.utils.data import DataLoader, get_worker_info
 
 from tessera.data.batch import Batch
@@ -19,16 +20,84 @@ from tessera.data.failures import skipped
 from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError
 from tessera.data.shared_memory import BufferRing, SharedBatch
-from tessera.data.workers import POLL, WorkerStates, receive, start_worker
-from tessera.runtime.collectives import Share
+from tessera.data.workers import POLL, WorkersError, WorkerStates, receive, start_worker
+from tessera.runtime.collectives import Share, rank
 from tessera.runtime.machine import memory
 
 AHEAD = 2
-"""Number of batches that each worker prepares in advance, if their buffers fit in `BUFFERED` of the memory."""
+"""Number of batches that each worker prepares in advance, if they fit in `BUFFERED` of the memory."""
 BUFFERED = 0.25
-"""Largest share of the machine's memory for the buffers of the loaders of all processes."""
+"""Largest share of the machine's memory for the prepared batches of a loader in all processes."""
+MOST_BUFFERED = 0.5
+"""Largest share for the number of workers that the user gave."""
 
 log = logging.getLogger(__name__)
+_said = set[str]()
+
+
+class Buffers(NamedTuple):
+    """Workers of a process and the memory of the batches that they prepare."""
+
+    workers: int
+    ahead: int
+    """Number of batches that each worker prepares in advance."""
+    note: str = ""
+    """What was lowered, and why."""
+
+
+def prepared_bytes(size: int, workers: int, ahead: int, *, pinned: bool) -> int:
+    """Return the size in bytes of the batches that the workers of a process prepare.
+
+    Each worker has a buffer for each batch in advance, and one for the batch that the parent process copies. With
+    `pinned`, the parent keeps pinned copies of all batches in advance, of the batch in use and of the one that it
+    copies. CUDA rounds their sizes up to powers of two.
+
+    Args:
+        size: size of a batch in bytes.
+    """
+    copies = workers * ahead + 2 if pinned and workers else 0
+    return workers * (ahead + 1) * size + copies * (1 << max(size - 1, 0).bit_length())
+
+
+def fit_buffers(workers: int, size: int, *, given: bool, pinned: bool) -> Buffers:
+    """Return the number of workers and of batches in advance whose memory fits the machine.
+
+    First, each worker prepares one batch in place of `AHEAD`, then there are fewer workers, but at least one. The order
+    of the samples does not depend on either. The buffers are anonymous, so the size of /dev/shm does not limit them.
+
+    Args:
+        workers: number of workers of this process.
+        size: size of a batch in bytes.
+        given: True if the user chose the number of workers, which is then not lowered.
+        pinned: True if the parent process copies batches to pinned memory.
+
+    Raises:
+        WorkersError: the given number of workers needs more than `MOST_BUFFERED` of the memory.
+    """
+    processes, machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), memory()
+
+    def needed(workers: int, ahead: int) -> int:
+        return processes * prepared_bytes(size, workers, ahead, pinned=pinned)
+
+    wanted, limit = needed(workers, AHEAD), BUFFERED * machine
+    if not workers or wanted <= limit:
+        return Buffers(workers, AHEAD)
+    most = next((n for n in range(workers, 1, -1) if needed(n, 1) <= limit), 1)
+    kept = workers if given else most
+    kind = "shared and pinned" if pinned else "shared"
+    if kept > 1 and needed(kept, 1) > MOST_BUFFERED * machine:
+        accepted = next((n for n in range(kept, 1, -1) if needed(n, 1) <= MOST_BUFFERED * machine), 1)
+        raise WorkersError(
+            f"--workers {kept} needs {decimal(needed(kept, 1))} of {kind} memory for prepared batches on a node, but "
+            f"this machine has {decimal(machine)}. Use --workers {accepted} or fewer, or --accumulate for smaller "
+            "batches."
+        )
+    note = f"{kept} workers of each process prepare one batch each, which takes {decimal(needed(kept, 1))} of {kind} "
+    note += f"memory on a node: {workers} workers with {AHEAD} batches would take {decimal(wanted)} of "
+    note += f"{decimal(machine)}"
+    if kept > most:
+        note += f". --workers {most} would take at most a quarter"
+    return Buffers(kept, 1, note)
 
 
 class Batches:
@@ -40,6 +109,10 @@ class Batches:
         collator: makes a batch from samples.
         workers: number of worker processes.
         total: number of images in the shards, over all processes.
+        given: True if the user chose the number of workers, which is then not lowered.
+
+    Raises:
+        WorkersError: the given workers need too much memory.
     """
 
     def __init__(
@@ -49,19 +122,23 @@ class Batches:
         collator: Collator,
         workers: int,
         total: int,
+        *,
+        given: bool = False,
     ) -> None:
         self.total, self.dataset, self.batches, self.collator = total, dataset, batches, collator
         self.first_skipped: str | None = None
         """Name of the first sample that was left out, and the reason."""
-        self._workers = min(workers, len(batches))
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        fits = processes * self._workers * (AHEAD + 1) * collator.size <= BUFFERED * memory()
-        self._ahead = AHEAD if fits else 1
+        self._pinned = torch.cuda.is_available()
+        found = fit_buffers(min(workers, len(batches)), collator.size, given=given, pinned=self._pinned)
+        self.workers, self._ahead, self.lowered = found
+        if self.lowered and rank() == 0 and self.lowered not in _said:
+            _said.add(self.lowered)
+            log.warning("%s", self.lowered)
 
     @property
     def buffered_bytes(self) -> int:
-        """Size in bytes of the shared memory in which the workers of this process prepare batches."""
-        return self._workers * (self._ahead + 1) * self.collator.size
+        """Size in bytes of the shared and pinned memory of the batches that the workers of this process prepare."""
+        return prepared_bytes(self.collator.size, self.workers, self._ahead, pinned=self._pinned)
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -71,7 +148,7 @@ class Batches:
         # collective. The run saves a checkpoint and ends after the evaluation.
         interruptible = isinstance(self.dataset, TrainDataset)
         shares = itertools.cycle(self._shares())
-        for batch in receive(self._loader, self._workers, interruptible=interruptible):
+        for batch in receive(self._loader, self.workers, interruptible=interruptible):
             if isinstance(batch, _Failure):
                 raise ShardError(batch.message)
             if isinstance(batch, SharedBatch):
@@ -106,10 +183,10 @@ class Batches:
         Each worker gets one buffer for each batch that it prepares in advance, and one more buffer for the batch that
         the parent process is copying.
         """
-        if not self._workers:
+        if not self.workers:
             return None
         try:
-            return BufferRing(self._workers, self._ahead + 1, self.collator.size)
+            return BufferRing(self.workers, self._ahead + 1, self.collator.size)
         except OSError as error:
             log.warning(
                 "The system refuses shared memory for loader workers (%s). Batches will be sent more slowly.",
@@ -118,7 +195,7 @@ class Batches:
             return None
 
     def _loader(self, states: WorkerStates) -> DataLoader:
-        workers = self._workers
+        workers = self.workers
         of_main_thread = threading.current_thread() is threading.main_thread()
         start = functools.partial(start_worker, states=states, of_main_thread=of_main_thread)
         return DataLoader(
@@ -130,7 +207,7 @@ class Batches:
             # Workers must be children of this process, and must set signal handlers before they start threads. Only the
             # start method `fork` guarantees both.
             multiprocessing_context="fork" if workers else None,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=self._pinned,
             worker_init_fn=start,
             timeout=POLL if workers else 0,
             # Without this generator, DataLoader would draw a seed from torch's global generator whenever a run starts

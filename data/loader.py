@@ -124,6 +124,8 @@ class Reading:
     """Kind of the maps; None if maps are not read. With maps, the transform must draw a single crop."""
     augment: Augment | None = None
     """Augmentation of the user for training images; None for none."""
+    workers_given: bool = False
+    """True if the user chose the number of workers, which is then not lowered for lack of memory."""
 
     @property
     def decoding(self) -> Decoding:
@@ -176,7 +178,8 @@ def training_batches(
     read = {"decoding": reading.decoding, "classes": reading.classes, "augment": reading.augment}
     dataset = TrainDataset(sources, mixture, transform, seed, batches.batch_size, **read)
     collator = Collator(transform, batches.pass_size, reading.preprocessing, reading.augment)
-    return Batches(dataset, batches, collator, reading.workers, sum(source.images for source in sources))
+    total = sum(source.images for source in sources)
+    return Batches(dataset, batches, collator, reading.workers, total, given=reading.workers_given)
 
 
 def mixture_sampler(
@@ -260,7 +263,7 @@ def evaluation_batches(
     batches = [numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size)]
     dataset = EvaluationDataset(opened, transform, labels, reading.decoding)
     collator = Collator(transform, min(batch_size, opened.images), reading.preprocessing, cut_for=cut_for)
-    return Batches(dataset, batches, collator, reading.workers, opened.images)
+    return Batches(dataset, batches, collator, reading.workers, opened.images, given=reading.workers_given)
 
 
 def _warn_of_small_cache(sources: Sequence[Source], spans: Sequence[int]) -> None:

@@ -299,7 +299,7 @@ def extract(
         EvaluationError: the encoder does not accept images of this size, or none of the images can be read.
     """
     size, device = input_size(encoder, image_size), accelerator.device
-    workers = free_cores(accelerator.num_processes) if workers is None else workers
+    given, workers = workers is not None, free_cores(accelerator.num_processes) if workers is None else workers
     transform = transform or CenterCrop(size, resize=resize_size(size, resize))
 
     def encode(crops: Tensor) -> Tensor:
@@ -316,7 +316,7 @@ def extract(
         labels=labels,
         images=images,
         cut_for=cut_for,
-        reading=Reading(workers=workers, source=source, preprocessing=encoder.preprocessing),
+        reading=Reading(workers, source=source, preprocessing=encoder.preprocessing, workers_given=given),
     )
     if part is None:
         check_total(batches.total)

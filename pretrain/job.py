@@ -145,7 +145,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     plan = None
     if config.dry_run:
         plan = make_plan(prepared, accelerator, config, method, batches.buffered_bytes, position.step)
-        plan = replace(plan, recomputed=recomputed and str(recomputed))
+        plan = replace(plan, recomputed=recomputed and str(recomputed), lowered=batches.lowered)
+        plan = replace(plan, workers=batches.workers if batches.lowered else plan.workers)
     elif recomputed:
         log.log(logging.INFO if recomputed.fits else logging.WARNING, "the backward pass recomputes %s", recomputed)
     accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
@@ -353,6 +354,7 @@ def loader(config: RunConfig, method: Method, shards: Sources, first_step: int, 
                 config.data.preprocessing,
                 method.classes,
                 augment=config.own_augment,
+                workers_given=config.workers is not None,
             ),
         )
     except ShardError:

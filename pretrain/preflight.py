@@ -43,7 +43,7 @@ class Plan:
     workers: int
     """Number of loader workers per process."""
     buffered_bytes: int
-    """Size of the shared memory of the loader workers of a process."""
+    """Size of the batches that the loader workers of a process prepare."""
     needs: "Needs | None"
     """Memory of a process; None except on the main process."""
     place: str
@@ -58,6 +58,8 @@ class Plan:
     """Type and range of the images; empty for uint8 without a range."""
     recomputed: str | None = None
     """What the backward pass recomputes, and why; None if the settings say it."""
+    lowered: str = ""
+    """Workers and batches that were lowered, and why."""
     evaluated: tuple[Source, Source] | None = None
     """Training and validation images of the evaluation; None if it needs no labels, or there is none."""
     together: int = 1
@@ -196,7 +198,8 @@ def plan_rows(config: RunConfig, run: Plan, *, full: bool) -> dict[str, str]:
         "memory per process: activations (estimate)": _amount(run.needs.activations),
         **({"recomputed in the backward pass": run.recomputed} if run.recomputed else {}),
         "memory per process: images of an evaluation and their activations": f"{decimal(evaluated)}, or one image",
-        "shared memory per process: batches of the workers": decimal(run.buffered_bytes),
+        "memory per process: prepared batches of the workers": decimal(run.buffered_bytes)
+        + (f". {run.lowered}" if run.lowered else ""),
         "cache": _cache(config),
         "checkpoints": _checkpoints(config, run.needs.checkpoint),
     }

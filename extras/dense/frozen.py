@@ -94,6 +94,7 @@ def freeze(settings: EncoderSettings, encoder: Encoder, accelerator: Accelerator
     """Freeze the encoder. `options` are further settings of `Reading`, such as the kind of the maps."""
     encoder.requires_grad_(False)
     workers = free_cores(accelerator.num_processes) if settings.workers is None else settings.workers
+    options |= {"workers_given": settings.workers is not None}
     reading = Reading(workers, source=settings.access, preprocessing=encoder.preprocessing, **options)
     return Frozen(encoder, input_size(encoder, settings.image_size), reading)
 

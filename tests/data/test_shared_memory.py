@@ -7,14 +7,17 @@ import time
 import numpy as np
 import pytest
 import torch
+from rich.filesize import decimal
 
 import tessera.data.batches
 import tessera.data.shared_memory
 from tessera.data.batch import Batch, ViewParameters
+from tessera.data.batches import fit_buffers, prepared_bytes
 from tessera.data.collate import ViewShape
 from tessera.data.crops import MultiCrop, MultiCropConfig, RandomCrop, RandomCropConfig
 from tessera.data.masking import MaskedCrop
 from tessera.data.shared_memory import BufferRing, SharedBatch
+from tessera.data.workers import WorkersError
 from tests.data.batches import collated, evaluation_batches, training_batches
 from tests.data.made import picture
 
@@ -133,16 +136,48 @@ def test_workers_leave_pixels_in_the_buffers(pictures, monkeypatch):
     assert set(opened) <= set(range(6))
 
 
-def test_the_buffers_take_at_most_a_quarter_of_the_memory(pictures, monkeypatch):
-    three = batches(pictures, 2)
-    size = three.collator.size
-    assert three.buffered_bytes == 2 * 3 * size
-    monkeypatch.setattr("tessera.data.batches.memory", lambda: 4 * 2 * 3 * size)
-    assert batches(pictures, 2).buffered_bytes == 2 * 3 * size
+def test_the_buffers_take_at_most_a_quarter_of_the_memory(pictures, monkeypatch, caplog):
+    monkeypatch.setattr("tessera.data.batches.rank", lambda: 0)
+    four = batches(pictures, 4)
+    size, expected = four.collator.size, contents(four)
+    assert (four.workers, four.buffered_bytes, four.lowered) == (4, 4 * 3 * size, "")
+    monkeypatch.setattr("tessera.data.batches.memory", lambda: 4 * 4 * 3 * size)
+    assert batches(pictures, 4).buffered_bytes == 4 * 3 * size
+    assert not caplog.text
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    two = batches(pictures, 2)
-    assert two.buffered_bytes == 2 * 2 * size
-    assert contents(two) == contents(three)
+    three = batches(pictures, 4)
+    assert (three.workers, three.buffered_bytes) == (3, 3 * 2 * size)
+    assert (
+        f"3 workers of each process prepare one batch each, which takes {decimal(12 * size)} of shared" in caplog.text
+    )
+    assert f"4 workers with 2 batches would take {decimal(24 * size)} of {decimal(48 * size)}" in caplog.text
+    assert contents(three) == expected  # the order does not depend on it
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")
+    assert batches(pictures, 4).workers == 1  # a process needs one
+
+
+def test_a_given_number_of_workers_is_refused_but_never_lowered(monkeypatch):
+    monkeypatch.setattr("tessera.data.batches.memory", lambda: 1000)
+    found = fit_buffers(20, 10, given=True, pinned=False)
+    assert (found.workers, found.ahead) == (20, 1)
+    assert "--workers 12 would take at most a quarter" in found.note
+    with pytest.raises(
+        WorkersError, match=r"--workers 26 needs 520 bytes of shared memory .* Use --workers 25 or fewer"
+    ):
+        fit_buffers(26, 10, given=True, pinned=False)
+    assert fit_buffers(26, 10, given=False, pinned=False).workers == 12
+    assert fit_buffers(0, 10**9, given=True, pinned=True) == (0, 2, "")
+
+
+def test_pinned_copies_count(monkeypatch):
+    """Of 16 bytes, as CUDA rounds 10 up: two batches of each worker, and two more."""
+    assert prepared_bytes(10, 3, 2, pinned=True) == 3 * 3 * 10 + (3 * 2 + 2) * 16
+    assert prepared_bytes(16, 1, 1, pinned=True) == 2 * 16 + 3 * 16
+    assert prepared_bytes(10, 0, 2, pinned=True) == 0
+    monkeypatch.setattr("tessera.data.batches.memory", lambda: 1000)
+    found = fit_buffers(20, 10, given=False, pinned=True)
+    assert found.workers == 6  # 6 * 2 * 10 + 8 * 16 = 248
+    assert "shared and pinned memory" in found.note
 
 
 def test_batches_larger_than_their_buffers_arrive(pictures, monkeypatch):

@@ -156,7 +156,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         f"{decimal(need.state)} of weights, gradients and optimizer + {decimal(need.activations or 0)} of activations "
         "fit an H100 of 80 GB.",
         "shards per worker 0.33 ",
-        "shared memory per process: batches of the workers 9.0 MB",
+        "memory per process: prepared batches of the workers 9.0 MB",
         "prototypes: 64",
     ):
         assert part in said, part
