@@ -46,6 +46,7 @@ def curves(found: Mapping[str, Any], colors: Mapping[str, str]) -> str:
     """Return the curves as SVG: mean over the seeds, and a band from the lowest to the highest seed."""
 
     def draw(axes: Axes) -> None:
+        ends = dict[str, tuple[float, float]]()
         for name, color in colors.items():
             row = found["arms"][name]
             runs = [dict(curve) for curve in row["curves"].values()]
@@ -56,9 +57,8 @@ def curves(found: Mapping[str, Any], colors: Mapping[str, str]) -> str:
             places = [_place(found, row, step) for step in steps]
             axes.fill_between(places, values.min(0), values.max(0), color=color, alpha=0.2, linewidth=0)
             axes.plot(places, values.mean(0), color=color, linewidth=1.8, marker="o", markersize=3.5)
-            axes.annotate(
-                name, (places[-1], values.mean(0)[-1]), (5, 0), textcoords="offset points", color=INK, va="center"
-            )
+            ends[name] = places[-1], float(values.mean(0)[-1])
+        _label(axes, ends)
         if RAW in found["arms"]:
             pixels = 100 * found["arms"][RAW]["mean"]
             axes.axhline(pixels, color=INK, linewidth=0.9, linestyle=(0, (2, 3)))
@@ -68,7 +68,6 @@ def curves(found: Mapping[str, Any], colors: Mapping[str, str]) -> str:
             )  # fmt: skip
         axes.set_title(f"{found['score']}, %", pad=10)
         axes.set_xlabel(f"minutes of {found['cost']['unit']} time" if found["minutes"] else "step")
-        axes.margins(x=0.12)
 
     return axes_to_svg("comparison", draw, size=(7.6, 4.0))
 
@@ -76,3 +75,13 @@ def curves(found: Mapping[str, Any], colors: Mapping[str, str]) -> str:
 def _place(found: Mapping[str, Any], row: Mapping[str, Any], step: int) -> float:
     """Return the place of a step on the axis of the curves: planned compute in minutes, or the step."""
     return step / row["steps"] * found["minutes"] if found["minutes"] else step
+
+
+def _label(axes: Axes, ends: Mapping[str, tuple[float, float]]) -> None:
+    """Write the name of each curve at its end. Names that would overlap move up."""
+    axes.margins(x=0.12)
+    low, high = axes.get_ylim()
+    lowest = -np.inf
+    for name, (x, y) in sorted(ends.items(), key=lambda end: end[1][1]):
+        lowest = max(y, lowest + 0.055 * (high - low))
+        axes.annotate(name, (x, lowest), (6, 0), textcoords="offset points", color=INK, va="center")

@@ -173,17 +173,22 @@ def command(top: str, words: Mapping[str, Sequence[str]], plan: Plan, settings: 
 
 def _cost(settings: CompareSettings, plan: Plan, done: Sequence[Cell]) -> dict[str, Any]:
     """Return planned and true compute in seconds. All times of compare.json are here."""
-    found, problems = {}, []
+    found, apart = {}, []
     for cell in done:
         run = spent(settings.output / cell.name)
         training = run.per_step * cell.steps if run and run.per_step else None
         planned = plan.planned.get(cell.method)
         found[cell.name] = {"planned": planned, "training": training, "total": run.total if run else None}
         if planned and training and abs(training / planned - 1) > TOLERATED:
-            problems.append(
-                f"{cell.name}: the training took {training / 60:.1f} minutes of compute, where {planned / 60:.1f} were "
-                "planned. Other work on the machine changes the speed of its cores."
-            )
+            apart.append((training / planned - 1, cell.name))
+    problems = []
+    if apart:
+        (least, first), (most, last) = min(apart), max(apart)
+        problems.append(
+            f"{len(apart)} of {len(done)} trainings took more than {100 * TOLERATED:.0f} % more or less compute than "
+            f"planned, from {100 * least:+.0f} % ({first}) to {100 * most:+.0f} % ({last}). Other work on the machine "
+            "changes the speed of its cores."
+        )
     for name in settings.others:
         for seed in range(settings.seeds):
             run = spent(settings.output / f"{name}-{seed}")

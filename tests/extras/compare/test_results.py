@@ -96,7 +96,8 @@ def test_the_true_compute_stands_beside_the_planned_one(slow: float, said: bool,
     assert run["total"] == pytest.approx(5 + 25 * 1.5 * slow + 100)
     assert bool(found["cost"]["problems"]) == said
     if said:
-        assert "mae-2: the training took" in found["cost"]["problems"][-1]
+        assert found["cost"]["problems"][0].startswith("6 of 6 trainings took more than 10 % more or less compute")
+        assert f"{100 * slow - 100:+.0f} %" in found["cost"]["problems"][0]
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
