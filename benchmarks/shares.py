@@ -37,6 +37,8 @@ class SharesBenchmark(Settings):
 
     engines: tuple[str, ...] = ENGINES
     """engines: names of files in configs/accelerate/, without .yaml"""
+    methods: tuple[str, ...] = tuple(sorted(METHODS.names()))
+    """methods; distill needs dino, whose encoder is its teacher"""
     steps: int = Field(default=3, ge=1)
     """number of steps of a run"""
     output: Path | None = None
@@ -56,10 +58,12 @@ def command(method: str, batch_size: int, steps: int, folder: Path) -> list[str]
     return [*words, *(f"--{method}.{name}={value}" for name, value in own.items()), "--output", str(folder / method)]
 
 
-def launch(engine: str, processes: int, batch_size: int, steps: int, folder: Path) -> dict[str, list[float]]:
+def launch(
+    settings: SharesBenchmark, engine: str, processes: int, batch_size: int, folder: Path
+) -> dict[str, list[float]]:
     """Train with every method in one launch. Return the loss of each step of each method."""
-    methods = sorted(METHODS.names(), key=lambda method: method == "distill")
-    runs = [command(method, batch_size, steps, folder) for method in methods]
+    methods = sorted(settings.methods, key=lambda method: method == "distill")
+    runs = [command(method, batch_size, settings.steps, folder) for method in methods]
     folder.mkdir(parents=True)
     (folder / "runs.json").write_text(json.dumps(runs))
     words = [sys.executable]
@@ -93,15 +97,15 @@ def main(settings: SharesBenchmark) -> None:
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as folder:
         one = {
-            size: launch("ddp", 1, size, settings.steps, Path(folder) / "one" / str(size))
+            size: launch(settings, "ddp", 1, size, Path(folder) / "one" / str(size))
             for size in {size for size, _ in LAUNCHES.values()}
         }
         for engine in settings.engines:
             found = {
-                name: launch(engine, processes, size, settings.steps, Path(folder) / engine / name)
+                name: launch(settings, engine, processes, size, Path(folder) / engine / name)
                 for name, (size, processes) in LAUNCHES.items()
             }
-            for method in sorted(METHODS.names()):
+            for method in settings.methods:
                 cells = [
                     difference(found[name][method], one[size][method], settings.steps)
                     for name, (size, _) in LAUNCHES.items()

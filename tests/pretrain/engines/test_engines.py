@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tessera.data.demo import demo_shards
 from tessera.pretrain.methods import METHODS
-from tests.launched import records
+from tests.launched import MEASURED, records
 from tests.pretrain.small import MICRO, flags
 
 Run = tuple[list[str], dict[int, tuple[int, int, str]]]
@@ -26,8 +26,6 @@ CONFIGS = Path(__file__).parents[3] / "configs" / "accelerate"
 CLOSE = 1e-5
 LOOSE = 3e-4
 """of weights whose gradient is small beside its rounding: AdamW makes of it as large a step as of any other"""
-TIMES = {"images_per_second", "data_wait", "slowest_rank", "slowest_rank_lag"}
-"""Metrics that depend on the speed of the machine, and of which some need several processes."""
 NARROW = "--encoder vit_micro --encoder.depth 2 --encoder.dim 24 --encoder.heads 2"
 OTHERS = [name for name in MICRO if name != "vit_micro"]
 COMMON = "--batch_size 24 --record_every 1 --checkpoint_every 100 --workers 0 --optim.lr 1e-3 --encoder.drop_path 0.2"
@@ -223,7 +221,7 @@ def assert_same(folder: Path, reference: Path, within: float = CLOSE) -> None:
     lines, expected = records(folder), records(reference)
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
     for line, wanted in zip(lines, expected, strict=True):
-        assert line.keys() - TIMES == wanted.keys() - TIMES
+        assert line.keys() - MEASURED == wanted.keys() - MEASURED
         for key in {"loss", "grad_norm", "lr", "weight_decay", "teacher_entropy", "knn_top1", "val_top1"} & line.keys():
             where = (folder.name, line["step"], key)
             error = {"rel": {"grad_norm": within}.get(key, CLOSE)}
@@ -307,15 +305,9 @@ def test_uneven_and_empty_shares_equal_one_process(
     ours, wanted = ([line for line in records(one.folder(name)) if "loss" in line] for one in (on_four(engine), alone))
     assert [line["step"] for line in ours] == [line["step"] for line in wanted] == [1, 2]
     for line, one in zip(ours, wanted, strict=True):
-        assert line.keys() - TIMES == one.keys() - TIMES
+        assert line.keys() - MEASURED == one.keys() - MEASURED
         assert line["loss"] == pytest.approx(one["loss"], rel=1e-6)
-        for key in one.keys() - {
-            "images_per_second",
-            "data_wait",
-            "slowest_rank",
-            "slowest_rank_lag",
-            "peak_memory_gb",
-        }:
+        for key in one.keys() - MEASURED:
             assert line[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
 
 
