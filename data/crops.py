@@ -192,6 +192,7 @@ class MixedCrops:
 
     def __init__(self, transforms: Sequence[Transform], weights: Sequence[float]) -> None:
         self.transforms = tuple(transforms)
+        self.shares = [float(weight / np.sum(weights)) for weight in weights]
         self._ends = np.cumsum(weights) / np.sum(weights)
         self._largest = max(transforms, key=lambda one: sum(view.crops * view.size**2 for view in one.views))
         self.views = self._largest.views

@@ -30,6 +30,7 @@ from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.engines import Engine
+from tessera.pretrain.flop import count_work
 from tessera.pretrain.forecasts import FORECASTS
 from tessera.pretrain.loop import train
 from tessera.pretrain.methods.method import Method
@@ -149,6 +150,9 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         plan = replace(plan, workers=batches.workers if batches.lowered else plan.workers)
     elif recomputed:
         log.log(logging.INFO if recomputed.fits else logging.WARNING, "the backward pass recomputes %s", recomputed)
+    work = None
+    if accelerator.is_main_process and plan is None:
+        work = count_work(method, accelerator.device, config.precision)
     accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
     if config.overwrite and not config.dry_run:
         run_on_all_ranks(lambda: delete_run(output) if accelerator.is_main_process else None)
@@ -184,7 +188,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         saving_on_interrupt(),
         Saver(output / "checkpoints", accelerator, engine, settings, config.checkpoint) as saver,
     ):
-        own = (recorder, online, saver, prepared.images, position, accuracy, dense)
+        own = (recorder, online, saver, prepared.images, position, accuracy, dense, work)
         run = TrainingRun(config, output, accelerator, method, engine, *own)
         train(run, iter(batches))
     finish_run(run)

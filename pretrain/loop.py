@@ -328,6 +328,8 @@ def _record(run: TrainingRun, result: Step, meter: Meter, slowest: SlowestRank) 
     }
     if torch.cuda.is_available():
         record["peak_memory_gb"] = peak_memory
+    if run.work is not None:
+        record |= run.work.metrics(record["images_per_second"], run.accelerator.num_processes)
     record |= slowest.judge(of_ranks[2], seconds, meter.steps)
     with sharing(result.share):  # the method remembers the features of its last forward pass
         return record | dict(zip(names, means, strict=True)) | run.method.health()

@@ -1,10 +1,9 @@
 """Check a method by a forward pass on the meta device before a run starts, and print the report of `--dry_run`."""
 
-import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rich.filesize import decimal
@@ -18,7 +17,7 @@ from tessera.encoders.unused import ON_META
 from tessera.evaluation.memory import LIMITS
 from tessera.pretrain.activations import activations, blank_batch
 from tessera.pretrain.config import RECOMPUTE, RunConfig, to_yaml
-from tessera.pretrain.engines.meta_copy import meta_parameters
+from tessera.pretrain.engines.meta_copy import on_meta
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.origins import described, differing
 from tessera.runtime.machine import memory
@@ -97,9 +96,7 @@ def dry_forward(method: Method) -> None:
     transform = method.transform()
     transforms = transform.transforms if isinstance(transform, MixedCrops) else [transform]
     batches = [blank_batch(method, one, [(64, 64), (32, 256), (256, 32)]).to("meta") for one in transforms]
-    empty: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in method.buffers()}
-    empty |= meta_parameters(method)
-    phantom = copy.deepcopy(method, empty)
+    phantom = on_meta(method)
     with torch.random.fork_rng(devices=[]):
         try:
             for batch in batches:

@@ -11,6 +11,7 @@ from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines import Engine
+from tessera.pretrain.flop import Work
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.monitoring.online import Accuracy, OnlineEvaluation, OnlineKNN, OnlineViews
 from tessera.pretrain.monitoring.recorder import Recorder
@@ -38,6 +39,9 @@ class TrainingRun:
     """Evaluation of a supervised method; None for other methods, or if the settings name no evaluation shards."""
     dense: OnlineEvaluation | None = None
     """Evaluation of images with maps; None if the settings name none."""
+
+    work: Work | None = None
+    """FLOP and tokens per image; None if they cannot be counted, and except on the main process."""
 
     @cached_property
     def copy_stream(self) -> torch.cuda.Stream:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MEASURED = {"images_per_second", "data_wait", "slowest_rank", "slowest_rank_lag"}
+MEASURED = {"images_per_second", "data_wait", "slowest_rank", "slowest_rank_lag", "mfu", "tokens_per_second"}
 """Metrics that depend on the speed of the machine."""
 # the embedded digits and an encoder of two narrow blocks: a dozen steps take seconds
 TINY = [

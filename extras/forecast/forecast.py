@@ -19,9 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from tessera.data.batch import Batch
 from tessera.data.batches import Batches
 from tessera.data.sampler import share_bounds
-from tessera.pretrain.activations import blank_batch
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines import Engine
+from tessera.pretrain.engines.meta_copy import on_meta
+from tessera.pretrain.flop import COUNTED, step_on_meta
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.preflight import Plan
 from tessera.pretrain.step import finish_step, start_step, to_device
@@ -62,8 +63,6 @@ REACHED = (0.2, 0.4)
 GPU yet. Memory traffic limits a step (benchmarks/roofline.py)."""
 LAUNCH = 8e-6
 """Seconds in which a process launches one kernel in PyTorch: a guess, too."""
-COUNTED = 2
-"""Number of images of the passes whose FLOP are counted."""
 
 
 def loader_speed(batches: Batches) -> float:
@@ -169,24 +168,20 @@ class _Kernels(TorchDispatchMode):
 def step_work(method: Method) -> tuple[float, int]:
     """Return the FLOP per image and the number of kernels of a forward and a backward pass, which compute no values.
 
-    The weights of `method` are lost.
-
     Raises:
         SettingsError: the method does not run on the meta device.
     """
-    method = method.to("meta")
-    batch = blank_batch(method, method.transform(), [(64, 64)] * COUNTED).to("meta")
+    phantom = on_meta(method)
     try:
         with FlopCounterMode(display=False) as counter, _Kernels() as kernels:
-            loss, _ = method(batch, 0)
-            loss.backward()
+            step_on_meta(phantom, method.transform())
     except (NotImplementedError, RuntimeError, TypeError) as error:
         raise SettingsError(f"--gpu cannot count a step of {type(method).__name__}: {error}. Remove --gpu.") from error
     return counter.get_total_flops() / COUNTED, kernels.count
 
 
 def counted(config: RunConfig, method: Method, reading: float, steps: int) -> dict[str, str]:
-    """Return the rows of the forecast for the GPUs that `config.gpu` names. The weights of `method` are lost.
+    """Return the rows of the forecast for the GPUs that `config.gpu` names.
 
     Args:
         config: Settings of the run.

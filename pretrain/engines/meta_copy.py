@@ -18,6 +18,12 @@ def meta_parameters(module: nn.Module) -> dict[int, nn.Parameter]:
     }
 
 
+def on_meta(module: M) -> M:
+    """Return a copy of `module` on the meta device. Only parameters and buffers are moved, not other tensors."""
+    empty: dict[int, object] = {id(b): torch.empty_like(b, device="meta") for b in module.buffers()}
+    return copy.deepcopy(module, empty | meta_parameters(module))
+
+
 class MetaCopy:
     """A copy of a method on the meta device. Engines that shard weights use it to build modules with full weights.
 

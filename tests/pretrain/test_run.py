@@ -48,7 +48,7 @@ def test_run_folder_is_as_documented(launch, tmp_path: Path) -> None:
     assert {r["step"] for r in records(output) if "knn_top1" in r} == {0, 6, 12}
     last = records(output)[-1]
     wanted = "images loss lr weight_decay grad_norm images_per_second data_wait teacher_entropy teacher_student_kl "
-    wanted += "prototypes_used feature_rank"
+    wanted += "prototypes_used feature_rank mfu tokens_per_second"
     assert set(wanted.split()) <= set(last)
     assert last["images"] == 12 * 16
     settings = yaml.safe_load((output / "config.yaml").read_text())
