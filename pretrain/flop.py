@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tessera.data.batch import Batch
 from tessera.data.collate import Transform
 from tessera.data.crops import MixedCrops, NativeCrop
 from tessera.pretrain.activations import blank_batch
@@ -67,7 +68,7 @@ def count_work(method: Method, device: torch.device, precision: str) -> Work | N
     try:
         phantom = _useful_work(on_meta(method))
         with torch.random.fork_rng(devices=[]), alone():
-            flop = sum(share * image_flop(phantom, one) for one, share in parts)
+            flop = sum(share * image_flop(phantom, meta_batch(phantom, one)) for one, share in parts)
             tokens = sum(share * _tokens(phantom, one) for one, share in parts)
     except Exception as error:  # methods and encoders of the user may need tensors with values
         name, first = type(method).__name__, (str(error).splitlines() or [""])[0]
@@ -78,17 +79,17 @@ def count_work(method: Method, device: torch.device, precision: str) -> Work | N
     return work
 
 
-def image_flop(method: Method, transform: Transform) -> float:
-    """Return the FLOP per image of a forward and a backward pass of a method on the meta device."""
+def meta_batch(method: Method, transform: Transform) -> Batch:
+    """Return a batch on the meta device, of crops of `COUNTED` images."""
+    return blank_batch(method, transform, [(64, 64)] * COUNTED).to("meta")
+
+
+def image_flop(method: Method, batch: Batch) -> float:
+    """Return the FLOP per image of a forward and a backward pass of a method. `batch` is a `meta_batch`."""
     with FlopCounterMode(display=False) as counter:
-        step_on_meta(method, transform)
+        loss, _ = method(batch, 0)
+        loss.backward()
     return counter.get_total_flops() / COUNTED
-
-
-def step_on_meta(method: Method, transform: Transform) -> None:
-    """Run a forward and a backward pass of `COUNTED` images with a method on the meta device."""
-    loss, _ = method(blank_batch(method, transform, [(64, 64)] * COUNTED).to("meta"), 0)
-    loss.backward()
 
 
 def peak(device: torch.device, precision: str) -> float:

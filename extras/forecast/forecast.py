@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from rich.filesize import decimal
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from tessera.data.batch import Batch
 from tessera.data.batches import Batches
@@ -22,7 +21,7 @@ from tessera.data.sampler import share_bounds
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.meta_copy import on_meta
-from tessera.pretrain.flop import COUNTED, step_on_meta
+from tessera.pretrain.flop import image_flop, meta_batch
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.preflight import Plan
 from tessera.pretrain.step import finish_step, start_step, to_device
@@ -171,13 +170,13 @@ def step_work(method: Method) -> tuple[float, int]:
     Raises:
         SettingsError: the method does not run on the meta device.
     """
-    phantom = on_meta(method)
+    phantom, batch = on_meta(method), meta_batch(method, method.transform())
     try:
-        with FlopCounterMode(display=False) as counter, _Kernels() as kernels:
-            step_on_meta(phantom, method.transform())
+        with _Kernels() as kernels:
+            flop = image_flop(phantom, batch)
     except (NotImplementedError, RuntimeError, TypeError) as error:
         raise SettingsError(f"--gpu cannot count a step of {type(method).__name__}: {error}. Remove --gpu.") from error
-    return counter.get_total_flops() / COUNTED, kernels.count
+    return flop, kernels.count
 
 
 def counted(config: RunConfig, method: Method, reading: float, steps: int) -> dict[str, str]:
