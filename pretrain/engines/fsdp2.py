@@ -13,6 +13,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -90,7 +91,11 @@ def _mesh(accelerator: Accelerator) -> DeviceMesh:
     if copies == 1:
         return init_device_mesh(accelerator.device.type, (processes,), mesh_dim_names=("shard",))
     shape = (copies, processes // copies)
-    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("copy", "shard"))
+    mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("copy", "shard"))
+    if accelerator.init_handler is not None:  # new groups have the default time-out, not that of the run
+        for group in mesh.get_all_groups():
+            _set_pg_timeout(accelerator.init_handler.timeout, group)
+    return mesh
 
 
 def _send_buffers(method: nn.Module, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from tessera.pretrain.build import build_method
 from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
-from tessera.pretrain.engines.fsdp2 import FSDP2
+from tessera.pretrain.engines.fsdp2 import FSDP2, _mesh
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.mae import MAE
 from tessera.pretrain.resolve import resolve
@@ -200,3 +200,19 @@ def test_only_the_main_process_builds_the_weights(tmp_path: Path, free_port: int
     small.saver(tmp_path / "run", accelerator, engine, "dinov2").save(TrainState(3, 4), engine.method.trained_encoder())
     torch.save(engine.method.state_dict()[IN_HEAD], tmp_path / "run" / "held.pt")
     on_processes(build, free_port, str(tmp_path / "run"))
+
+
+def groups_of_copies(rank: int, folder: str) -> None:
+    """Write the time-outs in seconds of all groups of a run with two copies of the shards."""
+    os.environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = "2"
+    mesh = _mesh(make_accelerator(3.0))
+    groups = [dist.group.WORLD, *mesh.get_all_groups()]
+    found = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups if group]
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.medium
+def test_all_groups_have_the_timeout_of_the_run(tmp_path: Path, free_port: int) -> None:
+    on_processes(groups_of_copies, free_port, str(tmp_path))
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [180.0] * 3
