@@ -17,7 +17,7 @@ from tests.pretrain.small import arguments
 
 STEPS = 10
 # the engine, its processes, and up to which step its checkpoints are left to the next one
-CHAIN = [("zero2", 4, 2), ("zero3", 3, 4), (None, 1, 6), ("fsdp2", 3, 8), (None, 2, 10)]
+CHAIN = [("zero2", 4, 2), ("zero3", 3, 4), (None, 1, 6), ("fsdp2", 2, 8), (None, 1, 10)]
 CHAINED = ("dino", "dinov3", "lejepa", "mae")
 """The others hold parts of the state of these: tests/pretrain/test_pairs.py resumes them."""
 MORE = {"--steps": str(STEPS), "--checkpoint_every": "2", "--checkpoint.keep": "9", "--evaluation.pictures": "0"}
