@@ -13,6 +13,7 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from tessera import encoders
+from tessera.encoders.compiling import compile_blocks
 from tessera.encoders.errors import WeightsError
 from tessera.encoders.loading import Report
 from tessera.encoders.unused import ON_META
@@ -150,7 +151,9 @@ def _build(config: RunConfig, *, fresh: bool, check: bool = True) -> Method:
     except ValueError as error:
         raise SettingsError(f"{config.method}: {error}") from error
     if config.compile:
-        compile_blocks(method)
+        for part in method.modules():
+            if isinstance(part, encoders.Encoder):
+                compile_blocks(part, fixed_sizes=method.fixed_sizes)
     return method
 
 
@@ -226,21 +229,6 @@ def _on_main(function: Callable[[], T], main: bool | None) -> T | None:
     if failure is not None:
         raise SettingsError(failure)
     return result
-
-
-def compile_blocks(method: Method) -> None:
-    """Apply `torch.compile` to each block of every encoder in the method."""
-    import torch._dynamo.config  # imported here, because the import takes seconds
-
-    # All stages and crop sizes need compiled variants of their own, which count towards one limit. Beyond this limit,
-    # torch runs a block without compilation.
-    torch._dynamo.config.recompile_limit = 64
-    # DDP would split the graph of each block, to send gradients early. A block is small, so that nothing is gained.
-    torch._dynamo.config.optimize_ddp = False
-    for part in method.modules():
-        if isinstance(part, encoders.Encoder):
-            for block in part.blocks:
-                block.compile()
 
 
 def take_weights(method: Method, other: Method, folder: Path) -> None:

@@ -171,6 +171,7 @@ class LeJEPA(Method):
 
     Config = LeJEPAConfig
     resolve = staticmethod(resolve)
+    fixed_sizes = True
     small_settings: ClassVar[dict[str, Any]] = {
         "global_size": 16,
         "local_size": 12,

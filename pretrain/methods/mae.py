@@ -160,6 +160,8 @@ class MAE(Method):
         self.image_size = config.size
         self.drop = encoder.can_drop if config.drop is None else config.drop
         _check(encoder, config, self.drop)
+        # blocks of hidden tokens differ in size from image to image
+        self.fixed_sizes = not config.native and (config.mask == "random" or not self.drop)
         self.encoder = encoder
         self.decoder = make_decoder(encoder, config, drop=self.drop)
         # if true, the decoder also takes the pooled features as input

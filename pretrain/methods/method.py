@@ -81,6 +81,8 @@ class Method(nn.Module):
     """class of the method's settings, which become the flags `--NAME.setting`"""
     image_size: int
     """side in pixels of the images that the evaluation during training encodes"""
+    fixed_sizes: bool = False
+    """true if the encoder gets batches of few different shapes; `--compile` then makes a graph for each shape"""
 
     @staticmethod
     def resolve(config: Any, optim: OptimConfig, size: RunSize) -> tuple[Section, OptimConfig]:

@@ -110,6 +110,7 @@ class TeacherStudent(Method):
     """name of the method, which is the prefix of its settings"""
     config: Any
     """settings of the method"""
+    fixed_sizes = True
     reach_in_warmup: ClassVar[bool] = True
     """True if the teacher's temperature reaches its final value in the last step of its warm-up, False if in the step
     after the warm-up"""

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.backends.registry import lookup_backend
 
 from tessera import encoders
 from tessera.encoders.base import Features, encode
+from tessera.encoders.compiling import compile_blocks
 from tessera.encoders.images import Mask, pack
+from tessera.encoders.randomness import random_keys
 from tessera.encoders.summary import summarize
 from tests.encoders import helpers
 from tests.encoders.helpers import MICRO, mask_of
@@ -393,59 +396,78 @@ def test_recomputed_activations_change_nothing(variant):
     assert torch.equal(*found)
 
 
+COMPILED = [
+    *((variant, recompute, False) for variant in MICRO for recompute in (False, True)),
+    *((variant, "selective", False) for variant in ("vit_micro", "rope_vit_micro")),
+    *(
+        (variant, recompute, True)
+        for variant in ("vit_micro", "rope_vit_micro")
+        for recompute in (False, True, "selective")
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("variant", "recompute"),
+    ("variant", "recompute", "skip_dropped"),
     [
-        pytest.param(*case, marks=pytest.mark.medium if case == ("vit_micro", False) else pytest.mark.slow)
-        for case in (*((name, False) for name in MICRO), ("vit_micro", True))
+        pytest.param(*case, marks=pytest.mark.medium if case == ("vit_micro", False, False) else pytest.mark.slow)
+        for case in COMPILED
     ],
 )
-def test_compiled_blocks_change_nothing(variant, recompute):
-    """Of one stage where there are several."""
-    torch.compiler.reset()
-    given = make(variant).settings
-    staged = [name for name in ("dims", "depths", "heads", "reductions") if "depths" in given and name in given]
-    one_stage = {name: given[name][:1] for name in staged}
-    encoder = make(variant, **one_stage, checkpoint_activations=recompute).train()
-    expected = helpers.outputs(encoder, images_of(2))[1]
-    for block in blocks_of(encoder):
-        block.compile(backend="aot_eager", fullgraph=True)
-    encoder.zero_grad()
-    found = helpers.outputs(encoder, images_of(2))[1]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3 * expected.abs().mean().item())
-    torch.compiler.reset()
+def test_compiled_blocks_change_nothing(variant, recompute, skip_dropped, monkeypatch):
+    """Gradients of crops of two sizes with drop path, in one stage where there are several.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variant", "recompute"),
-    [(name, recompute) for name in PACKING for recompute in (False, True)]
-    + [("vit_micro", "selective"), ("rope_vit_micro", "selective")],
-)
-def test_compiled_blocks_of_crops_of_two_sizes_pin_no_memory(variant, recompute, monkeypatch):
-    """With drop path. torch cannot compile `pin_memory`, which copies to a GPU need."""
+    No block pins memory, which torch cannot compile but copies to a GPU need. Blocks of fixed sizes have no symbolic
+    size: each crop size has graphs of its own.
+    """
 
     def copy_as_to_a_gpu(numbers, device):
         return numbers.pin_memory() if torch.compiler.is_dynamo_compiling() else numbers.to(device)
 
     torch.compiler.reset()
-    encoder = make(variant, image_size=32, drop_path=0.5, checkpoint_activations=recompute).train()
+    own = {"checkpoint_activations": recompute} | ({"skip_dropped": True} if skip_dropped else {})
+    given = make(variant).settings
+    staged = [name for name in ("dims", "depths", "heads", "reductions") if "depths" in given and name in given]
+    one_stage = {name: given[name][:1] for name in staged}
+    sized = {"image_size": 32} if "image_size" in given else {}
+    drop = {"drop_path": 0.5} if "drop_path" in given else {}
+    encoder = make(variant, **one_stage, **own, **sized, **drop).train()
     views = [images_of(4, 32, 32), images_of(8)]
+    graphs = Graphs()
 
-    def gradients():
+    def gradients(step):
         encoder.zero_grad()
         torch.manual_seed(1)
-        pooled, _ = encode(encoder, views)
+        with random_keys(0, step, torch.arange(4)):
+            pooled, _ = encode(encoder, views)
         (pooled * torch.arange(pooled.shape[1])).sum().backward()
         return torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])
 
-    expected = gradients()
+    expected = [gradients(step) for step in range(2)]
     for module in ("segments", "drop_path", "rope"):
         monkeypatch.setattr(f"tessera.encoders.{module}.copy_to_device", copy_as_to_a_gpu)
-    for block in blocks_of(encoder):
-        block.compile(backend="aot_eager")
-    torch.testing.assert_close(gradients(), expected, rtol=1e-4, atol=1e-3 * expected.abs().mean().item())
+    compile_blocks(encoder, fixed_sizes=True, backend=graphs)
+    for step, wanted in enumerate(expected):
+        first = graphs.count
+        torch.testing.assert_close(gradients(step), wanted, rtol=1e-4, atol=1e-3 * wanted.abs().mean().item())
+    assert graphs.count > 0
+    if not skip_dropped:  # otherwise, the number of images that keep a branch differs from block to block
+        assert graphs.symbolic == 0
+        assert graphs.count == first, "the second step compiled again"
     torch.compiler.reset()
+
+
+class Graphs:
+    """Backend of torch.compile that counts graphs, and those with a symbolic size among their inputs."""
+
+    def __init__(self) -> None:
+        self.count = self.symbolic = 0
+
+    def __call__(self, module: Any, inputs: Any) -> Any:
+        sizes = [size for one in inputs for size in (one.shape if isinstance(one, torch.Tensor) else [one])]
+        self.count += 1
+        self.symbolic += any(isinstance(size, torch.SymInt) for size in sizes)
+        return lookup_backend("aot_eager")(module, inputs)
 
 
 @pytest.mark.parametrize("variant", MICRO)

@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 
 from tessera import encoders
-from tessera.pretrain.build import compile_blocks
+from tessera.encoders.compiling import compile_blocks
 from tessera.pretrain.methods.method import Method
 from tests.ranks import on_processes
 
@@ -25,9 +25,7 @@ class _Squares(Method):
 def _one_graph_a_block(rank: int) -> None:
     del rank
     method, counter = _Squares(), CompileCounter()
-    compile_blocks(method)
-    for block in method.encoder.blocks:
-        block.compile(backend=counter)
+    compile_blocks(method.encoder, fixed_sizes=True, backend=counter)
     # Buckets of one megabyte, smaller than a block, which torch would split at their bounds.
     wrapped = DistributedDataParallel(method, bucket_cap_mb=1)
     wrapped(torch.randn(2, 3, 16, 16), 0).backward()
