@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tessera import encoders
-from tessera.pretrain.checkpoints import resume
+from tessera.pretrain.checkpoints import manifest, resume
 from tessera.pretrain.checkpoints.resume import CheckpointError
 from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.runtime import collectives
@@ -179,3 +179,19 @@ def test_a_disk_without_links_needs_none(tmp_path: Path, monkeypatch: pytest.Mon
     assert [path.name for path in sorted(folder.iterdir())] == ["step-00000001", "step-00000002"]
     resume.restore(resume.open_checkpoint(folder / "step-00000002"), *make(1))
     assert encoders.load(tmp_path).settings["variant"] == "vit_micro"
+
+
+def test_random_states_of_older_checkpoints_and_of_blocks_are_found(tmp_path: Path) -> None:
+    folder = saved(tmp_path, 1)
+    (path,) = resume.list_checkpoints(folder)
+    states = torch.load(path / "random-00000.pt")
+    assert list(states) == [0]  # by rank
+    torch.save(states[0], path / "random-00000.pt")  # an older version wrote one file for each process
+    manifest.write(path, manifest.describe([file for file in path.iterdir() if file.name != manifest.NAME]))
+    accelerator, engine = make(1)
+    resume.restore(resume.open_checkpoint(path), accelerator, engine)
+    assert torch.equal(torch.get_rng_state(), states[0]["torch"])
+    for first in (8, 24):
+        (path / f"random-{first:05d}.pt").touch()
+    found = [resume._random_file(path, process).name[7:12] for process in (0, 7, 8, 23, 24, 99)]
+    assert found == ["00000", "00000", "00008", "00008", "00024", "00024"]

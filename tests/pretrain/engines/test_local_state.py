@@ -186,6 +186,19 @@ def test_any_split_is_read_in_any_other(
         assert all(torch.equal(t, data[n].reshape(-1)) for n, t in other.items())
 
 
+@pytest.mark.parametrize(("processes", "count"), [(1, 1), (2, 2), (8, 8), (64, 8), (512, 64), (1024, 64), (4096, 64)])
+def test_few_processes_write_about_equal_bytes(processes: int, count: int) -> None:
+    sizes = [2**24, *([2**20] * 200), *range(1, 100)]
+    state = {str(n): LocalTensor(torch.empty(0), 0, size) for n, size in enumerate(sizes)}
+    assigned = writing.assign(state, processes)
+    assert len(assigned) == count
+    assert sorted(name for names in assigned.values() for name in names) == sorted(state)
+    loads = [sum(state[name].numel for name in names) for names in assigned.values()]
+    assert max(loads) <= max(2**24, sum(sizes) / count) + 2**20
+    if count < processes:
+        assert len({rank // 8 for rank in assigned}) == count  # one a node of eight
+
+
 def test_empty_tensors_are_written_and_read(tmp_path: Path) -> None:
     held = {"none": unsharded(torch.empty(0, 4)), "some": unsharded(torch.ones(3))}
     write(held, tmp_path)
