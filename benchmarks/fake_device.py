@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -254,7 +255,7 @@ def _one_kernel(lists: list[Any]) -> bool:
         layouts = {(t.device, t.dtype, t.shape, t.stride()) for t in tensors}
         if len(layouts) > 1 or (first.device, first.dtype) != (tensors[0].device, tensors[0].dtype):
             return False
-        if not torch._prims_common.is_non_overlapping_and_dense_or_false(tensors[0]):
+        if not is_non_overlapping_and_dense_or_false(tensors[0]):
             return False
     return True
 

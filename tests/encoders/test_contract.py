@@ -447,6 +447,7 @@ def test_compiled_blocks_change_nothing(variant, recompute, skip_dropped, monkey
     for module in ("segments", "drop_path", "rope"):
         monkeypatch.setattr(f"tessera.encoders.{module}.copy_to_device", copy_as_to_a_gpu)
     compile_blocks(encoder, fixed_sizes=True, backend=graphs)
+    first = 0
     for step, wanted in enumerate(expected):
         first = graphs.count
         torch.testing.assert_close(gradients(step), wanted, rtol=1e-4, atol=1e-3 * wanted.abs().mean().item())

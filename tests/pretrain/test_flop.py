@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from tessera.data.batch import Batch
 from tessera.data.crops import MixedCrops, NativeCrop, RandomCrop, RandomCropConfig
 from tessera.encoders import build
+from tessera.encoders.base import Encoder
 from tessera.pretrain import flop
 from tessera.pretrain.flop import Work, count_work, peak
 from tessera.pretrain.methods import METHODS
@@ -32,7 +33,7 @@ class Mean(Method):
     def trained_parts(self) -> list[nn.Module]:
         return [self.encoder]
 
-    def trained_encoder(self) -> nn.Module:
+    def trained_encoder(self) -> Encoder:
         return self.encoder
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
