@@ -42,7 +42,8 @@ def batches(rank: int, interrupted: int | None, last: int, error: Exception = ST
 def saved(folder: Path) -> tuple[int, bytes, list[list[int]]]:
     """The first checkpoint: its step, its encoder, and the states of torch's generator on all processes."""
     path = min(resume.list_checkpoints(folder / "checkpoints"), key=lambda path: path.name)
-    random = [torch.load(one)["torch"].tolist() for one in sorted(path.glob("random-*.pt"))]
+    files = [torch.load(one) for one in sorted(path.glob("random-*.pt"))]
+    random = [states["torch"].tolist() for file in files for states in file.values()]
     return int(path.name[5:]), (path / "encoder.safetensors").read_bytes(), random
 
 
