@@ -10,6 +10,7 @@ runs and their logs are beside it. A run that fails gets a row that says so.
 """
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -57,7 +58,7 @@ def main(settings: Cifar10) -> int:
     for method in settings.methods:
         for encoder in settings.encoders:
             rows.append(row(settings, method, encoder))
-            command = f"`python benchmarks/cifar10.py {' '.join(sys.argv[1:])}`"
+            command = f"`python benchmarks/cifar10.py {shlex.join(sys.argv[1:])}`"
             publish([command, machine(), table(HEADINGS, rows, text=2)], settings.output / "results.md")
     return int(any("failed" in one[2] for one in rows))
 

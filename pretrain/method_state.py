@@ -11,6 +11,7 @@ from torch import nn
 from tessera import encoders
 from tessera.encoders.checks import MOST_BLOCKS
 from tessera.pretrain.checkpoints.resume import CheckpointError, list_checkpoints, open_checkpoint, verify
+from tessera.pretrain.config import AUTO, RECOMPUTE
 from tessera.pretrain.engines.local_state import read, unsharded
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method
@@ -98,7 +99,9 @@ def build(described: dict[str, Any]) -> Method:
             limit = MOST_BLOCKS if name.endswith(("depth", "layers")) else LARGEST_SIZE
             if isinstance(value, int) and value > limit:
                 raise ValueError(f"{printable(name)} is larger than {limit}")
-        return chosen(encoders.build(**described["encoder"]), validate(chosen.Config, given), steps)
+        # a run, not an encoder, chooses what `auto` means
+        encoder = {n: v for n, v in described["encoder"].items() if (n, v) != (RECOMPUTE, AUTO)}
+        return chosen(encoders.build(**encoder), validate(chosen.Config, given), steps)
     except (ArithmeticError, AttributeError, KeyError, RecursionError, RuntimeError, TypeError) as error:
         reason = printable(str(error)[:200])
         raise ValueError(f"the settings do not describe a method ({type(error).__name__}: {reason})") from error

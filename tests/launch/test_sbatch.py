@@ -198,6 +198,9 @@ def test_only_a_saved_stop_is_requeued(script: Callable[[str], Script], name: st
     job.commands.answer({"called tessera": [(code, "", "")]})
     assert job.run(*flags, SAVES="run").returncode == code
     assert job.requeued() == [["requeue", "1234567"]] * (code == 75)
+    task = {"SLURM_ARRAY_JOB_ID": "1234567", "SLURM_ARRAY_TASK_ID": "3"}
+    assert job.run(*flags, SAVES="run", **task).returncode == code
+    assert job.requeued()[1:] == [["requeue", "1234567_3"]] * (code == 75)
 
 
 def test_three_starts_without_a_step_end_the_job(pretrain: Script) -> None:

@@ -11,7 +11,7 @@ from tessera.pretrain.build import build_method, take_weights
 from tessera.pretrain.checkpoints.resume import CheckpointError
 from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.command_line import load
-from tessera.pretrain.method_state import load_run
+from tessera.pretrain.method_state import build, load_run
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method, RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
@@ -87,6 +87,14 @@ def test_init_from_a_run_fills_the_method_and_a_weight_file_only_its_encoder(tmp
         assert torch.equal(started["student.head.mlp.0.weight"], held["student.head.mlp.0.weight"]) == whole
         resumed = build_method(resolve(load(words), 1000), fresh=False).state_dict()
         assert not torch.equal(resumed["teacher.encoder.cls_token"], held["teacher.encoder.cls_token"])
+
+
+def test_a_run_with_default_settings_describes_its_method() -> None:
+    words = ["--data", "a.tar", "--method", "dinov2", "--encoder", "vit_micro", "--dinov2.prototypes", "64"]
+    config = resolve(load(words), 1000)
+    described = config.model_dump(mode="json")
+    assert described["encoder"]["checkpoint_activations"] == "auto"
+    assert build(described).state_dict().keys() == build_method(config, fresh=False).state_dict().keys()
 
 
 def test_an_encoder_with_new_heads_learns_slowly_and_keeps_its_layers(tmp_path: Path) -> None:
