@@ -44,7 +44,7 @@ from tessera.launch.jobs import (
 from tessera.launch.status import status
 
 CPUS_PER_GPU = 12
-"""A loader worker reads about 250 images/s for DINO with ViT-S/16, of which an H200 trains 2,782 images/s at most: 11
+"""A loader worker reads about 250 images/s for DINO with ViT-S/16, of which an H200 trains 3,001 images/s at most: 11
 workers, and the training process (docs/performance.md)."""
 FLAGS_OF_SUBMIT = ("--config", "--output", "--resume")
 """Flags of `tessera pretrain` that must be given as options of `submit`, before the separator `--`."""

@@ -361,6 +361,7 @@ def shortened(words: list[str], trained: int) -> list[str]:
     words += shlex.split(SHORTER.get(words[1], ""))
     if any(word in TRAINING for word in words) and not {"--dry_run", "--help"} & {*words}:
         words += ["--dino.prototypes", "1024"] if "dino" in words else []
+        words += ["--profile", "1:2"] if "--profile" in words else []
         words += [*SHORT, "--steps", str(2 + trained)] if "--resume" in words else SHORT
     return words
 
