@@ -122,11 +122,14 @@ def test_counts_of_a_step(method: str, capsys: pytest.CaptureFixture[str], monke
     assert parts["AdamW"].kernels <= 10
     assert parts["clip"].kernels <= (60 if method == "dino" else 4)  # one for each large tensor
     assert parts["EMA and centre" if method == "dino" else "backward"].flop >= 0
-    if method == "dino":  # `tessera summary` counts 1.26e9 multiply-adds of an image by another route
-        assert parts["teacher.encoder 224"].flop / (4 * 2) / 2 == pytest.approx(1.26e9, rel=0.02)
+    if method == "dino":  # multiply-adds of an image, by hand; the last block projects only the class token
+        width, tokens = 192, 197
+        block = 12 * tokens * width**2 + 2 * tokens**2 * width
+        products = 12 * block - 9 * (tokens - 1) * width**2 + (tokens - 1) * 768 * width
+        assert parts["teacher.encoder 224"].flop / (4 * 2) / 2 == products
     if method == "dino":
         assert parts["EMA and centre"].kernels <= 60
-    assert total.kernels <= (1750 if method == "dino" else 1204)
+    assert total.kernels <= (1750 if method == "dino" else 1223)
     roofline.show(counter, settings)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["kernels"] == total.kernels
