@@ -32,13 +32,13 @@ from torchvision import transforms
 
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
+from tessera.data.batch_sampler import BatchSampler
 from tessera.data.collate import CropBuilder, Transform
 from tessera.data.crops import CenterCrop, MultiCrop, MultiCropConfig, NativeCrop, RandomCrop, RandomCropConfig
 from tessera.data.dataset import decode_sample
 from tessera.data.decode import Picture, decode
 from tessera.data.loader import Reading, training_batches
 from tessera.data.masking import MaskedCrop
-from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError, expand
 from tessera.encoders.base import IMAGENET
 from tessera.runtime.machine import keep_freed_memory, return_freed_memory

@@ -25,9 +25,9 @@ from lookup import BATCH, IMAGE, PROCESSES, WORKERS, write_shards
 from pydantic import Field
 from tables import machine, publish, table
 
+from tessera.data.batch_sampler import BatchSampler
 from tessera.data.dataset import addresses, in_blocks
 from tessera.data.loader import StreamConfig, mixture_sampler
-from tessera.data.sampler import BatchSampler
 from tessera.data.shards import open_sources
 from tessera.runtime.settings import Settings, parse
 

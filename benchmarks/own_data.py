@@ -27,10 +27,10 @@ from pydantic import Field
 from tables import machine, publish, table
 from torchvision.transforms import v2
 
+from tessera.data.batch_sampler import BatchSampler
 from tessera.data.crops import RandomCrop, RandomCropConfig
 from tessera.data.loader import Reading, training_batches
 from tessera.data.ordered_shards import OrderedShards
-from tessera.data.sampler import BatchSampler
 from tessera.data.shards import DEFAULT
 from tessera.data.shards.access import Access
 from tessera.data.user_code import Augment, load_stages

@@ -14,10 +14,10 @@ from rich.filesize import decimal
 from torch.utils.data import DataLoader, get_worker_info
 
 from tessera.data.batch import Batch
+from tessera.data.batch_sampler import BatchSampler
 from tessera.data.collate import Collator
 from tessera.data.dataset import MOST_NAMED, EvaluationDataset, TrainDataset
 from tessera.data.failures import skipped
-from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError
 from tessera.data.shared_memory import BufferRing, SharedBatch
 from tessera.data.workers import POLL, WorkersError, WorkerStates, receive, start_worker

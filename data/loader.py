@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import Field, model_validator
 from rich.filesize import decimal
 
+from tessera.data.batch_sampler import BatchSampler
 from tessera.data.batches import Batches
 from tessera.data.collate import Collator, CutView, Transform
 from tessera.data.dataset import Decoding, EvaluationDataset, TrainDataset
@@ -24,7 +25,6 @@ from tessera.data.maps import MapKind
 from tessera.data.sampler import (
     BUFFER,
     STREAMS,
-    BatchSampler,
     GrowingSampler,
     MixtureSampler,
     ShuffledSampler,

@@ -6,10 +6,10 @@ from typing import Any
 from torch.utils.data import IterableDataset
 from webdataset.utils import pytorch_worker_info
 
+from tessera.data.batch_sampler import BatchSampler
 from tessera.data.dataset import MOST_DROPPED, Address, addresses, in_blocks, prepare, replacements
 from tessera.data.failures import DroppedError
 from tessera.data.loader import StreamConfig, mixture_sampler
-from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError, WeightedShards, open_sources
 from tessera.data.shards.access import Access, SourceConfig
 from tessera.data.shards.samples import SampleKeys

@@ -15,10 +15,10 @@ import yaml
 from pydantic import Field, create_model, field_validator, model_validator
 
 from tessera import encoders
+from tessera.data.batch_sampler import batch_ranges
 from tessera.data.loader import LoaderConfig, StreamConfig
 from tessera.data.pages import Pages
 from tessera.data.pictures import Bands
-from tessera.data.sampler import batch_ranges
 from tessera.data.shards import Access, SourceConfig
 from tessera.data.shards.samples import SampleKeys
 from tessera.data.user_code import Augment, load_function, load_stages

@@ -12,13 +12,13 @@ import torch
 from accelerate import Accelerator
 
 from tessera import encoders
+from tessera.data.batch_sampler import BatchSampler, batch_ranges, share_bounds
 from tessera.data.batches import Batches
 from tessera.data.dataset import Decoding
 from tessera.data.decode import ImageError
 from tessera.data.failures import DroppedError
 from tessera.data.loader import Reading, training_batches
 from tessera.data.python_objects import is_name
-from tessera.data.sampler import BatchSampler, batch_ranges, share_bounds
 from tessera.data.shards import ShardError, Source, Sources, WeightedShards, describe_remote, open_sources
 from tessera.data.workers import free_cores
 from tessera.evaluation.features import EvaluationError

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from rich.filesize import decimal
 
+from tessera.data.batch_sampler import share_bounds
 from tessera.data.crops import MixedCrops
 from tessera.data.loader import mixture_sampler
-from tessera.data.sampler import phases, share_bounds
+from tessera.data.sampler import phases
 from tessera.data.shards import ShardError, Source, Sources
 from tessera.data.shards.cache import cache_folder, is_on_network
 from tessera.encoders.unused import ON_META

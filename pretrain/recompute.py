@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from rich.filesize import decimal
 
-from tessera.data.sampler import share_bounds
+from tessera.data.batch_sampler import share_bounds
 from tessera.pretrain.activations import activations
 from tessera.pretrain.build import build_on_meta
 from tessera.pretrain.config import AUTO, RECOMPUTE, RunConfig, recomputes

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
+from tessera.data.batch_sampler import BatchSampler
 from tessera.data.batches import Batches
 from tessera.data.collate import Transform
 from tessera.data.colors import Share
 from tessera.data.crops import Areas, RandomCrop, RandomCropConfig
 from tessera.data.loader import Reading, evaluation_batches, training_batches
-from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError, Source
 from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder

@@ -16,8 +16,8 @@ from rich.filesize import decimal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.data.batch import Batch
+from tessera.data.batch_sampler import share_bounds
 from tessera.data.batches import Batches
-from tessera.data.sampler import share_bounds
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.meta_copy import on_meta

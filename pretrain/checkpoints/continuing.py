@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from tessera import encoders
+from tessera.data.batch_sampler import BatchSampler, batch_ranges
 from tessera.data.loader import mixture_sampler
-from tessera.data.sampler import BatchSampler, GrowingSampler, batch_ranges, phases
+from tessera.data.sampler import GrowingSampler, phases
 from tessera.data.shards import Source, Sources
 from tessera.data.shards.folder import ImageFolder
 from tessera.data.shards.open import shown_paths

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NotRequired
 from pydantic import AfterValidator, ConfigDict, Field, GetPydanticSchema, InstanceOf, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic reads the keys of `typing.TypedDict` only from Python 3.12 on
 
-from tessera.data.sampler import batch_ranges
+from tessera.data.batch_sampler import batch_ranges
 from tessera.runtime.files import read_bounded
 
 NAME = "trainer.json"

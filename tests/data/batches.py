@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from tessera.data.batch import Batch, Colors
+from tessera.data.batch_sampler import BatchSampler
 from tessera.data.batches import Batches
 from tessera.data.collate import CropBuilder, PackBuilder, Transform, collate
 from tessera.data.colors import Blur, ColorConfig, Grayscale, Jitter, Solarize, color_operations, draw_colors
@@ -22,7 +23,7 @@ from tessera.data.decoders import DECODERS
 from tessera.data.loader import LoaderConfig, Reading, StreamConfig
 from tessera.data.loader import evaluation_batches as _evaluation_batches
 from tessera.data.loader import training_batches as _training_batches
-from tessera.data.sampler import BUFFER, STREAMS, BatchSampler
+from tessera.data.sampler import BUFFER, STREAMS
 from tessera.data.shards import DEFAULT, Shards, WeightedShards
 from tessera.data.shards.access import Access
 from tessera.encoders.base import IMAGENET, Preprocessing

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
+from tessera.data.batch_sampler import batch_ranges
 from tessera.data.crops import MultiCrop, MultiCropConfig
-from tessera.data.sampler import batch_ranges
 from tessera.data.shards import ShardError
 from tests.data.batches import training_batches
 

@@ -13,13 +13,13 @@ from PIL import Image
 
 from tessera.data.augment import to_model_input
 from tessera.data.batch import ViewParameters
+from tessera.data.batch_sampler import BatchSampler
 from tessera.data.check_shards import main as check
 from tessera.data.crops import CenterCrop, RandomCrop, RandomCropConfig, WholeImage
 from tessera.data.decode import ImageError
 from tessera.data.loader import Reading, evaluation_batches, training_batches
 from tessera.data.make_shards import main
 from tessera.data.maps import cut_map, decode_depth, decode_map
-from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError, open_shards
 from tessera.data.shards.index import parse_table, write_table
 from tessera.data.shards.tar_index import scan_tar

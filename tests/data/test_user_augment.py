@@ -9,11 +9,11 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
+from tessera.data.batch_sampler import BatchSampler
 from tessera.data.collate import Packing
 from tessera.data.crops import MultiCrop, MultiCropConfig, NativeCrop, RandomCropConfig, ResizedView
 from tessera.data.loader import Reading, StreamConfig
 from tessera.data.loader import training_batches as batches_of
-from tessera.data.sampler import BatchSampler
 from tessera.data.shards import ShardError
 from tessera.data.user_code import Augment, load_function
 from tessera.runtime.settings import SettingsError

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch, View
+from tessera.data.batch_sampler import BatchSampler
 from tessera.data.collate import Sample
 from tessera.data.crops import MultiCrop, MultiCropConfig, RandomCrop, RandomCropConfig
 from tessera.data.demo import demo_shards
 from tessera.data.loader import training_batches
 from tessera.data.masking import MaskedCrop
-from tessera.data.sampler import BatchSampler
 from tessera.encoders.base import Preprocessing
 from tessera.encoders.images import Mask, pack
 from tessera.extras.shard_tools.crop_preview import (
