@@ -35,7 +35,7 @@ from tessera.encoders.base import Encoder
 from tessera.pretrain import engines
 from tessera.pretrain.build import build_method
 from tessera.pretrain.methods import pretraining_methods
-from tessera.runtime.collectives import gather_objects
+from tessera.runtime.collectives import gather_on_main
 from tessera.runtime.processes import exit_on_user_error, make_accelerator
 from tessera.runtime.settings import Settings, SettingsError, parse
 
@@ -140,7 +140,7 @@ def measure(settings: EnginesBenchmark, output: Path) -> None:
     total = sum(p.numel() for p in method.parameters())
     block = max(sum(p.numel() for p in unit.parameters()) for blocks in method.units() for unit in blocks)
     engine = engine_class(accelerator, method, config.optim)
-    starts = gather_objects(status("VmHWM") - host)
+    starts = gather_on_main(status("VmHWM") - host)
     passes = count_passes(method.trained_parts())
     run = as_run(config, accelerator, method, engine)
     batch = loader_batch(method.transform(), settings.images, size=(256, 256), seed=accelerator.process_index)
@@ -163,11 +163,9 @@ def measure(settings: EnginesBenchmark, output: Path) -> None:
         "sent": statistics.median(sent[2:]),
         "peak": peak() - before,
         "held": resident() - before,
-        "main start": starts[0],
-        "other start": max(starts[1:]),
     }
-    if accelerator.is_main_process:
-        output.write_text(json.dumps(found))
+    if starts is not None:  # on the main process
+        output.write_text(json.dumps(found | {"main start": starts[0], "other start": max(starts[1:])}))
     accelerator.end_training()
 
 

@@ -42,7 +42,7 @@ class Buffers(NamedTuple):
     ahead: int
     """Number of batches that each worker prepares in advance."""
     note: str = ""
-    """What was lowered, and why."""
+    """Sentence about the workers and batches that the memory does not allow; empty if it allows all."""
 
 
 def prepared_bytes(size: int, workers: int, ahead: int, *, pinned: bool) -> int:

@@ -47,7 +47,7 @@ from tessera.pretrain.monitoring.recorder import Recorder, earlier_contents, rec
 from tessera.pretrain.monitoring.verdict import Scores, baselines, linear
 from tessera.pretrain.origins import differing
 from tessera.pretrain.preflight import Plan, needs, print_plan, print_table
-from tessera.pretrain.recompute import device_memory, with_recomputation
+from tessera.pretrain.recompute import Recomputation, device_memory, with_recomputation
 from tessera.pretrain.resolve import (
     agree,
     make_accelerator,
@@ -145,14 +145,11 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     batches = loader(config, method, prepared.sources, position.step, accelerator)
     plan = None
     if config.dry_run:
-        plan = make_plan(prepared, accelerator, config, method, batches.buffered_bytes, position.step)
-        plan = replace(plan, recomputed=recomputed and str(recomputed), lowered=batches.lowered)
-        plan = replace(plan, workers=batches.workers if batches.lowered else plan.workers)
+        plan = make_plan(prepared, accelerator, config, method, batches, recomputed, position.step)
     elif recomputed:
         log.log(logging.INFO if recomputed.fits else logging.WARNING, "the backward pass recomputes %s", recomputed)
-    work = None
-    if accelerator.is_main_process and plan is None:
-        work = count_work(method, accelerator.device, config.precision)
+    counted = accelerator.is_main_process and plan is None
+    work = count_work(method, accelerator.device, config.precision) if counted else None
     accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
     if config.overwrite and not config.dry_run:
         run_on_all_ranks(lambda: delete_run(output) if accelerator.is_main_process else None)
@@ -252,16 +249,35 @@ def scores_other_images(output: Path, contents: Mapping[str, str | None], *, don
 
 
 def make_plan(
-    prepared: Prepared, accelerator: Accelerator, config: RunConfig, method: Method, buffered_bytes: int, step: int
+    prepared: Prepared,
+    accelerator: Accelerator,
+    config: RunConfig,
+    method: Method,
+    batches: Batches,
+    recomputed: Recomputation | None,
+    step: int,
 ) -> Plan:
     """Return the plan of a run that has done `step` steps, before the engine moves or shards the weights."""
     processes = accelerator.num_processes if config.gpu is None else config.gpus
     place, capacity, sharing = device_memory(config, accelerator)
     _, each = share_bounds(config.batch_size, processes, config.accumulate, method.together)
     need = needs(method, config.precision, each) if accelerator.is_main_process else None
-    size = (processes, workers(config, accelerator), buffered_bytes)
-    own = (place, capacity, sharing, step, prepared.pixels)
-    return Plan(prepared.sources, prepared.images, *size, need, *own, together=method.together)
+    return Plan(
+        shards=prepared.sources,
+        images=prepared.images,
+        processes=processes,
+        workers=batches.workers if batches.lowered else workers(config, accelerator),
+        buffered_bytes=batches.buffered_bytes,
+        needs=need,
+        place=place,
+        capacity=capacity,
+        sharing=sharing,
+        step=step,
+        pixels=prepared.pixels,
+        recomputed=recomputed and str(recomputed),
+        lowered=batches.lowered,
+        together=method.together,
+    )
 
 
 def large_crops(config: RunConfig, sources: list[Source]) -> str:

@@ -57,9 +57,9 @@ class Plan:
     pixels: str = ""
     """Type and range of the images; empty for uint8 without a range."""
     recomputed: str | None = None
-    """What the backward pass recomputes, and why; None if the settings say it."""
+    """Parts that the backward pass recomputes, and the reason; None unless `encoder.checkpoint_activations` is auto."""
     lowered: str = ""
-    """Workers and batches that were lowered, and why."""
+    """Sentence about the workers and batches that the memory does not allow; empty if it allows all."""
     evaluated: tuple[Source, Source] | None = None
     """Training and validation images of the evaluation; None if it needs no labels, or there is none."""
     together: int = 1

@@ -1,4 +1,4 @@
-"""Choose what the backward pass recomputes, if `encoder.checkpoint_activations` is auto."""
+"""Choose the parts of an encoder that the backward pass recomputes, if `encoder.checkpoint_activations` is auto."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ from tessera.runtime.machine import memory
 KEPT = 5000
 """A forward pass keeps fewer bytes than this multiple of its images in float32: a ViT-7B keeps about 4,000."""
 NAMES = {False: "nothing", "selective": "norms and activation functions", True: "whole blocks"}
-"""What the backward pass recomputes, by value of the setting."""
+"""Names of the recomputed parts, by value of `encoder.checkpoint_activations`."""
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class DeviceMemory(NamedTuple):
 
 
 class Recomputation(NamedTuple):
-    """What the backward pass recomputes."""
+    """Choice of the parts that the backward pass recomputes."""
 
     value: Any
     """Value of `encoder.checkpoint_activations` for the encoder."""
@@ -91,7 +91,7 @@ def recomputing(config: RunConfig, value: Any) -> RunConfig:
 
 
 def choose(config: RunConfig, place: str, size: int, processes: int, *, sharded: bool, on_gpu: bool) -> Recomputation:
-    """Return what the backward pass has to recompute, so that a step fits in the memory of a process.
+    """Choose the parts that the backward pass recomputes, so that a step fits in the memory of a process.
 
     A CPU recomputes only if a run would otherwise end for lack of memory.
 

@@ -8,7 +8,7 @@ device.
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -112,18 +112,7 @@ def start_step(
     statistics = StepStatistics(method)
     losses, metrics, shares, samples, corrupt = [], [], list[Share | None](), list[str](), 0
     for count, batch in enumerate(batches, start=1):
-        # Drop path derives its random numbers from seed, step and sample, so that the result does not depend on the
-        # number of processes.
-        keys = None if batch.positions is None else torch.from_numpy(batch.positions)
-        if engine.meta_copy is not None:  # the forward pass begins by gathering weights
-            waits()
-        with (
-            nullcontext() if keys is None else random_keys(config.seed, step, keys),
-            sharing(batch.share),
-            before_first_collective(waits),
-            method.register_forward_hook(waits),
-        ):
-            loss, of_batch = engine.forward_backward(batch, step, last=count == config.accumulate)
+        loss, of_batch = _forward_backward(run, step, batch, waits, last=count == config.accumulate)
         losses.append(loss)
         metrics.append(of_batch)
         shares.append(batch.share)
@@ -149,6 +138,27 @@ def start_step(
     free = previous.end if previous else None
     met = first_wait[0] if first_wait else None
     return RunningStep(copied, averages, shares[-1], samples, corrupt, waited, begin, _event(run), met, free)
+
+
+def _forward_backward(
+    run: TrainingRun, step: int, batch: Batch, waits: Callable[..., None], *, last: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Run the forward and backward pass of a batch, and return the loss and metrics of `Engine.forward_backward`.
+
+    `waits` is called where this process first waits for the others.
+    """
+    # Drop path derives its random numbers from seed, step and sample, so that the result does not depend on the number
+    # of processes.
+    keys = None if batch.positions is None else torch.from_numpy(batch.positions)
+    if run.engine.meta_copy is not None:  # the forward pass begins by gathering weights
+        waits()
+    with (
+        nullcontext() if keys is None else random_keys(run.config.seed, step, keys),
+        sharing(batch.share),
+        before_first_collective(waits),
+        run.method.register_forward_hook(waits),
+    ):
+        return run.engine.forward_backward(batch, step, last=last)
 
 
 def finish_step(run: TrainingRun, running: RunningStep) -> Step:

@@ -68,8 +68,7 @@ def rank() -> int:
 def alone() -> Iterator[None]:
     """Within the context, compute sums, maxima and gathered tensors over this rank only.
 
-    `gather_objects`, `gather_on_main`, `first_rank` and `run_on_all_ranks` are still collective. The context cannot be
-    nested.
+    `gather_on_main`, `first_rank` and `run_on_all_ranks` are still collective. The context cannot be nested.
     """
     global _is_alone
     _is_alone = True
@@ -214,19 +213,6 @@ def all_gather(x: Tensor) -> list[Tensor]:
     parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded)
     return [part[:length].to(x.device) for part, length in zip(parts, lengths, strict=True)]
-
-
-def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return a list of the picklable values of all ranks, in rank order, on every rank.
-
-    The ranks exchange as many values as there are pairs of ranks. Prefer `gather_on_main`, `first_rank` or
-    `broadcast_object`, whose costs do not grow with the square of the number of ranks.
-    """
-    if not dist.is_initialized():
-        return [value]
-    gathered: list[T] = [value] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
 
 
 def gather_on_main(value: T, group: dist.ProcessGroup | None = None) -> list[T] | None:

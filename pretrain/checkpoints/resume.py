@@ -34,8 +34,9 @@ from tessera.pretrain.engines import Engine
 from tessera.pretrain.engines.local_state import read
 from tessera.runtime.collectives import (
     RankError,
+    broadcast_object,
     first_rank,
-    gather_objects,
+    gather_on_main,
     rank,
     run_on_all_ranks,
     wait_for_path,
@@ -157,7 +158,8 @@ def verify(path: Path) -> None:
     if first_rank(bool(own)) is None:
         own = manifest.wrong_checksums(path, rank(), world_size())
     if first_rank(bool(own)) is not None:
-        raise _damaged(path, sorted({fault for of_rank in gather_objects(own) for fault in of_rank}))
+        found = gather_on_main(own)
+        raise _damaged(path, broadcast_object(sorted({fault for of_rank in found or [] for fault in of_rank})))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
