@@ -32,10 +32,10 @@ from tessera.data.shards import open_shards
 from tessera.evaluation.features import resolve_checkpoint
 from tessera.evaluation.results import Evaluation, data_name, write_result
 from tessera.evaluation.splits import check_training_images, open_labelled_splits
+from tessera.extras.adapt.outcomes import Splits, correct
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.job import prepare, pretrain
-from tessera.pretrain.monitoring.outcomes import Splits, correct
 from tessera.pretrain.resolve import make_accelerator
 from tessera.runtime.processes import AGAIN
 from tessera.runtime.settings import Settings, SettingsError, flags, peek, validate

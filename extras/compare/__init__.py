@@ -8,5 +8,5 @@
 - `decision`: errors over seeds and images, and differences that are not chance.
 - `page`: the page.
 
-Needs: report.
+Needs: adapt, report.
 """

@@ -13,11 +13,11 @@ from accelerate import Accelerator
 
 from tessera import encoders
 from tessera.evaluation.features import PIXELS
+from tessera.extras.adapt.outcomes import correct, views_found
 from tessera.extras.compare.plan import Cell, CompareSettings
 from tessera.pretrain.build import build_method
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
-from tessera.pretrain.monitoring.outcomes import correct, views_found
 from tessera.runtime.files import atomic_write
 
 BEFORE, RAW = "before training", "raw pixels"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tessera.extras.adapt.outcomes import PROBE, VIEWS
 from tessera.extras.compare.cells import other_command
 from tessera.extras.compare.compute import spent
 from tessera.extras.compare.decision import Arm, Comparison, best, compare_arms
@@ -15,7 +16,6 @@ from tessera.extras.compare.outcomes import BEFORE, RAW, Scored, outcome_file, r
 from tessera.extras.compare.plan import Cell, CompareSettings, Plan
 from tessera.extras.report.run_folders import read_run
 from tessera.pretrain.config import RunConfig
-from tessera.pretrain.monitoring.outcomes import PROBE, VIEWS
 
 TOLERATED = 0.1
 """Relative difference of planned and true compute above which the result says so."""
