@@ -1,4 +1,4 @@
-"""A compiled training step for a GPU that is not there (tests/pretrain/compiled_for_gpu.py)."""
+"""A compiled training step for a GPU that is not there (tests/benchmarks/compiled_for_gpu.py)."""
 
 import multiprocessing
 import shutil
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.pretrain.compiled_for_gpu import build_library
+    from tests.benchmarks.compiled_for_gpu import build_library
 
     return build_library(tmp_path_factory.mktemp("library"))
 
@@ -45,7 +45,7 @@ def _in_a_process(target: Callable[..., None], *arguments: Any) -> None:
 
 
 def _faults(library: Path) -> None:
-    from tests.pretrain.compiled_for_gpu import compiling
+    from tests.benchmarks.compiled_for_gpu import compiling
 
     with compiling(library, 9) as compiled:
         x = torch.empty(64, 32, device="cuda", requires_grad=True)
@@ -63,7 +63,7 @@ def test_faults_are_found(library: Path) -> None:
 
 
 def _step(library: Path, method: str, variant: str, major: int) -> None:
-    from tests.pretrain.compiled_for_gpu import compiling
+    from tests.benchmarks.compiled_for_gpu import compiling
 
     options = {"depth": 2, "bf16_residuals": True}
     config = make_config(method, variant, 4, encoder=options, precision="bf16", compile=True)
