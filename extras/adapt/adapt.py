@@ -32,7 +32,7 @@ from tessera.data.shards import open_shards
 from tessera.evaluation.features import resolve_checkpoint
 from tessera.evaluation.results import Evaluation, data_name, write_result
 from tessera.evaluation.splits import check_training_images, open_labelled_splits
-from tessera.extras.adapt.outcomes import Splits, correct
+from tessera.extras.compare.correct import Splits, correct
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.job import prepare, pretrain

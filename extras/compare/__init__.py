@@ -4,9 +4,9 @@
 - `plan`: settings, and the steps of each method, which are measured once and written to plan.json.
 - `cells`: trains one method with one seed in a process of its own. Each cell is a normal run folder.
 - `compute`: a sink of metrics that records the processor time of a run.
-- `outcomes`: which images an encoder gets right.
+- `correct`: which images an encoder gets right; `outcomes` stores them.
 - `decision`: errors over seeds and images, and differences that are not chance.
 - `page`: the page.
 
-Needs: adapt, report.
+Needs: report.
 """

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from tessera import encoders
 from tessera.evaluation.features import PIXELS
-from tessera.extras.adapt.outcomes import correct, views_found
+from tessera.extras.compare.correct import correct, views_found
 from tessera.extras.compare.plan import Cell, CompareSettings
 from tessera.pretrain.build import build_method
 from tessera.pretrain.command_line import load

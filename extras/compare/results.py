@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tessera.extras.adapt.outcomes import PROBE, VIEWS
 from tessera.extras.compare.cells import other_command
 from tessera.extras.compare.compute import spent
+from tessera.extras.compare.correct import PROBE, VIEWS
 from tessera.extras.compare.decision import Arm, Comparison, best, compare_arms
 from tessera.extras.compare.outcomes import BEFORE, RAW, Scored, outcome_file, read_outcomes
 from tessera.extras.compare.plan import Cell, CompareSettings, Plan
