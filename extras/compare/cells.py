@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tessera.encoders import WEIGHTS
 from tessera.extras.compare.compute import FILE, spent
-from tessera.extras.compare.plan import Cell, CompareSettings, Plan
+from tessera.extras.compare.plan import Cell, CompareSettings, Plan, TrainingSettings
 from tessera.extras.report.run_folders import read_lines
 from tessera.pretrain.monitoring.sinks import append_line
 from tessera.runtime import preemption
@@ -55,7 +55,7 @@ def is_done(run: Path) -> bool:
     return (run / WEIGHTS).exists()
 
 
-def train(cell: Cell, words: Sequence[str], settings: CompareSettings, until: int | None = None) -> None:
+def train(cell: Cell, words: Sequence[str], settings: TrainingSettings, until: int | None = None) -> None:
     """Train a cell, or continue it. With `until`, stop it as soon as this step is scored, or later.
 
     Raises:
@@ -132,7 +132,7 @@ def _call(words: Sequence[str], output: Path, until: int | None = None) -> None:
         )
 
 
-def measure(settings: CompareSettings, words: dict[str, list[str]]) -> Plan:
+def measure(settings: TrainingSettings, words: dict[str, list[str]]) -> Plan:
     """Measure the compute of a step of each method, and return the steps that fit into the minutes.
 
     Raises:

@@ -25,8 +25,10 @@ from tessera.extras.compare.plan import (
     Cell,
     CompareSettings,
     Plan,
+    TrainingSettings,
     cells,
     check,
+    check_others,
     load_settings,
     read_plan,
     write_plan,
@@ -48,6 +50,7 @@ def compare(argv: Sequence[str]) -> None:
     if {"--help", "-h"} & {*argv}:
         print(__doc__)
     settings, words = load_settings(argv, "tessera compare")
+    check_others(settings)
     check(words)
     settings.output.mkdir(parents=True, exist_ok=True)
     with locked(settings.output):
@@ -56,10 +59,11 @@ def compare(argv: Sequence[str]) -> None:
             plan = measure(settings, words)
             write_plan(settings, words, plan)
         stopped = train_all(settings, words, plan)
+        train_others(settings)
         write_result(settings, words, plan, stopped)
 
 
-def train_all(settings: CompareSettings, words: Mapping[str, Sequence[str]], plan: Plan) -> dict[str, Stopped]:
+def train_all(settings: TrainingSettings, words: Mapping[str, Sequence[str]], plan: Plan) -> dict[str, Stopped]:
     """Train all cells that are not done. Return the methods that were stopped on the way."""
     stopped = dict[str, Stopped]()
     for share in (*(RUNGS if settings.halve else ()), 1.0):
@@ -82,15 +86,19 @@ def train_all(settings: CompareSettings, words: Mapping[str, Sequence[str]], pla
             for name, score in worse_half({name: sum(own) / len(own) for name, own in scores.items()}).items():
                 print(f"{name} is stopped after {100 * share:.0f} % of its steps, with {100 * score:.1f} %", flush=True)
                 stopped[name] = Stopped(share, score)
+    return stopped
+
+
+def train_others(settings: CompareSettings) -> None:
+    """Train with all programs of other libraries that are not done."""
     for seed in range(settings.seeds):
         for name in settings.others:
             if not is_done(settings.output / f"{name}-{seed}"):
                 print(f"\n{name}, seed {seed}", flush=True)
                 train_other(name, seed, settings)
-    return stopped
 
 
-def rung_step(cell: Cell, settings: CompareSettings, share: float) -> int:
+def rung_step(cell: Cell, settings: TrainingSettings, share: float) -> int:
     """Return the evaluated step of a cell that is nearest to a share of its steps."""
     return cell.every(settings.points) * max(round(settings.points * share), 1)
 

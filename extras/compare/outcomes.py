@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from tessera import encoders
 from tessera.evaluation.features import PIXELS
 from tessera.extras.compare.correct import correct, views_found
-from tessera.extras.compare.plan import Cell, CompareSettings
+from tessera.extras.compare.plan import Cell, CompareSettings, TrainingSettings
 from tessera.pretrain.build import build_method
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
@@ -77,7 +77,7 @@ def untrained(config: RunConfig, path: Path) -> None:
     encoders.save(method.trained_encoder(), path)
 
 
-def outcome_file(settings: CompareSettings, one: Scored) -> Path:
+def outcome_file(settings: TrainingSettings, one: Scored) -> Path:
     """Return the path of the outcomes of an encoder."""
     return settings.output / "outcomes" / f"{one.name}.json"
 

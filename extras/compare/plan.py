@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -27,9 +27,8 @@ LEAST_POINTS = 4
 """Number of evaluations of which one is at each of `RUNGS`."""
 
 
-class CompareSettings(Settings):
-    """Compare methods at equal compute. All other flags are those of `tessera pretrain`; a flag of the section of a
-    method, such as --mae.size, goes to the runs of this method."""
+class TrainingSettings(Settings):
+    """Settings of trainings that are compared, which `tessera compare` and `tessera adapt` share."""
 
     methods: tuple[str, ...] = ("lejepa", "dino", "dinov2", "mae")
     """methods to compare"""
@@ -45,13 +44,22 @@ class CompareSettings(Settings):
     """number of evaluations of each training, without the one before the first step"""
     halve: bool = False
     """after a quarter and after half of the steps, stop the half of the methods with the lower scores"""
+    output: Path = Path("runs/compare")
+    """folder of the cells and of the result; a command that is started again goes on there"""
+
+
+class CompareSettings(TrainingSettings):
+    """Compare methods at equal compute. All other flags are those of `tessera pretrain`; a flag of the section of a
+    method, such as --mae.size, goes to the runs of this method."""
+
     others: dict[str, str] = Field(default_factory=dict)
     """programs that train with other libraries, by name: commands with {seed}, {minutes} and {output}, which leave
     encoder.safetensors in {output}"""
     beside: tuple[str, ...] = ()
     """encoders to score beside the methods: timm:NAME, a run folder or a weight file"""
-    output: Path = Path("runs/compare")
-    """folder of the cells and of the result; a command that is started again goes on there"""
+
+
+Own = TypeVar("Own", bound=TrainingSettings)
 
 
 class Plan(NamedTuple):
@@ -80,31 +88,33 @@ class Cell(NamedTuple):
         return max(self.steps // points, 1)
 
 
-def load_settings(argv: Sequence[str], program: str) -> tuple[CompareSettings, dict[str, list[str]]]:
-    """Return the settings of this command, and the flags of `tessera pretrain` for each method.
+def load_settings(
+    argv: Sequence[str], program: str, kind: type[Own] = CompareSettings
+) -> tuple[Own, dict[str, list[str]]]:
+    """Return the settings of a command, and the flags of `tessera pretrain` for each method.
+
+    Args:
+        argv: flags of the command.
+        program: name of the command, for its help.
+        kind: class of its settings.
 
     Raises:
         SettingsError: a setting is unknown or invalid, or is one that the comparison decides.
     """
     own, rest = list[str](), list[str]()
-    names, words = settings_of(CompareSettings), rest
+    names, words = settings_of(kind), rest
     for word, following in zip(argv, [*argv[1:], "--"], strict=True):
         if word in ("-h", "--help"):
             words = own if following.startswith("-") else rest  # `--help TOPIC` is about the settings of a run
         elif word.startswith("--"):
             words = own if word[2:].partition("=")[0] in names else rest
         words.append(word)
-    settings = validate(CompareSettings, flags(CompareSettings, own, program))
+    settings = validate(kind, flags(kind, own, program))
     known = METHODS.names()
     if unknown := [name for name in settings.methods if name not in known]:
         raise SettingsError(f"--methods: there is no method {unknown[0]}. Choose any of {', '.join(known)}.")
     if settings.halve and settings.points < LEAST_POINTS:
         raise SettingsError(f"--halve needs scores on the way. Give --points of at least {LEAST_POINTS}.")
-    for name, command in settings.others.items():
-        if not re.fullmatch(r"[\w.]+", name) or name in known:
-            raise SettingsError(f"--others: {name!r} is not a new name of letters, digits, dots and underscores.")
-        if missing := [field for field in ("seed", "minutes", "output") if f"{{{field}}}" not in command]:
-            raise SettingsError(f"--others: the command of {name} does not contain {{{missing[0]}}}. Add it.")
     if len(set(settings.methods)) < len(settings.methods):
         raise SettingsError("--methods names a method twice. Remove one of them.")
     given = {word[2:].partition("=")[0] for word in rest if word.startswith("--")}
@@ -113,6 +123,19 @@ def load_settings(argv: Sequence[str], program: str) -> tuple[CompareSettings, d
     for method in {name.partition(".")[0] for name in given} & {*known} - {*settings.methods}:
         raise SettingsError(f"--{method}. belongs to a method that is not compared. Add it to --methods, or remove it.")
     return settings, {method: _words(rest, method, settings.size) for method in settings.methods}
+
+
+def check_others(settings: CompareSettings) -> None:
+    """Check the names and the commands of other libraries.
+
+    Raises:
+        SettingsError: a name or a command cannot be used.
+    """
+    for name, command in settings.others.items():
+        if not re.fullmatch(r"[\w.]+", name) or name in METHODS.names():
+            raise SettingsError(f"--others: {name!r} is not a new name of letters, digits, dots and underscores.")
+        if missing := [field for field in ("seed", "minutes", "output") if f"{{{field}}}" not in command]:
+            raise SettingsError(f"--others: the command of {name} does not contain {{{missing[0]}}}. Add it.")
 
 
 def _words(rest: Sequence[str], method: str, size: int | None) -> list[str]:
@@ -145,12 +168,12 @@ def check(words: Mapping[str, Sequence[str]]) -> RunConfig:
     return found[0]
 
 
-def cells(settings: CompareSettings, plan: Plan) -> list[Cell]:
+def cells(settings: TrainingSettings, plan: Plan) -> list[Cell]:
     """Return all trainings: all methods with seed 0, then all with seed 1, ..."""
     return [Cell(method, seed, plan.steps[method]) for seed in range(settings.seeds) for method in settings.methods]
 
 
-def read_plan(settings: CompareSettings, words: Mapping[str, Sequence[str]]) -> Plan | None:
+def read_plan(settings: TrainingSettings, words: Mapping[str, Sequence[str]]) -> Plan | None:
     """Return the plan in the output folder, or None if it has none, or lacks a method.
 
     Raises:
@@ -173,7 +196,7 @@ def read_plan(settings: CompareSettings, words: Mapping[str, Sequence[str]]) -> 
     return Plan(steps, planned, stored["gpu"]) if all(method in steps for method in settings.methods) else None
 
 
-def write_plan(settings: CompareSettings, words: Mapping[str, Sequence[str]], plan: Plan) -> None:
+def write_plan(settings: TrainingSettings, words: Mapping[str, Sequence[str]], plan: Plan) -> None:
     """Write plan.json. Steps of methods that it already has stay."""
     path = settings.output / FILE
     old: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -189,7 +212,7 @@ def write_plan(settings: CompareSettings, words: Mapping[str, Sequence[str]], pl
         part.write_text(json.dumps(entries, indent=1) + "\n")
 
 
-def _fixed(settings: CompareSettings, words: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def _fixed(settings: TrainingSettings, words: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Return the settings that must not change. Methods, seeds and encoders beside them may be added."""
     found: dict[str, Any] = {"minutes": None if settings.steps else settings.minutes, "steps": settings.steps}
     return found | {"points": settings.points, "flags": {method: list(one) for method, one in words.items()}}
