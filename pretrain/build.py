@@ -20,6 +20,7 @@ from tessera.encoders.unused import ON_META
 from tessera.encoders.weight_files import read, recognise, unwrap
 from tessera.evaluation.features import resolve_checkpoint
 from tessera.pretrain.config import RunConfig
+from tessera.pretrain.engines.engine import Shards
 from tessera.pretrain.method_state import load_run
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.batch_norm import over_all_processes
@@ -59,13 +60,13 @@ def build_method(config: RunConfig, *, fresh: bool, main: bool | None = None) ->
     return method
 
 
-def check_memory(config: RunConfig, accelerator: Accelerator, *, sharded: bool) -> None:
+def check_memory(config: RunConfig, accelerator: Accelerator, shards: Shards) -> None:
     """Check that weights, gradients and optimizer state fit in the memory of the device, before they are made.
 
     Without this check, the kernel kills a process that takes too much memory of the machine, without a message.
 
     Args:
-        sharded: True if the engine shards them over the processes.
+        shards: result of `Engine.shards`.
 
     Raises:
         SettingsError: they do not fit.
@@ -73,20 +74,18 @@ def check_memory(config: RunConfig, accelerator: Accelerator, *, sharded: bool) 
     method = build_on_meta(config)
     if method is None:
         return
-    needed, device, what = state_bytes(method), accelerator.device, "Weights, gradients and optimizer state take"
+    needed, device = state_bytes(method, shards), accelerator.device
+    what = "Weights, gradients and optimizer state take"
     if config.gpu is not None:  # the plan compares the run with the GPU, and this machine only builds the weights
         needed, what = sum(t.nbytes for t in [*method.parameters(), *method.buffers()]), "The weights take"
-    if sharded:
-        needed //= accelerator.num_processes
     if device.type == "cuda":
         size, where = torch.cuda.get_device_properties(device).total_memory, "a GPU"
     else:
         size, where = memory(), "this machine"
         needed *= int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
     if needed > size:
-        advice = (
-            "" if sharded else ", or shard them over several processes (tessera --num_processes N --config_file fsdp2)"
-        )
+        advice = ", or shard them over several processes (tessera --num_processes N --config_file fsdp2)"
+        advice = "" if shards.weights > 1 else advice
         raise SettingsError(
             f"{what} {decimal(needed)}, but {where} has {decimal(size)} of memory. Choose a smaller encoder{advice}."
         )

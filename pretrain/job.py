@@ -30,6 +30,7 @@ from tessera.pretrain.checkpoints.save import Saver
 from tessera.pretrain.checkpoints.trainer_json import TrainState
 from tessera.pretrain.config import RunConfig, to_yaml
 from tessera.pretrain.engines import Engine
+from tessera.pretrain.engines.engine import Shards
 from tessera.pretrain.flop import count_work
 from tessera.pretrain.forecasts import FORECASTS
 from tessera.pretrain.loop import train
@@ -137,15 +138,16 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     config, checkpoint, settings = continue_run(prepared.config, prepared.sources, prepared.fingerprint, newest)
     position = checkpoint.trainer.position if checkpoint else TrainState(step=0)
     check_profile(config.profile, position.step, config.steps)
-    check_memory(config, accelerator, sharded=engine_class.sharded)
+    shards = engine_class.shards(accelerator)
+    check_memory(config, accelerator, shards)
     torch.manual_seed(config.seed)  # all processes use the same seed to build equal weights
     main = accelerator.is_main_process if engine_class.sends_weights else None
-    for_method, recomputed = with_recomputation(config, accelerator, sharded=engine_class.sharded)
+    for_method, recomputed = with_recomputation(config, accelerator, shards)
     method = build_method(for_method, fresh=checkpoint is None, main=main)
     batches = loader(config, method, prepared.sources, position.step, accelerator)
     plan = None
     if config.dry_run:
-        plan = make_plan(prepared, accelerator, config, method, batches, recomputed, position.step)
+        plan = make_plan(prepared, accelerator, config, method, batches, recomputed, position.step, shards)
     elif recomputed:
         log.log(logging.INFO if recomputed.fits else logging.WARNING, "the backward pass recomputes %s", recomputed)
     counted = accelerator.is_main_process and plan is None
@@ -256,12 +258,13 @@ def make_plan(
     batches: Batches,
     recomputed: Recomputation | None,
     step: int,
+    shards: Shards,
 ) -> Plan:
     """Return the plan of a run that has done `step` steps, before the engine moves or shards the weights."""
     processes = accelerator.num_processes if config.gpu is None else config.gpus
     place, capacity, sharing = device_memory(config, accelerator)
     _, each = share_bounds(config.batch_size, processes, config.accumulate, method.together)
-    need = needs(method, config.precision, each) if accelerator.is_main_process else None
+    need = needs(method, config.precision, each, shards) if accelerator.is_main_process else None
     return Plan(
         shards=prepared.sources,
         images=prepared.images,

@@ -58,7 +58,7 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
     alarm = CollapseAlarm(config.health, run.steps, run.method.rank_hint, state.alarm)
     progress = Progress(run.steps, state.step, enabled=run.accelerator.is_main_process)
     slowest = SlowestRank(gather_on_main(rank_name(run.accelerator.device)))
-    meter, save_due, micro_batches, failure = Meter(), False, list[Batch](), None
+    save_due, micro_batches, failure = False, list[Batch](), None
     running: list[RunningStep] = []  # steps that are started but not finished: the newest, and for a moment two
     first = not state.scores and state.step < run.steps and (run.online or run.accuracy)  # of these images
     if state.step == 0 or state.unscored or first:
@@ -68,6 +68,7 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
     waited_for = run.accelerator.num_processes > 1 or run.accelerator.device.type != "cpu"
     profiler = Profiler(config.profile, run.output, run.accelerator.device, main=run.recorder is not None)
     with progress, profiler, no_automatic_collection() if waited_for else nullcontext():
+        meter = Meter()  # after the first evaluation, whose time is no training time
         while state.step < run.steps:
             step, started = state.step + len(running), time.perf_counter()
             profiler.begin(step + 1)
@@ -76,7 +77,9 @@ def train(run: TrainingRun, batches: Iterator[Batch]) -> None:
                     micro_batches, failure = _next_batches(run, batches, micro_batches, step)
             waited = time.perf_counter() - started
             if config.evaluation.pictures and step == 0:
+                pictured = time.perf_counter()
                 record_pictures(run, micro_batches[0])
+                meter.leave_out(time.perf_counter() - pictured)
             previous, on_device = running[-1] if running else None, (to_device(run, batch) for batch in micro_batches)
             random, discard = random_states(), failure is not None
             running.append(start_step(run, step, on_device, discard=discard, waited=waited, previous=previous))

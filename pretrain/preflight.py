@@ -18,6 +18,7 @@ from tessera.encoders.unused import ON_META
 from tessera.evaluation.memory import LIMITS
 from tessera.pretrain.activations import activations, blank_batch
 from tessera.pretrain.config import RECOMPUTE, RunConfig, to_yaml
+from tessera.pretrain.engines.engine import UNSHARDED, Shards
 from tessera.pretrain.engines.meta_copy import on_meta
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.origins import described, differing
@@ -72,12 +73,12 @@ class Needs(NamedTuple):
     trained: int
     """Number of trained parameters."""
     state: int
-    """Weights, buffers, gradients and AdamW's two moments."""
+    """Shards of the weights, gradients and AdamW's two moments, and all buffers."""
     activations: int | None
     """Tensors that a forward pass keeps for the backward pass; None if they cannot be estimated."""
 
     checkpoint: int
-    """Weights, buffers and AdamW's two moments."""
+    """Weights, buffers and AdamW's two moments, over all processes."""
 
 
 def dry_forward(method: Method) -> None:
@@ -109,11 +110,12 @@ def dry_forward(method: Method) -> None:
             log.info("%s is not checked before the run, because it does not run on the meta device: %s", name, error)
 
 
-def state_bytes(method: Method) -> int:
-    """Return the size in bytes of the weights, buffers, gradients and AdamW's two moments, all in float32."""
-    everything = [*method.parameters(), *method.buffers()]
-    trained = [p for p in method.parameters() if p.requires_grad]
-    return sum(t.nbytes for t in everything) + 3 * sum(t.nbytes for t in trained)
+def state_bytes(method: Method, shards: Shards = UNSHARDED) -> int:
+    """Return the bytes of a process for the weights, buffers, gradients and AdamW's two moments, all in float32."""
+    weights = sum(p.nbytes for p in method.parameters())
+    trained = sum(p.nbytes for p in method.parameters() if p.requires_grad)
+    divided = weights // shards.weights + trained // shards.gradients + 2 * trained // shards.moments
+    return sum(buffer.nbytes for buffer in method.buffers()) + divided
 
 
 def _cache(config: RunConfig) -> str:
@@ -135,15 +137,15 @@ def _shares(config: RunConfig, shards: Sources) -> str:
     return "; ".join(f"{row} from step {step}" for row, (step, _) in zip(rows, phases(shards.weights), strict=True))
 
 
-def needs(method: Method, precision: str, images: int) -> Needs:
+def needs(method: Method, precision: str, images: int, shards: Shards = UNSHARDED) -> Needs:
     """Return the memory of a process whose forward passes have `images` images. `method` does not change."""
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
-    state, kept = state_bytes(method), None
+    kept = None
     try:
         kept = activations(method, precision, images).kept
     except Exception as error:  # black images without names may not suit a method of the user
         log.info("The memory of the activations is not estimated: %s", error)
-    return Needs(trained, state, kept, state - 4 * trained)
+    return Needs(trained, state_bytes(method, shards), kept, state_bytes(method) - 4 * trained)
 
 
 def print_plan(config: RunConfig, run: Plan) -> bool:

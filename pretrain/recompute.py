@@ -12,6 +12,7 @@ from tessera.data.batch_sampler import share_bounds
 from tessera.pretrain.activations import activations
 from tessera.pretrain.build import build_on_meta
 from tessera.pretrain.config import AUTO, RECOMPUTE, RunConfig, recomputes
+from tessera.pretrain.engines.engine import Shards
 from tessera.pretrain.forecasts import gpu_memory
 from tessera.pretrain.methods.method import Method
 from tessera.pretrain.preflight import HEADROOM, state_bytes
@@ -62,15 +63,12 @@ def device_memory(config: RunConfig, accelerator: Accelerator) -> DeviceMemory:
 
 
 def with_recomputation(
-    config: RunConfig, accelerator: Accelerator, *, sharded: bool
+    config: RunConfig, accelerator: Accelerator, shards: Shards
 ) -> tuple[RunConfig, Recomputation | None]:
     """Return settings to build the method with, whose `encoder.checkpoint_activations` is not auto. Collective.
 
     Also return the choice, or None if the setting is not auto. All processes choose the same, for the smallest memory.
     config.yaml keeps auto, so a run that is resumed on another device chooses anew.
-
-    Args:
-        sharded: True if the engine shards the weights over the processes.
     """
     if getattr(config.encoder, RECOMPUTE, None) != AUTO:
         return config, None
@@ -79,7 +77,7 @@ def with_recomputation(
     if accelerator.is_main_process:
         processes = config.gpus if config.gpu is not None else accelerator.num_processes
         on_gpu = config.gpu is not None or accelerator.device.type == "cuda"
-        chosen = choose(config, found.place, smallest, processes, sharded=sharded, on_gpu=on_gpu)
+        chosen = choose(config, found.place, smallest, processes, shards, on_gpu=on_gpu)
     chosen = broadcast_object(chosen)
     assert chosen is not None
     return recomputing(config, chosen.value), chosen
@@ -90,7 +88,7 @@ def recomputing(config: RunConfig, value: Any) -> RunConfig:
     return config.model_copy(update={"encoder": config.encoder.model_copy(update={RECOMPUTE: value})})
 
 
-def choose(config: RunConfig, place: str, size: int, processes: int, *, sharded: bool, on_gpu: bool) -> Recomputation:
+def choose(config: RunConfig, place: str, size: int, processes: int, shards: Shards, *, on_gpu: bool) -> Recomputation:
     """Choose the parts that the backward pass recomputes, so that a step fits in the memory of a process.
 
     A CPU recomputes only if a run would otherwise end for lack of memory.
@@ -99,7 +97,7 @@ def choose(config: RunConfig, place: str, size: int, processes: int, *, sharded:
         place: name of the memory.
         size: size of the memory of a process, in bytes.
         processes: number of processes.
-        sharded: True if the engine shards the weights over the processes.
+        shards: result of `Engine.shards`.
         on_gpu: True if the run is on a GPU.
     """
     limit, needed, block = round(HEADROOM * size) if on_gpu else size, list[str](), 0
@@ -116,7 +114,7 @@ def choose(config: RunConfig, place: str, size: int, processes: int, *, sharded:
         except Exception as error:  # a method of the user may not run on fake tensors
             return Recomputation(False, f"the memory of the activations is not known: {error}")
         block = max(block, found.block)
-        state = state_bytes(method) // (processes if sharded else 1)
+        state = state_bytes(method, shards)
         # the backward pass holds one block at a time that it has recomputed
         kept = found.kept + (block if value is True else 0)
         needed.append(decimal(state + kept))

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -17,6 +17,17 @@ from tessera.runtime.collectives import local, loss_weight
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 AdamWState = MutableMapping[Tensor, dict[str, Any]]
+
+
+class Shards(NamedTuple):
+    """Numbers of shards over processes; 1 where every process holds all."""
+
+    weights: int = 1
+    gradients: int = 1
+    moments: int = 1
+
+
+UNSHARDED = Shards()
 
 
 class Engine(ABC):
@@ -45,6 +56,12 @@ class Engine(ABC):
     @abstractmethod
     def __init__(self, accelerator: Accelerator, method: Method, optim: OptimConfig) -> None:
         """Distribute `method`, build its optimizer, and allocate the optimizer's state."""
+
+    @staticmethod
+    def shards(accelerator: Accelerator) -> Shards:
+        """Return the numbers of shards under the launcher's settings."""
+        del accelerator
+        return UNSHARDED
 
     @abstractmethod
     def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:

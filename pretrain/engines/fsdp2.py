@@ -18,7 +18,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tessera.data.batch import Batch
-from tessera.pretrain.engines.engine import Engine, allocate_moments, build_optimizer, local_state, trainable, weighted
+from tessera.pretrain.engines.engine import (
+    Engine,
+    Shards,
+    allocate_moments,
+    build_optimizer,
+    local_state,
+    trainable,
+    weighted,
+)
 from tessera.pretrain.engines.local_state import LocalTensor, unsharded
 from tessera.pretrain.engines.meta_copy import MetaCopy, meta_parameters
 from tessera.pretrain.methods.method import Method
@@ -69,6 +77,11 @@ class FSDP2(Engine):
         _send_parameters(method, weights, accelerator.device, offload=_offloads(plugin))
         self.optimizer = build_optimizer(method, optim)
         allocate_moments(self.adamw_state, trainable(method).values())
+
+    @staticmethod
+    def shards(accelerator: Accelerator) -> Shards:
+        count = accelerator.num_processes // (groups().dp_replicate_size or 1)
+        return Shards(count, count, count)
 
     def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
         cast(FSDPModule, self.method).set_requires_gradient_sync(last)

@@ -11,7 +11,15 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from tessera.data.batch import Batch
-from tessera.pretrain.engines.engine import MOMENTS, Engine, allocate_moments, build_optimizer, trainable, weighted
+from tessera.pretrain.engines.engine import (
+    MOMENTS,
+    Engine,
+    Shards,
+    allocate_moments,
+    build_optimizer,
+    trainable,
+    weighted,
+)
 from tessera.pretrain.engines.local_state import LocalTensor, unsharded
 from tessera.pretrain.engines.meta_copy import MetaCopy
 from tessera.pretrain.methods.method import Method
@@ -51,6 +59,11 @@ class ZeRO(Engine):
         if self.stage < 3:
             # this call maps each parameter to its range of the flattened moments
             self.zero._lazy_init_hp_params_optimizer_state()
+
+    @staticmethod
+    def shards(accelerator: Accelerator) -> Shards:
+        stage, count = _config(accelerator)["zero_optimization"]["stage"], accelerator.num_processes
+        return Shards(count if stage == 3 else 1, count if stage >= 2 else 1, count)
 
     def forward_backward(self, batch: Batch, step: int, *, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
         self.engine.set_gradient_accumulation_boundary(last)

@@ -304,6 +304,27 @@ def test_the_alarm_is_consulted_and_its_record_is_kept(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("what", ["record_and_score", "record_pictures"])
+def test_scores_and_pictures_before_the_first_step_take_no_training_time(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, real = settings("--evaluation.pictures", "1"), loop.record_and_score
+    run = make(Faulty(config), config, tmp_path)
+    run.recorder = Recorder(tmp_path, 0)
+    monkeypatch.setattr(loop, "record_pictures", lambda *_: None)
+
+    def slow(*arguments: Any) -> None:
+        if run.state.step == 0:
+            time.sleep(0.5)
+        if what == "record_and_score":
+            real(*arguments)
+
+    monkeypatch.setattr(loop, what, slow)
+    train(run, (raw(step, 0, 8) for step in range(8)))
+    first = next(line for line in lines(tmp_path / "metrics.jsonl") if line["step"] == 1)
+    assert first["images_per_second"] > 8 / 0.5
+
+
 def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
     config = settings("--optim.nonfinite_limit", "2")
     run = make(Faulty(config), config, tmp_path)

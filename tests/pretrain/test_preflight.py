@@ -20,6 +20,7 @@ from tessera.pretrain import build, preflight, recompute
 from tessera.pretrain.activations import activations
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import CheckpointConfig, RunConfig
+from tessera.pretrain.engines.engine import Shards
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.methods.method import Method
@@ -74,6 +75,9 @@ def dino(config: RunConfig) -> DINO:
 def test_state_is_weights_gradients_and_two_moments() -> None:
     trained = WIDTH * HIDDEN + HIDDEN + HIDDEN + 1
     assert state_bytes(TwoLayers()) == 4 * (4 * trained + (HIDDEN + 1) + 7)
+    assert state_bytes(TwoLayers(), Shards(1, 1, 3)) == 4 * (2 * trained + (HIDDEN + 1) + 7) + 8 * trained // 3
+    weights = 4 * (trained + HIDDEN + 1)
+    assert state_bytes(TwoLayers(), Shards(2, 2, 2)) == weights // 2 + 6 * trained + 4 * 7
 
 
 @pytest.mark.parametrize("images", [1, 5])

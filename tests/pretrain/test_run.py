@@ -6,11 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from rich.filesize import decimal
 
 from tessera import encoders
+from tessera.data.demo import demo_shards
+from tessera.pretrain.build import build_on_meta
+from tessera.pretrain.command_line import load
+from tessera.pretrain.engines.engine import Shards
+from tessera.pretrain.preflight import state_bytes
+from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
 from tests.launched import TINY, records
-from tests.pretrain.small import losses
+from tests.pretrain.small import flags, losses
 
 
 @pytest.mark.slow
@@ -62,8 +69,17 @@ def test_run_folder_is_as_documented(launch, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_dry_run_of_a_method_that_sums_over_processes(fork, tmp_path: Path) -> None:
-    log = fork(["--method", "dinov2", "--dry_run", "--output", str(tmp_path / "run")], processes=2).wait()
+    # FSDP2 shards weights, gradients and moments over the two processes
+    more = ["--encoder", "vit_micro", *(word for pair in flags("dinov2").items() for word in pair)]
+    words = ["--method", "dinov2", "--dry_run", "--output", str(tmp_path / "run"), *more]
+    log = fork(words, processes=2, engine="fsdp2").wait()
     assert "images per forward pass of a process" in log
+    method = build_on_meta(resolve(load([*words, "--data", demo_shards()[0]]), 1437))
+    assert method is not None
+    row = re.search("weights, gradients, optimizer +(.*)", log)
+    assert row
+    assert row[1].strip() == decimal(state_bytes(method, Shards(2, 2, 2)))
+    assert row[1].strip() != decimal(state_bytes(method))
     assert "is lost" not in log
 
 

@@ -21,8 +21,9 @@ from tessera.pretrain.config import RunConfig
 from tessera.pretrain.engines.fsdp2 import FSDP2, _mesh
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.mae import MAE
+from tessera.pretrain.preflight import state_bytes
 from tessera.pretrain.resolve import resolve
-from tessera.runtime.collectives import local
+from tessera.runtime.collectives import all_reduce_sum, local
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.settings import SettingsError
 from tests.pretrain import small
@@ -112,6 +113,15 @@ def test_blocks_are_gathered_in_the_precision_of_the_run(
     assert sum(kind == "gather" for kind, _ in events[:first]) == 1 + 3
 
 
+def local_bytes(engine: FSDP2) -> int:
+    """Return the bytes of weights, buffers, gradients and moments of both processes."""
+    shards = [local(p).nbytes for p in engine.method.parameters()]
+    trained = [local(p).nbytes for p in engine.method.parameters() if p.requires_grad]
+    moments = [tensor.data.nbytes for name, tensor in engine.local_state().items() if not name.startswith("method.")]
+    buffers = [buffer.nbytes for buffer in engine.method.buffers()]
+    return int(all_reduce_sum(torch.tensor(sum(shards + trained + moments + buffers))))
+
+
 def start(rank: int) -> None:
     """Start from an empty method on the second process, and compare with a method that was built there."""
     as_fsdp2()
@@ -124,6 +134,7 @@ def start(rank: int) -> None:
             for number, buffer in enumerate(each.buffers()):  # a centre of zeros would hide that it was not sent
                 buffer += number + 1
         engine = FSDP2(accelerator, method, small.OPTIM)
+        kept = local_bytes(engine)
         full = engine.gather_full_parameters(method)
         for kind in ("parameters", "buffers"):  # `state_dict` would leave out some buffers
             ours, wanted = (dict(getattr(each, f"named_{kind}")()) for each in (full, expected))
@@ -133,6 +144,7 @@ def start(rank: int) -> None:
         assert trained == {key: p.requires_grad for key, p in expected.named_parameters()}
         held = sum(local(p).untyped_storage().nbytes() for p in method.parameters())
         assert held == sum(2 * padded([p]) for p in expected.parameters()), name  # one of two processes, 4 bytes each
+        assert kept == pytest.approx(2 * state_bytes(expected, FSDP2.shards(accelerator)), abs=16), name
         engine.forward_backward(small.batch_for(method, 4), 0, last=True)  # would fail if a weight were missing
         exported = engine.gather_on_main(method)
         for p in method.parameters():
