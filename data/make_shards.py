@@ -34,6 +34,7 @@ import PIL
 from pydantic import Field
 from rich.filesize import decimal
 
+from tessera.data.exclude import leave_out
 from tessera.data.failures import ShardError
 from tessera.data.shards.index import CLASSES, LARGEST_CLASSES, FolderIndex, ShardEntry, parse_classes, write_folder
 from tessera.data.shards.listing import NO_LABEL, REASONS, Listing, list_folder
@@ -87,6 +88,9 @@ class MakeShards(Recipe):
     maps: Path | None = None
     """folder of maps, such as ADE20K's annotations/training: the map of the image a/x.jpg is a/x.png or a/x.npy;
     default: the map is x.seg.png, x.depth.png or x.depth.npy, in the folder of the image"""
+    exclude: str | None = None
+    """file with the names of images to leave out, as for data.exclude of a run: FOLDER/PATH, as `tessera embed` writes
+    them for a folder"""
     root: Path | None = None
     """folder to which the paths in a manifest are relative; default: the folder of the manifest"""
 
@@ -211,6 +215,8 @@ def _list_images(settings: MakeShards) -> Listing:
         raise ShardError(f"{images} is neither a folder nor a manifest (.csv, .tsv). Give one of these.")
     else:
         raise ShardError(f"{images} does not exist. Correct the path.")
+    if settings.exclude is not None:
+        leave_out(listing, settings.exclude, os.path.basename(os.path.abspath(images)))
     # The search calls `stat` for every image, so skip the search if `list_folder` found no maps beside the images.
     if settings.maps is not None or images.is_file() or any(f".{name}" in listing.other_files for name in MAPS):
         find_maps(listing, settings.maps)
@@ -232,7 +238,9 @@ def _check_plan(settings: MakeShards, folder: Folder, listing: Listing) -> None:
     Raises:
         ShardError: the folder holds shards that were made with other settings or from other images.
     """
-    plan = settings.model_dump(mode="json", exclude={"images", "shards", "workers", "root", "classes", "maps"})
+    plan = settings.model_dump(
+        mode="json", exclude={"images", "shards", "workers", "root", "classes", "maps", "exclude"}
+    )
     plan["the version of Pillow"] = None if settings.resize is None else PIL.__version__
     plan["images (names, sizes, dates or labels)"] = listing.fingerprint()
     if not folder.plan.exists():

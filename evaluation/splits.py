@@ -164,27 +164,27 @@ def _stem(key: bytes) -> bytes:
     return name if dot and extension.lower().decode(errors="replace") in (*IMAGES, *ARRAYS) else name + dot + extension
 
 
-def _indices(opened: Source, download: bool = True) -> Iterator[tuple[int, Shard, Index]]:
-    """Yield each shard with the index in the source of its first sample, and with its own index.
+def _indices(opened: Source, download: bool = True) -> Iterator[tuple[Shard, Index, dict[int, int]]]:
+    """Yield each shard with its index, and the index in the source of each named sample by its index in the shard.
 
     If `download` is false, remote shards are left out.
     """
     firsts = np.cumsum(opened.counts) - opened.counts
-    for first, shard in zip(firsts.tolist(), opened.shards, strict=True):
+    for place, (first, shard) in enumerate(zip(firsts.tolist(), opened.shards, strict=True)):
         if shard.is_remote and not download:
             continue
-        yield first, shard, shard.index()
+        index, left_out = shard.index(), {*opened.left_out.get(place, np.empty(0)).tolist()}
+        named = (sample for sample in range(len(index.ends)) if sample not in left_out)
+        yield shard, index, {sample: number for number, sample in enumerate(named, first)}
 
 
 def _samples(opened: Source, download: bool = True) -> Iterator[tuple[int, bytes, int]]:
     """Yield the index of each sample in the source, its name, and the size in bytes of its image."""
-    for first, _, index in _indices(opened, download):
-        names, start = index.keys.tobytes(), 0  # samples of a map-style data set have no names to compare
-        for number, (end, size) in enumerate(
-            zip(index.ends.tolist(), index.images[: len(index.ends), 1].tolist(), strict=True), first
-        ):
-            yield number, names[start:end], size
-            start = end
+    for _, index, numbers in _indices(opened, download):
+        # samples of a map-style data set have no names to compare
+        names, ends, sizes = index.keys.tobytes(), [*index.ends.tolist(), 0], index.images[:, 1].tolist()
+        for sample, number in numbers.items():
+            yield number, names[ends[sample - 1] : ends[sample]], sizes[sample]
 
 
 def _same_items(train: Source, val: Source) -> Iterator[tuple[str, int]]:
@@ -212,8 +212,8 @@ def _same_files(train: Source, val: Source) -> list[tuple[int, int]]:
     facts = np.dtype([("modified", np.int64), ("size", np.int64)])
     sets = [
         [
-            (first, shard, index, np.ascontiguousarray(index.images).view(facts)[:, 0])
-            for first, shard, index in _indices(one)
+            (shard, index, numbers, np.ascontiguousarray(index.images).view(facts)[:, 0])
+            for shard, index, numbers in _indices(one)
             if isinstance(shard, ImageFolder)
         ]
         for one in (val, train)
@@ -223,10 +223,10 @@ def _same_files(train: Source, val: Source) -> list[tuple[int, int]]:
     both = np.intersect1d(*(np.concatenate([found for *_, found in one]) for one in sets))
     files: list[dict[tuple[int, int], int]] = [{}, {}]
     for known, one in zip(files, sets, strict=True):
-        for first, shard, index, found in one:
+        for shard, index, numbers, found in one:
             for sample in np.flatnonzero(np.isin(found, both)).tolist():
-                if (identity := shard.file_identity(index, sample)) is not None:
-                    known[identity] = first + sample
+                if sample in numbers and (identity := shard.file_identity(index, sample)) is not None:
+                    known[identity] = numbers[sample]
     of_val, of_train = files
     return [(number, of_train[identity]) for identity, number in of_val.items() if identity in of_train]
 

@@ -47,6 +47,9 @@ class DataConfig(Section, frozen=True):
     and brace range allowed), an index.json, or pipe:COMMAND; or a list of SHARDS, or a mapping from SHARDS to sampling
     weights, where a weight may be a mapping from a step to the weight from this step on; default: the embedded
     digits"""
+    exclude: str | None = None
+    """file with the names of images to leave out, SHARD/KEY as `tessera embed` writes them: a .csv or .parquet with a
+    column key, or a .txt; PATH.parquet:FLAG,FLAG for the rows in which one of these columns is true"""
     image: str | None = None
     """name of the image in a sample: a file name extension in tars (left.jpg for KEY.left.jpg), a column, or a key of a
     data set's items; default: the usual names, such as jpg or image"""

@@ -16,6 +16,7 @@ from tessera.data.batch_sampler import BatchSampler, batch_ranges, share_bounds
 from tessera.data.batches import Batches
 from tessera.data.dataset import Decoding
 from tessera.data.decode import ImageError
+from tessera.data.exclude import without
 from tessera.data.failures import DroppedError
 from tessera.data.loader import Reading, training_batches
 from tessera.data.python_objects import is_name
@@ -86,6 +87,8 @@ class Prepared(NamedTuple):
     """Hash of everything that determines the sample order; see `resolve.fingerprint`."""
     pixels: str
     """Type and range of the images, and where they come from; empty for uint8 without a range."""
+    left_out: str = ""
+    """Number of the images that `data.exclude` leaves out; empty without `data.exclude`."""
 
     @property
     def images(self) -> int:
@@ -105,13 +108,13 @@ def prepare(given: RunConfig, accelerator: Accelerator) -> Prepared:
     access = describe_remote([given.data.shards], given.access)
     with first_of_node_first():  # the first process of each node fills the caches for the others
         shards, given = training_shards(given)
-        sources = open_sources(shards, source=access)
+        sources, left_out = without(open_sources(shards, source=access), given.data.exclude)
     fingerprint = agree(sources.lists, given.stream.buffers(sources.lists))
     measured = measure_data(given, sources, accelerator)
     images = sum(source.images for source in sources.lists)
     statistics = measured and measured.preprocessing
     config = resolve(given, images, statistics, measure_classes(given, sources, accelerator))
-    return Prepared(config, shards, sources, fingerprint, measured.summary if measured else "")
+    return Prepared(config, shards, sources, fingerprint, measured.summary if measured else "", left_out)
 
 
 def pretrain(config: RunConfig) -> Path:
@@ -277,6 +280,7 @@ def make_plan(
         sharing=sharing,
         step=step,
         pixels=prepared.pixels,
+        left_out=prepared.left_out,
         recomputed=recomputed and str(recomputed),
         lowered=batches.lowered,
         together=method.together,
@@ -420,6 +424,8 @@ def evaluations(
         dense = OF_MAPS["segmentation"](own, method.image_size, accelerator, config.access)
         compare(dense.val, "--evaluation.maps_val")
     access = config.access if own.val is None else config.labelled_access
+    if config.data.exclude is not None and own.train is None:
+        train = without(open_sources(train, source=access), config.data.exclude)[0].lists[0]
     options = (method.image_size, accelerator, access)
     if method.supervised:
         own = own.model_copy(update={"train": None})  # the classifier is trained on --data
@@ -449,6 +455,8 @@ def announce(config: RunConfig, prepared: Prepared, engine: Engine) -> None:
     )  # fmt: skip
     if prepared.pixels:
         log.info("pixels: %s", prepared.pixels)
+    if prepared.left_out:
+        log.info("images left out: %s", prepared.left_out)
     if derived:
         log.info("derived settings (--dry_run says why): %s", ", ".join(derived))
 

@@ -57,6 +57,8 @@ class Plan:
     """Number of steps that the run has done."""
     pixels: str = ""
     """Type and range of the images; empty for uint8 without a range."""
+    left_out: str = ""
+    """Number of the images that `data.exclude` leaves out; empty without `data.exclude`."""
     recomputed: str | None = None
     """Parts that the backward pass recomputes, and the reason; None unless `encoder.checkpoint_activations` is auto."""
     lowered: str = ""
@@ -189,6 +191,7 @@ def plan_rows(config: RunConfig, run: Plan, *, full: bool) -> dict[str, str]:
         "optimizer steps": f"{config.steps:,} of {config.batch_size} images",
         "images": f"{run.images:,} in {count:,} {'shard' if count == 1 else 'shards'}, {decimal(round(size))}; "
         "corrupt ones count until they are read (`tessera check_shards`)",
+        **({"images left out": run.left_out} if run.left_out else {}),
         **({"pixels": run.pixels} if run.pixels else {}),
         "epochs": f"{config.steps * config.batch_size / run.images:.1f}",
         "processes x loader workers": f"{run.processes} x {run.workers}"

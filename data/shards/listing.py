@@ -35,7 +35,7 @@ OF_IMAGES = {b"image", b"images", b"img", b"imgs", b"jpegimages", b"photos"}
 OF_MASKS = {b"mask", b"masks", b"label", b"labels", b"annotation", b"annotations", b"segmentation", b"gt"}
 """Names of folders. A folder of `OF_MASKS` beside a folder of `OF_IMAGES` probably holds maps of the images."""
 NO_LABEL = -1
-EMPTY, MISSING, IRREGULAR, LARGE, UNREADABLE, UNLABELLED = range(0, -6, -1)
+EMPTY, MISSING, IRREGULAR, LARGE, UNREADABLE, UNLABELLED, EXCLUDED = range(0, -7, -1)
 REASONS = {
     EMPTY: "the file is empty",
     MISSING: "not found",
@@ -43,6 +43,7 @@ REASONS = {
     LARGE: f"larger than {LARGEST_MEMBER} bytes",
     UNREADABLE: "cannot be read",
     UNLABELLED: "without a label",
+    EXCLUDED: "named by --exclude",
 }
 """Maps a code to the reason why a file is left out. `Listing.sizes` and `Maps.sizes` contain the code in place of the
 size."""

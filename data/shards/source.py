@@ -11,7 +11,7 @@ import itertools
 import os
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -342,6 +342,8 @@ class Source:
     """True to let `label` return -1 for a sample without a label."""
     readers: int = 1
     """Number of sources that are read in this process. They share the limits of kept indices equally."""
+    left_out: Mapping[int, np.ndarray] = field(default_factory=dict)
+    """Samples that are not numbered (`data.exclude`), by shard: their indices in the shard, sorted, int64."""
 
     def __post_init__(self) -> None:
         self._ends = np.cumsum(self.counts).tolist()
@@ -361,8 +363,11 @@ class Source:
 
     def first(self, shards: int) -> "Source":
         """Return the source of the first `shards` shards."""
+        if shards == len(self.shards):
+            return self
         arrays = {name: getattr(self, name)[:shards] for name in ("shards", "counts", "labelled", "sizes")}
-        return self if shards == len(self.shards) else replace(self, **arrays, digests=self.digests[:shards])
+        left_out = {shard: samples for shard, samples in self.left_out.items() if shard < shards}
+        return replace(self, **arrays, digests=self.digests[:shards], left_out=left_out)
 
     @property
     def mean_bytes(self) -> float:
@@ -384,8 +389,10 @@ class Source:
         digests = self.digests or (None,) * len(self.shards)
         listed, found = None in digests, hashlib.blake2b(digest_size=8)
         versions = [shard.version if shard.is_remote and not shard.sha256 else "" for shard in self.shards]
-        for shard, size, digest, version in zip(self.shards, self.sizes, digests, versions, strict=True):
-            found.update(f"{size} {shard.sha256 if digest is None else digest}{version}\n".encode())
+        for number, (shard, size, digest) in enumerate(zip(self.shards, self.sizes, digests, strict=True)):
+            found.update(f"{size} {shard.sha256 if digest is None else digest}{versions[number]}\n".encode())
+            if number in self.left_out:
+                found.update(self.left_out[number].tobytes())
         kind = "checksums" if listed else "samples"
         return f"{kind}, versions:{found.hexdigest()}" if any(versions) else f"{kind}:{found.hexdigest()}"
 
@@ -397,19 +404,30 @@ class Source:
         equal, as those of raw pixels, distinguish no data sets.
         """
         try:
-            sizes = np.concatenate([shard.index().images[:, 1] for shard in self.shards])
+            sizes = np.concatenate(
+                [self.numbered(n, shard.index().images[:, 1]) for n, shard in enumerate(self.shards)]
+            )
         except ShardError:
             return None
         return hashlib.sha256(np.sort(sizes).tobytes()).hexdigest()[:16] if sizes.all() and np.ptp(sizes) else None
 
     def number(self, shard: np.ndarray, sample: np.ndarray) -> np.ndarray:
-        """Return the index in the source of each sample, given its shard and its index in the shard."""
+        """Return the index in the source of each sample, given its shard and its index among the samples of the shard
+        that are not left out."""
         return (np.cumsum(self.counts) - self.counts)[shard] + sample
 
     def place(self, number: int) -> tuple[int, int]:
         """Return the shard of a sample, and the index of the sample in the shard."""
         shard = bisect.bisect_right(self._ends, number)
-        return shard, int(number) - (self._ends[shard - 1] if shard else 0)
+        sample = int(number) - (self._ends[shard - 1] if shard else 0)
+        if (left_out := self.left_out.get(shard)) is not None:
+            # the number of samples that are left out before each numbered one
+            sample += int(np.searchsorted(left_out - np.arange(len(left_out)), sample, side="right"))
+        return shard, sample
+
+    def numbered(self, shard: int, rows: np.ndarray) -> np.ndarray:
+        """Return the rows of the samples that are not left out: (samples of the shard, ...) -> (counts[shard], ...)."""
+        return np.delete(rows, self.left_out[shard], axis=0) if shard in self.left_out else rows
 
     def in_blocks(self, block: int, readers: int = 1) -> "Source":
         """Return the source for a sampler that visits blocks of `block` neighbouring samples.
@@ -574,7 +592,7 @@ class Source:
         if self.optional_labels:
             return
         for shard in np.flatnonzero((self.labelled >= 0) & (self.labelled < self.counts))[:1]:
-            unlabelled = np.flatnonzero(self.shards[shard].index().labels[:, 0] < 0)
+            unlabelled = np.flatnonzero(self.numbered(int(shard), self.shards[shard].index().labels)[:, 0] < 0)
             self.label(int(self.number(shard, unlabelled[0])))
 
     def require_targets(self) -> None:
@@ -585,6 +603,7 @@ class Source:
         """
         for shard, opened in enumerate(self.shards):
             maps = opened.index().maps
+            maps = self.numbered(shard, maps) if len(maps) else maps
             if not len(maps) or (maps[:, 0] < 0).any():
                 self.target(int(self.number(np.int64(shard), maps[:, 0].argmin() if len(maps) else np.int64(0))))
 
@@ -602,9 +621,9 @@ class Source:
 
     def _load_index(self, shard: int) -> Index:
         opened, index = self.shards[shard], self.shards[shard].index()
-        if index.summary[0] != self.counts[shard]:
+        if index.summary[0] != (count := self.counts[shard] + len(self.left_out.get(shard, ()))):
             raise ShardError(
-                f"{opened.path} has {index.summary[0]} samples, but {self.counts[shard]} were expected from index.json "
+                f"{opened.path} has {index.summary[0]} samples, but {count} were expected from index.json "
                 f"or from an earlier count. The shard or the index has changed. Restart the run. {CORRECT_INDEX}"
             )
         return index

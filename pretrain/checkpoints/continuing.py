@@ -31,8 +31,10 @@ NOT_COMPARED = (
 
 PIXELS = ("data.pixel_type", "data.range", "data.nodata", "data.fewer_channels")
 """Settings of the pixel values, which the weights are trained for."""
-DATA = ("data.shards", "evaluation.train", "evaluation.val", "evaluation.maps_train", "evaluation.maps_val")
-"""Settings that hold SHARDS, of which relative and absolute paths are the same."""
+DATA = (
+    "data.shards", "data.exclude", "evaluation.train", "evaluation.val", "evaluation.maps_train", "evaluation.maps_val",
+)  # fmt: skip
+"""Settings that hold paths, of which relative and absolute paths are the same."""
 
 
 def continue_run(

@@ -152,3 +152,44 @@ def test_new_weights_an_added_shard_and_skipped_batches_at_a_resume_are_those_of
     earlier = f'{{"{glob}": {{"0": 0.7, "2": 0.2}}, "{second}": 0.3}}'
     assert main(["--resume", str(interrupted_copy(begun, "earlier")), "--data", earlier, *order]) == 0
     assert "give each pattern the weights {0: OLD, 5: NEW}" in caplog.text
+
+
+def test_a_run_without_named_images_is_that_of_shards_without_them_also_after_a_resume(
+    fork, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shards of equal names without these images give the same losses. A list of other images is said at a resume."""
+    caplog.set_level("INFO")
+    (whole,) = shards(tmp_path, [90])
+    names = [f"part-0.tar/{name}" for name in named(whole)]
+    listed = tmp_path / "list.txt"
+    listed.write_text("\n".join([*names[:5], names[40], "val.tar/0"]))
+    (tmp_path / "clean").mkdir()
+    clean = tmp_path / "clean" / "part-0.tar"
+    with tarfile.open(whole) as old, tarfile.open(clean, "w") as new:
+        for number, member in enumerate(member for member in old if member.name.endswith(".png")):
+            if number not in (*range(5), 40):
+                new.addfile(member, old.extractfile(member))
+    assert main(digits(tmp_path / "expected", str(clean))) == 0
+    run = tmp_path / "run"
+    flags = ["--data.exclude", str(listed)]
+    assert main([*digits(run, whole), *flags, "--dry_run"]) == 0
+    said = f"6 of 90, by {listed}; 1 other names of the file are those of no training image"
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert main([*digits(run, whole), *flags]) == 0
+    assert f"images left out: {said}" in caplog.text
+    assert losses(run) == losses(tmp_path / "expected")
+    resumed = interrupted_copy(run, "resumed")
+    fork(["--resume", str(resumed)], processes=2).wait()
+    assert losses(resumed) == pytest.approx(losses(run), rel=1e-4)
+    assert "changed since" not in caplog.text
+    other = tmp_path / "other.txt"
+    other.write_text("\n".join(names[10:16]))
+    assert main(["--resume", str(interrupted_copy(run, "changed")), "--data.exclude", str(other)]) == 0
+    assert f"settings changed since step-00000004: data.exclude {listed} -> {other}" in caplog.text
+    assert "images have other names, labels or sizes" in caplog.text
+
+
+def named(shard: str) -> list[str]:
+    """Return the keys of the images of a tar, in their order."""
+    with tarfile.open(shard) as tar:
+        return [member.name.partition(".")[0] for member in tar if member.name.endswith(".png")]
