@@ -4,6 +4,7 @@ import shutil
 import tarfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,9 @@ from tessera.data.shards import Access, ShardError, Sources, open_shards, open_s
 from tessera.data.shards.samples import SampleKeys
 from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.splits import check_training_images
+from tessera.pretrain.command_line import load
+from tessera.pretrain.job import evaluations, prepare
+from tessera.runtime.processes import make_accelerator
 from tests.data.batches import training_batches
 from tests.data.made import make, rows, samples
 from tests.data.test_elastic import samples as drawn
@@ -190,6 +194,14 @@ def test_leaked_images_that_are_left_out_are_no_overlap(folders, tmp_path):
     with pytest.raises(EvaluationError, match="is also in --data"):
         check_training_images(sources.lists, val, "--evaluation.val")
     check_training_images(without(sources, given)[0].lists, val, "--evaluation.val")
+    flags = ["--data", whole, "--evaluation.val", str(tmp_path / "val"), "--encoder", "vit_micro", "--batch_size", "4"]
+    form = SimpleNamespace(image_size=8, supervised=False)
+    config, accelerator = load([*flags, "--data.exclude", given]), make_accelerator()
+    online, _, _ = evaluations(config, form, prepare(config, accelerator), accelerator)
+    assert online.train.images == sum(SIZES) - len(gone)  # the images to which k-NN compares
+    config = load(flags)
+    with pytest.raises(EvaluationError, match="is also in --"):
+        evaluations(config, form, prepare(config, accelerator), accelerator)
     fewer = listed(tmp_path / "fewer.csv", sorted(gone)[1:])
     with pytest.raises(EvaluationError, match="is also in --data"):
         check_training_images(without(sources, fewer)[0].lists, val, "--evaluation.val")
