@@ -93,7 +93,7 @@ class Subset:
         if segments is None:
             return cls(copy_to_device(kept, device), values.view(-1, 1, 1), None)
         lengths = segments.lengths[kept]
-        own = Segments(lengths, device)
+        own = Segments(lengths, device).prepared()
         starts = (segments.lengths.cumsum(0) - segments.lengths)[kept]  # first token of each image in the batch
         shifts = copy_to_device(starts - (lengths.cumsum(0) - lengths), device).index_select(0, own.image_ids)
         rows = shifts + torch.arange(len(shifts), device=device)
