@@ -244,15 +244,15 @@ def broadcast_object(value: T, group: dist.ProcessGroup | None = None, *, source
 
 
 @torch.no_grad()
-def broadcast(x: Tensor) -> Tensor:
-    """Return the tensor `x` of rank 0 on every rank, on the device of the rank's own `x`.
+def broadcast(x: Tensor, *, source: int = 0) -> Tensor:
+    """Return the tensor `x` of rank `source` on every rank, on the device of the rank's own `x`.
 
     The `x` of each rank has the same shape and type. The values of other ranks are not used, and may be overwritten.
     """
     if world_size() == 1:
         return x
     sent = x.detach().to(_reachable(x.device)).contiguous()
-    dist.broadcast(sent, src=0)
+    dist.broadcast(sent, src=source)
     return sent.to(x.device)
 
 

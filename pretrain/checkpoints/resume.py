@@ -31,7 +31,7 @@ from tessera.encoders import weight_files
 from tessera.pretrain.checkpoints import manifest, trainer_json
 from tessera.pretrain.checkpoints.trainer_json import Trainer
 from tessera.pretrain.engines import Engine
-from tessera.pretrain.engines.local_state import read
+from tessera.pretrain.engines.writing import read_once
 from tessera.runtime.collectives import (
     RankError,
     broadcast_object,
@@ -93,7 +93,7 @@ def restore(checkpoint: Checkpoint, accelerator: Accelerator, engine: Engine, *,
         run_on_all_ranks(lambda: point_latest(path.parent, path.name) if accelerator.is_main_process else None)
     state = engine.local_state()
     try:
-        run_on_all_ranks(lambda: read(state, path))
+        read_once(state, path)
     except RankError as error:
         raise CheckpointError(f"{path} does not fit this run: {error}") from error
     engine.after_load(trainer.optimizer_steps)

@@ -3,11 +3,11 @@
 A process holds full tensors under DDP, rows of the tensors under FSDP2 and HSDP, ranges of the flattened tensors under
 ZeRO-3, and full weights and ranges of the flattened moments under ZeRO-1 and ZeRO-2. Each of these shards is a
 contiguous range of a flattened tensor. Checkpoints therefore store flattened tensors (writing.py), and each process
-reads the ranges that it needs, under any engine and with any number of processes.
+reads ranges that it needs, under any engine and with any number of processes (writing.py).
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,9 +65,9 @@ class _LoadPlanner(DefaultLoadPlanner):
     The tensors of the checkpoint and of the local state must have the same names and sizes.
     """
 
-    def __init__(self, state: LocalState, *, strict: bool) -> None:
+    def __init__(self, state: LocalState, names: Collection[str], *, strict: bool) -> None:
         super().__init__()
-        self.state, self.strict = state, strict
+        self.state, self.names, self.strict = state, names, strict
 
     def create_local_plan(self) -> LoadPlan:
         if self.metadata is None:
@@ -80,7 +80,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         _check_sizes(stored, self.state)
         items = []
         for name, tensor in self.state.items():
-            if not len(tensor.data):
+            if name not in self.names or not len(tensor.data):
                 continue
             found = create_read_items_for_chunk_list(name, stored[name], [tensor.chunk()])
             if sum(item.lengths.numel() for item in found) != len(tensor.data):
@@ -105,17 +105,19 @@ def _check_sizes(stored: Mapping[str, TensorStorageMetadata], state: LocalState)
     raise ValueError(f"tensor sizes differ: {', '.join(sizes)}{more}")
 
 
-def read(state: LocalState, folder: Path, *, strict: bool = True) -> None:
+def read(state: LocalState, folder: Path, *, names: Collection[str] | None = None, strict: bool = True) -> None:
     """Load this process's local state from the files of a checkpoint.
 
     Each process reads the bytes of its own ranges, without the other processes. The files may be untrusted: no code in
     them is executed.
 
     Args:
+        names: tensors of `state` to load; None to load all.
         strict: True to raise an error if the checkpoint holds a tensor that is not in `state`.
 
     Raises:
         CheckpointException: names or sizes of tensors differ between `state` and the checkpoint, or the files cannot be
             read.
     """
-    load({}, storage_reader=CheckpointReader(folder), planner=_LoadPlanner(state, strict=strict), no_dist=True)
+    planner = _LoadPlanner(state, state.keys() if names is None else names, strict=strict)
+    load({}, storage_reader=CheckpointReader(folder), planner=planner, no_dist=True)

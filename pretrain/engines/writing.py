@@ -1,8 +1,9 @@
-"""Write the local states of all processes as one checkpoint of full tensors, in torch's format.
+"""Write the local states of all processes as one checkpoint of full tensors, in torch's format, and read them.
 
 At most 64 processes write, each one file. Every tensor is written in full by one of them, which receives the ranges
 that other processes hold. All processes derive this plan from the names and sizes of the tensors. The number of files,
-the size of .metadata and the time for planning therefore do not grow with the number of processes.
+the size of .metadata and the time for planning therefore do not grow with the number of processes. The same processes
+read what all processes hold in full, and send it to the others.
 """
 
 import heapq
@@ -25,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tessera.pretrain.engines.local_state import LocalState, LocalTensor
-from tessera.runtime.collectives import gather_on_main, rank, world_size
+from tessera.pretrain.engines.local_state import LocalState, LocalTensor, read
+from tessera.runtime.collectives import broadcast, gather_on_main, rank, run_on_all_ranks, world_size
 from tessera.runtime.files import fsync
 
 MIN_WRITERS, MAX_WRITERS = 8, 64
@@ -108,6 +109,25 @@ def write(state: LocalState, folder: Path, group: dist.ProcessGroup | None = Non
         stored = {writer: found[writer] or [] for writer in assigned}
         (folder / ".metadata").write_bytes(pickle.dumps(_metadata(state, assigned, stored)))
         fsync(folder / ".metadata")
+
+
+def read_once(state: LocalState, folder: Path) -> None:
+    """Load the local states of all processes from a checkpoint. Collective.
+
+    A process reads its own shards. A tensor that all processes hold in full is read by one process, which sends it to
+    the others; otherwise, N processes would read the whole checkpoint N times from a shared disk.
+
+    Raises:
+        RankError: `local_state.read` failed on a process.
+    """
+    full = {name: tensor for name, tensor in state.items() if tensor.copies == world_size()}
+    readers = assign(full, world_size())
+    own = {*(state.keys() - full.keys()), *readers.get(rank(), [])}
+    run_on_all_ranks(lambda: read(state, folder, names=own))
+    for reader, names in readers.items():
+        for name in names:
+            elements = full[name].data.view(torch.uint8)  # gloo does not send every type
+            elements.copy_(broadcast(elements, source=reader))
 
 
 def _append(tensor: Tensor, path: Path, *, first: bool) -> int:

@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from tessera.pretrain.engines import writing
 from tessera.pretrain.engines.local_state import LocalTensor, read, unsharded
-from tessera.pretrain.engines.writing import share, write
-from tessera.runtime.collectives import RankError, run_on_all_ranks
+from tessera.pretrain.engines.metadata import CheckpointReader
+from tessera.pretrain.engines.writing import read_once, share, write
+from tessera.runtime.collectives import RankError, all_reduce_sum, run_on_all_ranks
 from tests.ranks import on_processes
 
 Split = Callable[[Tensor, int, int], LocalTensor]
@@ -253,6 +254,7 @@ def _over_processes(rank: int, folder: str) -> None:
         own = {n: other(torch.full_like(t, torch.nan), rank, 2) for n, t in data.items()}
         read(own, Path(folder))
         assert all(torch.equal(p.data, other(data[n], rank, 2).data) for n, p in own.items())
+        _read_once(own, {n: other(t, rank, 2) for n, t in data.items()}, Path(folder))
     other = Path(folder) / "b"
     other.mkdir(exist_ok=True)
     # one process's trouble is everyone's, and says what the disk said
@@ -262,6 +264,29 @@ def _over_processes(rank: int, folder: str) -> None:
         run_on_all_ranks(lambda: write(share({n: split[n](t, rank, 2) for n, t in data.items()}, rank, 2), other))
     assert not (other / ".metadata").exists()
     dist.barrier()
+
+
+def _read_once(own: dict[str, LocalTensor], wanted: dict[str, LocalTensor], folder: Path) -> None:
+    """Read tensors that both processes hold in full, each by one of them, and shards by their own processes."""
+    sizes, original = list[int](), CheckpointReader._read_range
+
+    def counted(*arguments: Any) -> Tensor:
+        found = original(*arguments)
+        sizes.append(found.nbytes)
+        return found
+
+    for tensor in own.values():
+        tensor.data.fill_(torch.nan)
+    CheckpointReader._read_range = counted
+    read_once(own, folder)
+    CheckpointReader._read_range = original
+    assert all(torch.equal(tensor.data, wanted[name].data) for name, tensor in own.items())
+    full = sum(4 * tensor.numel for tensor in own.values() if tensor.copies == 2)
+    shards = sum(tensor.data.nbytes for tensor in own.values() if tensor.copies == 1)
+    total = int(all_reduce_sum(torch.tensor(sum(sizes))))
+    assert total == full + int(all_reduce_sum(torch.tensor(shards)))
+    assert sizes
+    assert sum(sizes) < total  # both read
 
 
 def _full(*_: Any) -> None:
