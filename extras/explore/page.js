@@ -206,9 +206,17 @@ function fit() {
   fitted = true;
   look_at(0.92 * Math.min(1, aspect()), 0, 0);
 }
-function zoom(by) { if (view) look_at(view[0] * by, view[12] * by, view[13] * by); }
-function move(right, up) { if (view) look_at(view[0], view[12] + right, view[13] + up); }
+// `view` is that of the last frame. Two keys can come within one frame, so the camera itself is moved.
+function zoom(by) {
+  const camera = plot?.get("cameraView");
+  if (camera) look_at(camera[0] * by, camera[12] * by, camera[13] * by);
+}
+function move(right, up) {
+  const camera = plot?.get("cameraView");
+  if (camera) look_at(camera[0], camera[12] + right, camera[13] + up);
+}
 function in_view() {
+  if (!view) return [];
   return state.shown.filter((i) => {
     const [left, top] = screen(x[i], y[i]);
     return left >= 0 && left <= canvas.clientWidth && top >= 0 && top <= canvas.clientHeight;

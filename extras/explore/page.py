@@ -5,13 +5,13 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from tessera.extras.explore.findings import Findings
+from tessera.extras.explore.findings import Findings
+from tessera.extras.explore.thumbnails import Thumbnails
 
 PACK = 256
 """Thumbnails in one script. The browser loads a script at the first pointer over one of its images."""
@@ -20,7 +20,7 @@ NEIGHBOURS = 15
 SEED = 0
 
 
-def write_page(findings: "Findings", thumbnails: Sequence[bytes], output: Path) -> Path:
+def write_page(findings: Findings, thumbnails: Sequence[bytes] | Thumbnails, output: Path) -> Path:
     """Write the page into a folder. Return the path of the HTML file.
 
     A browser loads no modules and no other data from a file, but it loads scripts. So all data is in scripts:
@@ -49,7 +49,7 @@ def write_page(findings: "Findings", thumbnails: Sequence[bytes], output: Path) 
     return output / "index.html"
 
 
-def page_data(findings: "Findings", points: NDArray[np.float32], order: NDArray[np.int64]) -> dict[str, Any]:
+def page_data(findings: Findings, points: NDArray[np.float32], order: NDArray[np.int64]) -> dict[str, Any]:
     """Return the content of `data.js`. Arrays are little-endian and in base64.
 
     Args:
@@ -59,27 +59,28 @@ def page_data(findings: "Findings", points: NDArray[np.float32], order: NDArray[
     """
     slots = np.empty(len(order), np.int64)
     slots[order] = np.arange(len(order))
-    similar_first = np.argsort(-np.asarray(findings.pair_similarity), kind="stable")
-    first, second = np.asarray(findings.pairs).reshape(2, -1)
+    similar_first = np.argsort(-findings.pair_similarity, kind="stable")
+    pairs = findings.pairs[similar_first]
+    classes = int(findings.labels.max(initial=-1)) + 1
     return {
         "title": "Map of the images",
-        "keys": list(findings.keys),
+        "keys": findings.keys,
         "x": _base64(points[:, 0], "<f4"),
         "y": _base64(points[:, 1], "<f4"),
         "slots": _base64(slots, "<u4"),
         "pack": PACK,
         "sets": _base64(findings.sets, "u1"),
         "labels": _base64(findings.labels, "<i4"),
-        "class_names": list(findings.class_names),
+        "class_names": findings.class_names or [f"class {number}" for number in range(classes)],
         "cluster": _base64(findings.cluster, "<i4"),
-        "medoids": np.asarray(findings.medoids).tolist(),
+        "medoids": findings.medoids.tolist(),
         "scores": {name: _base64(score, "<f4") for name, score in findings.scores.items()},
         "flags": {name: _base64(np.flatnonzero(flag), "<u4") for name, flag in findings.flags.items()},
         "pairs": {
-            "i": _base64(first[similar_first], "<u4"),
-            "j": _base64(second[similar_first], "<u4"),
-            "similarity": _base64(np.asarray(findings.pair_similarity)[similar_first], "<f4"),
-            "kind": _base64(np.asarray(findings.pair_kind)[similar_first], "u1"),
+            "i": _base64(pairs[:, 0], "<u4"),
+            "j": _base64(pairs[:, 1], "<u4"),
+            "similarity": _base64(findings.pair_similarity[similar_first], "<f4"),
+            "kind": _base64(findings.pair_kind[similar_first], "u1"),
         },
         "notes": list(_flat(findings.notes)),
     }

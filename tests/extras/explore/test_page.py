@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 from PIL import Image
 
 from tessera.extras.explore import page
+from tessera.extras.explore.findings import Findings
 from tests.launched import ROOT
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -30,7 +30,7 @@ def jpeg(number: int) -> bytes:
     return buffer.getvalue()
 
 
-def made(count: int = 300) -> tuple[Any, np.ndarray]:
+def made(count: int = 300) -> tuple[Findings, np.ndarray]:
     """Return findings, and places on the map: images 0 to 99, 100 to 199 and so on are in three separate squares."""
     random = np.random.default_rng(0)
     labels = np.arange(count) // 100
@@ -40,7 +40,7 @@ def made(count: int = 300) -> tuple[Any, np.ndarray]:
     sets[[1, 120]] = 1
     outliers = np.zeros(count, bool)
     outliers[[3, 150, 299]] = True
-    findings = SimpleNamespace(
+    findings = Findings(
         keys=[EVIL, *(f"a,{number}" for number in range(1, count))],
         sets=sets,
         labels=np.where(np.arange(count) == 5, -1, labels),
@@ -50,7 +50,7 @@ def made(count: int = 300) -> tuple[Any, np.ndarray]:
         flags={"outlier": outliers, "blank": np.zeros(count, bool)},
         cluster=(labels % 2).astype(np.int32),
         medoids=np.array([7, 107]),
-        pairs=(np.array([10, 0, 11, 20]), np.array([11, 1, 12, 21])),  # 10-11-12 is a group; 1 is of validation
+        pairs=np.array([[10, 11], [0, 1], [11, 12], [20, 21]]),  # 10-11-12 is a group; 1 is of validation
         pair_similarity=np.array([0.97, 0.99, 0.98, 0.95], np.float32),
         pair_kind=np.array([0, 1, 0, 0]),
         notes={"threshold": np.float32(0.5), "recall": {"flip": 0.25}},
@@ -58,7 +58,7 @@ def made(count: int = 300) -> tuple[Any, np.ndarray]:
     return findings, places
 
 
-def write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, np.ndarray, Path]:
+def write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Findings, np.ndarray, Path]:
     findings, places = made()
     monkeypatch.setattr(page, "project", lambda features: places)
     return findings, places, page.write_page(findings, [jpeg(number) for number in range(len(places))], folder)
@@ -94,6 +94,15 @@ def test_the_scripts_hold_the_findings(tmp_path: Path, monkeypatch: pytest.Monke
     assert [len(pack) for pack in packs] == [page.PACK, 300 - page.PACK]
     pictures = [base64.b64decode(picture) for pack in packs for picture in pack]
     assert [pictures[int(slot)] for slot in numbers(data["slots"], "<u4")] == [jpeg(number) for number in range(300)]
+
+
+def test_a_page_without_clusters_pairs_and_names_of_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = Findings(["a", "b"], np.zeros(2, np.int8), np.array([-1, 1]), [], np.eye(2, dtype=np.float32))
+    page.write_page(findings, [b"", b""], tmp_path)
+    data = read_script(tmp_path / "page" / "data.js")
+    assert data["class_names"] == ["class 0", "class 1"]
+    assert data["pairs"]["i"] == data["cluster"] == ""
+    assert numbers(data["x"], "<f4") == [1, -1] or numbers(data["x"], "<f4") == [-1, 1]
 
 
 def test_an_older_page_leaves_no_thumbnails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
