@@ -65,7 +65,12 @@ BLOCK = re.compile(
 )
 NEEDS = {"gpu", "network", "cluster", "hours"}
 SHORT = shlex.split("--steps 2 --batch_size 4 --workers 1 --evaluation.pictures 0 --evaluation.linear_iterations 10")
-SHORTER = {"compare": "--seeds 1", "segmentation": "--image_size 64 --epochs 1", "linear_probe": "--epochs 2"}
+SHORTER = {
+    "adapt": "--seeds 1",
+    "compare": "--seeds 1",
+    "segmentation": "--image_size 64 --epochs 1",
+    "linear_probe": "--epochs 2",
+}
 TRAINING = ("pretrain", "adapt", "compare", "finetune")
 OUTPUTS = ("--output", "--csv", "--markdown", "--site")
 """Flags whose values are written, not read."""
@@ -189,7 +194,7 @@ def parse_command(name: str, words: list[str], patch: pytest.MonkeyPatch) -> Non
     if name == "pretrain":
         load(without_weights(words))
     elif name == "adapt":
-        module.load_settings(without_weights(words))
+        module.check(module.load_settings(without_weights(words), name, module.AdaptSettings)[1])
     elif name == "compare":
         module.check(module.load_settings(words, name)[1])
     elif name == "finetune":

@@ -1,57 +1,70 @@
 """Continue the pretraining of an encoder on your images, and measure whether this pays.
 
-    tessera adapt --init_from WEIGHTS --data SHARDS --evaluation.val SHARDS [--forget_train SHARDS --forget_val SHARDS]
+    tessera adapt --init_from WEIGHTS --data SHARDS --evaluation.val SHARDS --size 64 --methods lejepa,dino --minutes 30
 
     --init_from WEIGHTS     run folder, checkpoint, exported encoder, or `timm:NAME` for a pretrained model of timm
     --data SHARDS           images to train on; without --evaluation.train, they need labels
     --evaluation.val SHARDS labelled images that are scored
-    --forget_train SHARDS, --forget_val SHARDS
-                            other labelled images, on which to measure what the encoder forgets
 
-All other flags are those of `tessera pretrain`; here, --method is lejepa by default. Set the size of the crops, such as
---lejepa.global_size 64, to that of the encoder. The given encoder and the new one are scored by k-NN and by a linear
-probe, as during a run, on images of this size. Both classify the same images, so the error of a gain is that of paired
-differences: twice the standard error of the mean over images of (correct after) - (correct before). It does not include
-the randomness of training.
+The encoder is continued by each method with several seeds, for equal compute, as `tessera compare` does. Give the size
+of the crops that the encoder was trained with. The given encoder and all new ones are scored by k-NN and by a linear
+probe, on images of this size. The error of a gain holds the choice of the scored images and the randomness of training,
+and its p value is corrected for the number of methods and scores. The advice is "use" only if a gain is not chance.
+
+Every training is a normal run folder in --output. If the command is stopped or killed, start it again: it goes on where
+it was. At the end, it writes adapt.json, there and in each run folder; `tessera export` copies the advice to the model
+card.
 """
 
 # isort: off
-from tessera.pretrain import run  # sets environment variables that torch reads when it is loaded
+from tessera.pretrain import run as _run  # noqa: F401, sets environment variables that torch reads when it is loaded
 # isort: on
 
-import math
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, ClassVar, Self
 
+import numpy as np
+from accelerate import Accelerator
 from pydantic import model_validator
-from torch import Tensor
+from rich.console import Console
+from rich.table import Table
 
 from tessera.data.shards import open_shards
-from tessera.evaluation.features import resolve_checkpoint
-from tessera.evaluation.results import Evaluation, data_name, write_result
+from tessera.evaluation.results import data_name
 from tessera.evaluation.splits import check_training_images, open_labelled_splits
+from tessera.extras.adapt.verdict import GIVEN, Gain, Outcomes, Verdict, gains, verdict
+from tessera.extras.compare.compare import make_plan, train_all
 from tessera.extras.compare.correct import Splits, correct
-from tessera.pretrain.command_line import load
+from tessera.extras.compare.outcomes import read_outcomes, store_outcomes
+from tessera.extras.compare.plan import Plan, TrainingSettings, cells, check, load_settings
+from tessera.extras.compare.results import Stopped
 from tessera.pretrain.config import RunConfig
-from tessera.pretrain.job import prepare, pretrain
-from tessera.pretrain.resolve import make_accelerator
-from tessera.runtime.processes import AGAIN
-from tessera.runtime.settings import Settings, SettingsError, flags, peek, validate
-from tessera.runtime.watchdog import watched
+from tessera.pretrain.job import prepare
+from tessera.runtime import stdio
+from tessera.runtime.files import atomic_write
+from tessera.runtime.lock import locked
+from tessera.runtime.processes import exit_on_user_error, make_accelerator
+from tessera.runtime.settings import SettingsError
 
-METHOD = "lejepa"
-"""Default of `--method`. In short runs, k-NN gained more with it than with DINO (benchmarks/results/small_data.md)."""
+FILE = "adapt.json"
 
 
-class Forgetting(Settings):
-    """Images on which to measure what the encoder forgets."""
+class AdaptSettings(TrainingSettings):
+    """Continue the pretraining of an encoder. All other flags are those of `tessera pretrain`; a flag of the section of
+    a method, such as --dino.momentum, goes to the runs of this method."""
 
+    fixed: ClassVar[tuple[str, ...]] = (*TrainingSettings.fixed, "forget_train", "forget_val")
+    methods: tuple[str, ...] = ("lejepa",)
+    """methods that continue the encoder"""
     forget_train: str | list[str] | None = None
-    """labelled SHARDS of the k-NN bank, on which the linear probe is fitted too"""
+    """other labelled SHARDS, on which to measure what the encoder forgets: k-NN bank and images of the linear probe"""
     forget_val: str | list[str] | None = None
-    """labelled SHARDS that are scored"""
+    """labelled SHARDS of these images that are scored"""
+    output: Path = Path("runs/adapt")
+    """folder of the trainings and of the result; a command that is started again goes on there"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -60,131 +73,141 @@ class Forgetting(Settings):
         return self
 
 
-class Change(NamedTuple):
-    """Accuracy (0 to 1) of the given encoder and of the new one on the same images."""
-
-    before: float
-    after: float
-    error: float
-    """Twice the standard error of `gain`."""
-
-    @property
-    def gain(self) -> float:
-        return self.after - self.before
-
-    @property
-    def text(self) -> str:
-        """Size of the change in percentage points, with its error."""
-        return f"{100 * abs(self.gain):.1f} ± {100 * self.error:.1f} points"
-
-
-def adapt(argv: list[str]) -> None:
-    """Score an encoder, continue its pretraining, score the result, write the scores and print advice.
+def adapt(argv: Sequence[str]) -> None:
+    """Train all methods and seeds, score the encoders, and write adapt.json.
 
     Raises:
-        UserError: a setting is missing or wrong, the encoder cannot be used, or the shards cannot be read.
+        UserError: a setting is wrong, a training failed, or the images cannot be read.
+        StoppedError: a training was asked to stop, and saved a checkpoint.
     """
     if {"--help", "-h"} & {*argv}:
         print(__doc__)
-    given, other = load_settings(argv)
-    accelerator, _ = make_accelerator(given)
-    with watched(AGAIN):
-        config, shards, sources, *_ = prepare(given, accelerator)
-        if config.init_from is None or config.evaluation.val is None:
-            missing = "--init_from WEIGHTS" if config.init_from is None else "--evaluation.val SHARDS"
-            raise SettingsError(f"{missing} is missing. It names what is scored before and after the training.")
-        bank = config.evaluation.train or (list(shards) if isinstance(shards, dict) else shards)
-        flag = "--data" if config.evaluation.train is None else "--evaluation.train"
-        sets: list[Splits] = [(bank, config.evaluation.val, (flag, "--evaluation.val"))]
-        if other.forget_val is not None:
-            sets.append((other.forget_train, other.forget_val, ("--forget_train", "--forget_val")))
-            open_labelled_splits(*sets[-1][:2], config.access, accelerator, sets[-1][2])
-        if given.dry_run:
-            pretrain(given)
-            return
-        for _, val, (own, scored) in sets:
-            if own != "--data":  # otherwise, `correct` compares --data
-                opened = open_shards(val, source=config.labelled_access, progress=accelerator.is_main_process)
-                check_training_images(sources.lists, opened, scored)
-        before = [correct(config.init_from, one, config, accelerator) for one in sets]
-    output = pretrain(given)
-    with watched(AGAIN):
-        after = [correct(output, one, config, accelerator) for one in sets]
-    if accelerator.is_main_process:
-        changes = [{name: change(old[name], new[name]) for name in old} for old, new in zip(before, after, strict=True)]
-        report(config, output, changes, other)
+    settings, words = load_settings(argv, "tessera adapt", AdaptSettings)
+    given = check(words)
+    if given.init_from is None or given.evaluation.val is None:
+        missing = "--init_from WEIGHTS" if given.init_from is None else "--evaluation.val SHARDS"
+        raise SettingsError(f"{missing} is missing. It names what is scored before and after the training.")
+    settings.output.mkdir(parents=True, exist_ok=True)
+    with locked(settings.output):
+        accelerator = make_accelerator()
+        config, sets = open_sets(settings, given, accelerator)
+        before = [score(settings, GIVEN, given.init_from, name, config, sets, accelerator) for name in sets]
+        plan = make_plan(settings, words)
+        stopped = train_all(settings, words, plan)
+        done = [cell for cell in cells(settings, plan) if cell.method not in stopped]
+        found = []
+        for name, own in zip(sets, before, strict=True):
+            after: dict[str, Any] = {}
+            for cell in done:
+                path = str(settings.output / cell.name)
+                rows = score(settings, cell.name, path, name, config, sets, accelerator)
+                after.setdefault(cell.method, []).append(rows)
+            methods = {
+                method: {one: np.concatenate([rows[one] for rows in all_rows]) for one in own}
+                for method, all_rows in after.items()
+            }
+            found.append(gains(own, methods, tried=len(settings.methods)))
+        write_result(settings, config, plan, found, stopped)
 
 
-def load_settings(argv: Sequence[str]) -> tuple[RunConfig, Forgetting]:
-    """Return the settings of the run and those of this command.
+def open_sets(
+    settings: AdaptSettings, given: RunConfig, accelerator: Accelerator
+) -> tuple[RunConfig, dict[str, Splits]]:
+    """Return the settings of the first method with all derived values, and the sets of images to score by their name.
 
     Raises:
-        SettingsError: a setting is unknown or invalid.
+        ShardError: the shards cannot be read, or a sample has no label.
+        EvaluationError: an image is in two sets that must differ.
     """
-    own, rest = list[str](), list[str]()
-    words = rest
-    for word in argv:
-        if word.startswith("--"):
-            words = own if word.startswith("--forget") else rest
-        words.append(word)
-    other = validate(Forgetting, flags(Forgetting, own, Path(sys.argv[0]).name))
-    if all(peek(rest, name) is None for name in ("method", "config")) and "--resume" not in rest:
-        rest = ["--method", METHOD, *rest]
-    return load(rest), other
+    config, shards, sources, *_ = prepare(given, accelerator)
+    own = config.evaluation
+    bank = own.train or (list(shards) if isinstance(shards, dict) else shards)
+    names = ("--evaluation.train" if own.train else "--data", "--evaluation.val")
+    sets: dict[str, Splits] = {"": (bank, own.val, names)}
+    if settings.forget_val is not None:
+        sets["-forget"] = (settings.forget_train, settings.forget_val, ("--forget_train", "--forget_val"))
+    for train, val, flags in sets.values():
+        open_labelled_splits(train, val, config.access, accelerator, flags)
+        if flags[0] != "--data":  # otherwise, they were compared above
+            scored = open_shards(val, source=config.labelled_access, progress=accelerator.is_main_process)
+            check_training_images(sources.lists, scored, flags[1])
+    return config, sets
 
 
-def change(before: Tensor, after: Tensor) -> Change:
-    """Compare which images (M,) are classified correctly before and after the training."""
-    error = 2 * float((after - before).std()) / math.sqrt(len(before))
-    return Change(float(before.mean()), float(after.mean()), error)
+def score(
+    settings: AdaptSettings,
+    encoder: str,
+    checkpoint: str,
+    name: str,
+    config: RunConfig,
+    sets: Mapping[str, Splits],
+    accelerator: Accelerator,
+) -> Outcomes:
+    """Return the outcomes (1, n) of an encoder on a set of images. They are computed once, and stored."""
+    path = settings.output / "outcomes" / f"{encoder}{name}.json"
+    if not path.exists():
+        print(f"scoring {encoder}", flush=True)
+        store_outcomes(path, checkpoint, correct(checkpoint, sets[name], config, accelerator))
+    return {score: row[None] for score, row in read_outcomes(path).items()}
 
 
-def advice(own: Mapping[str, Change], other: Mapping[str, Change], other_name: str = "") -> tuple[bool, str]:
-    """Return True if the new encoder is to be used, and a sentence that says why or why not.
+def write_result(
+    settings: AdaptSettings,
+    config: RunConfig,
+    plan: Plan,
+    found: Sequence[Sequence[Gain]],
+    stopped: Mapping[str, Stopped],
+) -> None:
+    """Print the gains and the advice, and write adapt.json in the folder of the command and in the run folders.
 
-    It is to be used if each score of the user's images gains more than its error, and loses less on other images.
+    Args:
+        settings: settings of the command.
+        config: settings of the first method.
+        plan: steps of each method.
+        found: gains on the user's images, and with --forget_val those on other images.
+        stopped: methods that --halve has stopped.
     """
-    for name, one in own.items():
-        if one.gain < -one.error:
-            return False, f"Keep the given encoder: the new one loses {one.text} of {name}."
-        if not one.gain > one.error:
-            sign = "gain" if one.gain >= 0 else "loss"
-            return False, f"Keep the given encoder: a {sign} of {one.text} of {name} can be chance."
-        if name in other and -other[name].gain > one.gain:
-            lost = f"loses {other[name].text} on {other_name}"
-            return False, f"Keep the given encoder: the new one gains {one.text} of {name}, but {lost}."
-    return True, f"Use the new encoder: it gains {' and '.join(f'{one.text} of {name}' for name, one in own.items())}."
-
-
-def report(config: RunConfig, output: Path, changes: Sequence[Mapping[str, Change]], other: Forgetting) -> None:
-    """Write the result, and print a table and the advice. `changes` are those on the user's and on other images."""
-    assert config.evaluation.val is not None
-    own, forgotten = changes[0], changes[1] if len(changes) > 1 else {}
-    name = data_name(other.forget_val) if other.forget_val else ""
-    use, sentence = advice(own, forgotten, name)
-    scored = open_shards(config.evaluation.val, source=config.labelled_access)
+    own, forgotten = found[0], found[1] if len(found) > 1 else ()
+    other = data_name(settings.forget_val) if settings.forget_val else ""
+    whole = verdict(own, forgotten, other)
+    table = Table("", "score", "before", "after", "gain", "p", title="further pretraining")
+    for name, rows in zip(("", other), found, strict=False):
+        for one in rows:
+            score, sign = f"{one.score}, {name}" if name else one.score, "+" if one.gain >= 0 else "-"
+            before, after = f"{100 * one.before:.1f} %", f"{100 * (one.before + one.gain):.1f} %"
+            gain = f"{sign}{100 * abs(one.gain):.1f} ± {100 * one.error:.1f}"
+            table.add_row(one.method, score, before, after, gain, f"{one.p:.2g}")
+    Console().print(table)
     result = {
-        "protocol": "further pretraining",
-        "top1": own[f"{config.evaluation.k}-NN"].after,
-        "use": use,
-        "advice": sentence,
-        "scores": {score: one._asdict() | {"gain": one.gain} for score, one in own.items()},
-        "forgetting": {score: one._asdict() | {"gain": one.gain} for score, one in forgotten.items()},
-        "val_images": scored.images,
-        "checkpoint": str(output),
-        "settings": config.model_dump(mode="json") | other.model_dump(mode="json"),
+        "init_from": config.init_from,
+        "data": data_name(config.evaluation.val or ""),
+        "seeds": settings.seeds,
+        "steps": plan.steps,
+        "gains": [one.entries() for one in own],
+        "forgetting": [one.entries() for one in forgotten],
+        "stopped": {name: one._asdict() for name, one in stopped.items()},
     }
-    rows = [
-        [score, one.before, one.after, f"{'+' if one.gain >= 0 else '-'}{one.text}"]
-        for score, one in (*own.items(), *((f"{score}, {name}", one) for score, one in forgotten.items()))
-    ]
-    evaluation = Evaluation("adapt", resolve_checkpoint(output), config.evaluation.val, None, scored.content())
-    write_result(evaluation, result, ["", "before", "after", "gain"], rows)
-    print(sentence)
+    for cell in cells(settings, plan):
+        rows = [[one for one in group if one.method == cell.method] for group in (own, forgotten)]
+        if cell.method not in stopped:
+            own_result = result | {"method": cell.method, "step": cell.steps}
+            write(settings.output / cell.name / FILE, own_result, verdict(*rows, other))
+    write(settings.output / FILE, result, whole)
+    print(whole.text)
+    if whole.use:
+        print(f"encoder: {settings.output / f'{whole.use}-0'}")
+
+
+def write(path: Path, result: Mapping[str, Any], advice: Verdict) -> None:
+    """Write adapt.json."""
+    with atomic_write(path) as part:
+        part.write_text(json.dumps({"use": advice.use, "advice": advice.text, **result}, indent=1) + "\n")
 
 
 def main() -> None:
-    run.main(command=adapt)
+    stdio.protect()
+    with exit_on_user_error():
+        adapt(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -54,13 +54,23 @@ def compare(argv: Sequence[str]) -> None:
     check(words)
     settings.output.mkdir(parents=True, exist_ok=True)
     with locked(settings.output):
-        plan = read_plan(settings, words)
-        if plan is None:
-            plan = measure(settings, words)
-            write_plan(settings, words, plan)
+        plan = make_plan(settings, words)
         stopped = train_all(settings, words, plan)
         train_others(settings)
         write_result(settings, words, plan, stopped)
+
+
+def make_plan(settings: TrainingSettings, words: dict[str, list[str]]) -> Plan:
+    """Return the plan in the output folder. If there is none, measure the methods, and write it.
+
+    Raises:
+        UserError: the folder holds a comparison with other settings, or a trial failed.
+    """
+    plan = read_plan(settings, words)
+    if plan is None:
+        plan = measure(settings, words)
+        write_plan(settings, words, plan)
+    return plan
 
 
 def train_all(settings: TrainingSettings, words: Mapping[str, Sequence[str]], plan: Plan) -> dict[str, Stopped]:

@@ -85,13 +85,18 @@ def _of_images(values: np.ndarray) -> float:
 
 def compare_arms(arms: Mapping[str, Arm]) -> list[Comparison]:
     """Return the comparisons of all pairs, in the order of the arms. All arms have the same images."""
+    found = differences(arms, list(itertools.combinations(arms, 2)))
+    corrected = holm([one.p for one in found])
+    return [one._replace(p=p) for one, p in zip(found, corrected, strict=True)]
+
+
+def differences(arms: Mapping[str, Arm], pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
+    """Return the comparisons of pairs of arms, with p values that are not corrected."""
     trained = [arm for arm in arms.values() if arm.random and arm.seeds > 1]
     freedom = sum(arm.seeds - 1 for arm in trained)
     squares = sum(arm.outcomes.mean(1).var(ddof=1) * (arm.seeds - 1) for arm in trained)
     pooled = squares / freedom if freedom else math.nan
-    found = [_compare(*pair, arms, pooled, freedom) for pair in itertools.combinations(arms, 2)]
-    corrected = holm([one.p for one in found])
-    return [one._replace(p=p) for one, p in zip(found, corrected, strict=True)]
+    return [_compare(*pair, arms, pooled, freedom) for pair in pairs]
 
 
 def _compare(first: str, second: str, arms: Mapping[str, Arm], pooled: float, freedom: int) -> Comparison:

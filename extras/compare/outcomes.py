@@ -4,12 +4,14 @@ The outcomes of an encoder are stored in OUTPUT/outcomes/NAME.json, as a text of
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from tessera import encoders
 from tessera.evaluation.features import PIXELS
@@ -93,10 +95,15 @@ def write_outcomes(path: Path, one: Scored, config: RunConfig, accelerator: Acce
         train = own.train or (list(config.data.shards) if isinstance(config.data.shards, dict) else config.data.shards)
         names = ("--data" if own.train is None else "--evaluation.train", "--evaluation.val")
         outcomes = correct(one.checkpoint, (train, own.val, names), config, accelerator, own_size=one.own_size)
+    store_outcomes(path, one.checkpoint, outcomes)
+
+
+def store_outcomes(path: Path, checkpoint: str, outcomes: Mapping[str, Tensor]) -> None:
+    """Write the outcomes of an encoder, which `read_outcomes` reads."""
     texts = {name: "".join("1" if value else "0" for value in values.tolist()) for name, values in outcomes.items()}
     path.parent.mkdir(exist_ok=True)
     with atomic_write(path) as part:
-        part.write_text(json.dumps({"checkpoint": one.checkpoint, "outcomes": texts}, indent=1) + "\n")
+        part.write_text(json.dumps({"checkpoint": checkpoint, "outcomes": texts}, indent=1) + "\n")
 
 
 def read_outcomes(path: Path) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -30,6 +30,8 @@ LEAST_POINTS = 4
 class TrainingSettings(Settings):
     """Settings of trainings that are compared, which `tessera compare` and `tessera adapt` share."""
 
+    fixed: ClassVar[tuple[str, ...]] = ("points",)
+    """Settings of this class that a command that goes on must not change, beside minutes or steps."""
     methods: tuple[str, ...] = ("lejepa", "dino", "dinov2", "mae")
     """methods to compare"""
     minutes: float = Field(60.0, gt=0)
@@ -184,7 +186,7 @@ def read_plan(settings: TrainingSettings, words: Mapping[str, Sequence[str]]) ->
         return None
     stored = json.loads(path.read_text())
     for name, value in _fixed(settings, words).items():
-        before = stored["settings"][name]
+        before = stored["settings"].get(name)
         if isinstance(value, dict):
             value, before = ({m: one[m] for m in value if m in before} for one in (value, before))
         if value != before:
@@ -215,4 +217,5 @@ def write_plan(settings: TrainingSettings, words: Mapping[str, Sequence[str]], p
 def _fixed(settings: TrainingSettings, words: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Return the settings that must not change. Methods, seeds and encoders beside them may be added."""
     found: dict[str, Any] = {"minutes": None if settings.steps else settings.minutes, "steps": settings.steps}
-    return found | {"points": settings.points, "flags": {method: list(one) for method, one in words.items()}}
+    found |= {name: getattr(settings, name) for name in settings.fixed}
+    return found | {"flags": {method: list(one) for method, one in words.items()}}

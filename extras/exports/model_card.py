@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from tessera.extras.exports.preparation import absent_values
-from tessera.extras.report.run_folders import RunFolder, read_run
+from tessera.extras.report.run_folders import RESULT_BYTES, RunFolder, parse_json, read_run
+from tessera.runtime.files import read_bounded
 from tessera.runtime.user_error import without_controls
 
 DATA = ("data.", "evaluation.train", "evaluation.val")
@@ -59,7 +60,8 @@ def model_card(certificate: Mapping[str, Any], folder: Path | None) -> str:
     ]
     run = None if folder is None else read_run(folder, folder.name)
     if run is not None and run.settings:
-        lines += _run(run, run.last_step if certificate["step"] is None else certificate["step"])
+        step = run.last_step if certificate["step"] is None else certificate["step"]
+        lines += [*_run(run, step), *_further_pretraining(run.folder / "adapt.json", step)]
     else:
         lines += ["## Training", "", "The run folder of this encoder is not known.", ""]
     lines += ["## Settings of the encoder", "", *_listed(encoder.items())]
@@ -120,6 +122,23 @@ def _run(run: RunFolder, step: int) -> Iterable[str]:
     yield from ["", "## Training", "", f"{run.method}, {step:,} steps{seen}.", ""]
     training = (*TRAINING, f"{run.method}.")
     yield from _listed((name, value) for name, value in settings.items() if name.startswith(training))
+
+
+def _further_pretraining(file: Path, step: int) -> Iterable[str]:
+    """Yield the lines about the verdict of `tessera adapt`, if it compared this step with the encoder before."""
+    if not file.exists():
+        return
+    found = parse_json(read_bounded(file, RESULT_BYTES))
+    if found["step"] != step:
+        return
+    yield from ["## Further pretraining", "", f"`tessera adapt`, {found['seeds']} seeds: {found['advice']}", ""]
+    yield from ["| score | before | gain | p, corrected |", "|---|--:|--:|--:|"]
+    for one in found["gains"]:
+        if one["method"] == found["method"]:
+            p = "unknown" if one["p"] is None else f"{one['p']:.2g}"
+            gain = f"{100 * one['gain']:+.2f} ± {100 * one['error']:.2f}"
+            yield f"| {one['score']} | {100 * one['before']:.2f} % | {gain} | {p} |"
+    yield ""
 
 
 def _listed(items: Iterable[tuple[str, Any]]) -> list[str]:
