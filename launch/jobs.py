@@ -257,18 +257,36 @@ def submit_chain(jobs: Sequence[Job], prepare: Callable[[], None]) -> None:
     Raises:
         LaunchError: SLURM refuses a job, or does not release the first job.
     """
-    first, *others = jobs
+    submit_stages([jobs[:1], jobs[1:]], prepare)
+
+
+def submit_stages(stages: Sequence[Sequence[Job]], prepare: Callable[[], None]) -> None:
+    """Submit jobs in stages. If anything fails, cancel the jobs that were submitted.
+
+    Args:
+        stages: jobs of each stage. They start only if all jobs of the stage before have succeeded.
+        prepare: function that is called after SLURM has accepted all jobs, and before a job can start.
+
+    Raises:
+        LaunchError: SLURM refuses a job, or does not release the jobs of the first stage.
+    """
+    first, *others = stages
     try:
-        check(first)
-        submit(first, hold=True)
-        for job in others:
-            submit(job, after=first.id)
+        check(first[0])
+        for job in first:
+            submit(job, hold=True)
+        after = ":".join(job.id for job in first)
+        for stage in others:
+            for job in stage:
+                submit(job, after=after)
+            after = ":".join(job.id for job in stage)
         prepare()
-        done = _run(["scontrol", "release", first.id])
+        ids = ",".join(job.id for job in first)
+        done = _run(["scontrol", "release", ids])
         if done.returncode:
-            raise LaunchError(f"SLURM does not release the job {first.id}: {done.stderr.strip()}")
+            raise LaunchError(f"SLURM does not release the job {ids}: {done.stderr.strip()}")
     except BaseException:
-        scancel([job.id for job in jobs if job.id])
+        scancel([job.id for stage in stages for job in stage if job.id])
         raise
 
 

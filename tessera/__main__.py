@@ -39,9 +39,10 @@ COMMANDS = {
 """Maps the name of each command to its module and its purpose."""
 ONE_PROCESS = ("summary", "make_shards", "check_shards", "slurm", "completion")
 """Commands of the core that run in one process."""
-GROUPS = ("tessera.evaluations", "tessera.commands")
+GROUPS = ("tessera.evaluations", "tessera.commands", "tessera.launchers")
 """Entry points of commands in installed packages. NAME = "MODULE" becomes the command `tessera NAME`, which calls
-`MODULE.main()`. Commands of the second group run in one process."""
+`MODULE.main()`. Commands of the second group run in one process. Those of the third group start training processes
+themselves, with the flags of the launcher: `MODULE.main(flags)`."""
 
 
 def main() -> None:
@@ -80,6 +81,9 @@ def run(words: list[str]) -> None:
         if flag.startswith("--") and ours.replace("_", "-") != flag.replace("_", "-"):
             print(f"tessera: unknown flag {flag}. Did you mean {ours}?", file=sys.stderr)
             raise SystemExit(2)
+    if commands is not COMMANDS and any(point.name == words[place] for point in entry_points(GROUPS[2])):
+        sys.argv = [f"tessera {words[place]}", *words[place + 1 :]]
+        sys.exit(importlib.import_module(commands[words[place]][0]).main(launcher))
     if place == 0 or runs_in_one_process(words[place]):
         for word, following in itertools.pairwise([*launcher, ""]):
             flag, _, value = word.replace("-", "_").partition("=")

@@ -1,23 +1,26 @@
 """Train one method with one seed, in a process of its own: `tessera pretrain` with the sink `compute`."""
 
-import os
-import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from tessera import encoders
 from tessera.encoders import WEIGHTS
-from tessera.extras.compare.compute import FILE, spent
-from tessera.extras.compare.plan import Cell, CompareSettings, Plan, TrainingSettings
+from tessera.extras.compare.compute import spent
+from tessera.extras.compare.plan import TRIALS, Cell, CompareSettings, Plan, TrainingSettings
 from tessera.extras.report.run_folders import read_lines
-from tessera.pretrain.monitoring.sinks import append_line
+from tessera.pretrain.build import build_method
+from tessera.pretrain.command_line import load
+from tessera.pretrain.config import RunConfig
 from tessera.runtime import preemption
 from tessera.runtime.lock import holder
 from tessera.runtime.machine import signal_at_end_of_parent
@@ -36,18 +39,23 @@ class CompareError(UserError):
 
 
 class StoppedError(SystemExit):
-    """A training was asked to stop, and saved a checkpoint."""
+    """The comparison was asked to stop. A training that ran has saved a checkpoint."""
 
-    code = preemption.EXIT_CODE
+    def __init__(self) -> None:
+        super().__init__(preemption.EXIT_CODE)
+        print("The comparison was stopped. To go on, start the same command again.", file=sys.stderr, flush=True)
 
 
-def command(cell: Cell, words: Sequence[str], points: int, output: Path) -> list[str]:
-    """Return the command line of a cell. It continues the run that is in the folder, or starts it."""
+def command(cell: Cell, words: Sequence[str], points: int, output: Path, launcher: Sequence[str]) -> list[str]:
+    """Return the command line of a cell. It continues the run that is in the folder, or starts it.
+
+    `launcher` holds flags of `accelerate launch`.
+    """
     every = cell.every(points)
     own = {"seed": cell.seed, "steps": cell.steps, "evaluate_every": every, "checkpoint_every": every}
     own |= {"record_every": max(every // 5, 1), "metrics.sinks": "jsonl,compute", "output": output}
     flags = [word for name, value in own.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "tessera", "pretrain", *words, "--resume", *flags]
+    return [sys.executable, "-m", "tessera", *launcher, "pretrain", *words, "--resume", *flags]
 
 
 def is_done(run: Path) -> bool:
@@ -55,7 +63,13 @@ def is_done(run: Path) -> bool:
     return (run / WEIGHTS).exists()
 
 
-def train(cell: Cell, words: Sequence[str], settings: TrainingSettings, until: int | None = None) -> None:
+def train(
+    cell: Cell,
+    words: Sequence[str],
+    settings: TrainingSettings,
+    until: int | None = None,
+    launcher: Sequence[str] = (),
+) -> None:
     """Train a cell, or continue it. With `until`, stop it as soon as this step is scored, or later.
 
     Raises:
@@ -66,32 +80,43 @@ def train(cell: Cell, words: Sequence[str], settings: TrainingSettings, until: i
     since = time.monotonic()
     while output.is_dir() and holder(output) and time.monotonic() - since < PATIENCE:
         time.sleep(0.2)
-    _call(command(cell, words, settings.points, output), output, until)
+    _call(command(cell, words, settings.points, output, launcher), output, until)
 
 
-def train_other(name: str, seed: int, settings: CompareSettings) -> None:
-    """Train with the program of another library, from the beginning, and record its compute.
+def train_other(name: str, seed: int, words: Sequence[str], settings: CompareSettings) -> None:
+    """Train with the adapter of another library, from the beginning.
+
+    Args:
+        words: flags of the runs of a method, from which the data, the encoder and the precision are taken.
 
     Raises:
-        CompareError: the program failed, or left no encoder.
-        StoppedError: the program was stopped.
+        CompareError: the adapter failed.
+        StoppedError: the training was stopped.
     """
     output = settings.output / f"{name}-{seed}"
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
-    before, started = os.times(), time.monotonic()
-    _call(shlex.split(other_command(name, seed, settings, output)), output)
-    if not is_done(output):
-        raise CompareError(f"The program of {name} left no {WEIGHTS} in {output}. See `encoders.save`.")
-    spent_cpu = sum(os.times()[2:4]) - sum(before[2:4])
-    line = {"step": 0, "start": 0.0, "evaluated": False, "cpu": spent_cpu, "wall": time.monotonic() - started}
-    append_line(output / FILE, line | {"gpu": False})
+    before = settings.output / "before" / f"seed-{seed}.safetensors"
+    if not before.exists():
+        untrained(load([*words, "--seed", str(seed)]), before)
+    _call(other_command(name, seed, words, settings, output), output)
 
 
-def other_command(name: str, seed: int, settings: CompareSettings, output: Path) -> str:
-    """Return the command of another library."""
-    values = {"seed": str(seed), "minutes": f"{settings.minutes:g}", "output": shlex.quote(str(output))}
-    return re.sub(r"\{(\w+)\}", lambda field: values.get(field[1], field[0]), settings.others[name])
+def other_command(name: str, seed: int, words: Sequence[str], settings: CompareSettings, output: Path) -> list[str]:
+    """Return the command line that trains with the adapter of another library."""
+    *python, adapter = shlex.split(settings.others[name])
+    length = ["--steps", str(settings.steps)] if settings.steps else ["--minutes", f"{settings.minutes:g}"]
+    own = ["--adapter", adapter, "--encoder", str(settings.output / "before" / f"seed-{seed}.safetensors"), *length]
+    run = [*words, "--seed", str(seed), "--output", str(output)]
+    return [*python, "-m", "tessera.extras.compare.other", *own, "--", *run]
+
+
+def untrained(config: RunConfig, path: Path) -> None:
+    """Write the encoder with which a run begins."""
+    torch.manual_seed(config.seed)  # as in `pretrain.job.run_job`
+    method = build_method(config, fresh=True)
+    path.parent.mkdir(exist_ok=True)
+    encoders.save(method.trained_encoder(), path)
 
 
 def rung_score(run: Path, step: int) -> float | None:
@@ -123,7 +148,6 @@ def _call(words: Sequence[str], output: Path, until: int | None = None) -> None:
     if stopped and code == preemption.EXIT_CODE:
         return
     if code in (preemption.EXIT_CODE, 130) or -code in (*preemption.SIGNALS, signal.SIGINT):
-        print("The comparison was stopped. To go on, start the same command again.", file=sys.stderr, flush=True)
         raise StoppedError
     if code:
         raise CompareError(
@@ -132,7 +156,7 @@ def _call(words: Sequence[str], output: Path, until: int | None = None) -> None:
         )
 
 
-def measure(settings: TrainingSettings, words: dict[str, list[str]]) -> Plan:
+def measure(settings: TrainingSettings, words: Mapping[str, Sequence[str]], launcher: Sequence[str] = ()) -> Plan:
     """Measure the compute of a step of each method, and return the steps that fit into the minutes.
 
     Raises:
@@ -144,10 +168,11 @@ def measure(settings: TrainingSettings, words: dict[str, list[str]]) -> Plan:
         if settings.steps is not None:
             steps[method] = settings.steps
             continue
-        output = settings.output / "trials" / method
+        output = settings.output / TRIALS / method
         print(f"{method}: {TRIAL} steps on trial, to measure the compute of a step", flush=True)
         no_scores = ["--evaluation.view_images", "0", "--evaluation.pictures", "0"]
-        call = [sys.executable, "-m", "tessera", "pretrain", *_without_evaluation(own), *no_scores, "--overwrite"]
+        start = [sys.executable, "-m", "tessera", *launcher, "pretrain"]
+        call = [*start, *_without_evaluation(own), *no_scores, "--overwrite"]
         call += ["--seed", "0", "--steps", str(TRIAL), "--record_every", "1", "--metrics.sinks", "jsonl,compute"]
         _call([*call, "--output", str(output)], output)
         found = spent(output)

@@ -6,7 +6,9 @@ Each method is trained with each seed for equal compute, one training after the 
 the encoder before training, and the encoders of --beside. A few steps of each method are measured first; they decide
 the number of its steps, so that its schedules end with the minutes. Every training is a normal run folder in --output.
 If the command is stopped or killed, start it again: it goes on where it was. At the end, it writes compare.html and
-compare.json.
+compare.json, and compare.md, a table for a document.
+
+With --jobs, the trainings are submitted to SLURM. `tessera --num_processes 2 compare` trains on two processes.
 """
 
 # isort: off
@@ -14,34 +16,39 @@ from tessera.pretrain import run as _run  # noqa: F401, sets environment variabl
 # isort: on
 
 import json
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from tessera.extras.compare.cells import is_done, measure, rung_score, train, train_other
+from tessera.extras.compare.cells import StoppedError, is_done, measure, rung_score, train, train_other
+from tessera.extras.compare.jobs import submit
 from tessera.extras.compare.outcomes import score
-from tessera.extras.compare.page import render
+from tessera.extras.compare.page import render, table
 from tessera.extras.compare.plan import (
     RUNGS,
+    TRIALS,
     Cell,
     CompareSettings,
     Plan,
     TrainingSettings,
     cells,
     check,
-    check_others,
+    check_own,
     load_settings,
+    other_cells,
     read_plan,
     write_plan,
 )
 from tessera.extras.compare.results import Stopped, results
 from tessera.extras.report.report import write
-from tessera.runtime import stdio
+from tessera.runtime import preemption, stdio
 from tessera.runtime.lock import locked
 from tessera.runtime.processes import exit_on_user_error, make_accelerator
+from tessera.runtime.settings import SettingsError
 
 
-def compare(argv: Sequence[str]) -> None:
-    """Train all cells, score their encoders, and write compare.json and compare.html.
+def compare(argv: Sequence[str], launcher: Sequence[str] = ()) -> None:
+    """Train all cells, score their encoders, and write the result. `launcher` holds flags of `accelerate launch`.
 
     Raises:
         UserError: a setting is wrong, a training failed, or the images cannot be read.
@@ -50,17 +57,26 @@ def compare(argv: Sequence[str]) -> None:
     if {"--help", "-h"} & {*argv}:
         print(__doc__)
     settings, words = load_settings(argv, "tessera compare")
-    check_others(settings)
+    check_own(settings)
     check(words)
+    if any(word.replace("-", "_").startswith("__num_machines") for word in launcher):
+        raise SettingsError("--num_machines: a training of a comparison runs on one machine. Remove it.")
     settings.output.mkdir(parents=True, exist_ok=True)
+    if settings.jobs is not None:
+        submit(settings, words, argv, launcher)
+        return
+    if settings.only not in (None, TRIALS):
+        train_only(settings, words, launcher)
+        return
     with locked(settings.output):
-        plan = make_plan(settings, words)
-        stopped = train_all(settings, words, plan)
-        train_others(settings)
-        write_result(settings, words, plan, stopped)
+        plan = make_plan(settings, words, launcher)
+        if settings.only is None:
+            stopped = train_all(settings, words, plan, launcher)
+            train_others(settings, words)
+            write_result(settings, words, plan, stopped, launcher)
 
 
-def make_plan(settings: TrainingSettings, words: dict[str, list[str]]) -> Plan:
+def make_plan(settings: TrainingSettings, words: Mapping[str, Sequence[str]], launcher: Sequence[str] = ()) -> Plan:
     """Return the plan in the output folder. If there is none, measure the methods, and write it.
 
     Raises:
@@ -68,12 +84,31 @@ def make_plan(settings: TrainingSettings, words: dict[str, list[str]]) -> Plan:
     """
     plan = read_plan(settings, words)
     if plan is None:
-        plan = measure(settings, words)
+        plan = measure(settings, words, launcher)
         write_plan(settings, words, plan)
     return plan
 
 
-def train_all(settings: TrainingSettings, words: Mapping[str, Sequence[str]], plan: Plan) -> dict[str, Stopped]:
+def train_only(settings: CompareSettings, words: Mapping[str, Sequence[str]], launcher: Sequence[str]) -> None:
+    """Train the cell that `only` names.
+
+    Raises:
+        SettingsError: there is no plan yet.
+    """
+    plan = read_plan(settings, words)
+    if plan is None:
+        raise SettingsError(f"--only: {settings.output} has no plan yet. Start with --only {TRIALS}.")
+    for cell in cells(settings, plan):
+        if cell.name == settings.only and not is_done(settings.output / cell.name):
+            train(cell, words[cell.method], settings, launcher=launcher)
+    for name, seed in other_cells(settings):
+        if f"{name}-{seed}" == settings.only and not is_done(settings.output / settings.only):
+            train_other(name, seed, next(iter(words.values())), settings)
+
+
+def train_all(
+    settings: TrainingSettings, words: Mapping[str, Sequence[str]], plan: Plan, launcher: Sequence[str] = ()
+) -> dict[str, Stopped]:
     """Train all cells that are not done. Return the methods that were stopped on the way."""
     stopped = dict[str, Stopped]()
     for share in (*(RUNGS if settings.halve else ()), 1.0):
@@ -87,7 +122,7 @@ def train_all(settings: TrainingSettings, words: Mapping[str, Sequence[str]], pl
             length = f", about {planned * share / 60:.1f} minutes of compute" if planned else ""
             head = f"{number} of {len(alive)}: {cell.method}, seed {cell.seed}"
             print(f"\n{head}, {rung or cell.steps} steps{length}", flush=True)
-            train(cell, words[cell.method], settings, rung)
+            train(cell, words[cell.method], settings, rung, launcher)
         if share < 1:
             scores = dict[str, list[float]]()
             for cell in alive:
@@ -99,13 +134,12 @@ def train_all(settings: TrainingSettings, words: Mapping[str, Sequence[str]], pl
     return stopped
 
 
-def train_others(settings: CompareSettings) -> None:
-    """Train with all programs of other libraries that are not done."""
-    for seed in range(settings.seeds):
-        for name in settings.others:
-            if not is_done(settings.output / f"{name}-{seed}"):
-                print(f"\n{name}, seed {seed}", flush=True)
-                train_other(name, seed, settings)
+def train_others(settings: CompareSettings, words: Mapping[str, Sequence[str]]) -> None:
+    """Train with all other libraries whose trainings are not done."""
+    for name, seed in other_cells(settings):
+        if not is_done(settings.output / f"{name}-{seed}"):
+            print(f"\n{name}, seed {seed}", flush=True)
+            train_other(name, seed, next(iter(words.values())), settings)
 
 
 def rung_step(cell: Cell, settings: TrainingSettings, share: float) -> int:
@@ -119,13 +153,18 @@ def worse_half(scores: Mapping[str, float]) -> dict[str, float]:
 
 
 def write_result(
-    settings: CompareSettings, words: Mapping[str, Sequence[str]], plan: Plan, stopped: Mapping[str, Stopped]
+    settings: CompareSettings,
+    words: Mapping[str, Sequence[str]],
+    plan: Plan,
+    stopped: Mapping[str, Stopped],
+    launcher: Sequence[str],
 ) -> None:
-    """Score the encoders, and write compare.json and compare.html."""
+    """Score the encoders, and write compare.json, compare.md and compare.html."""
     done = [cell for cell in cells(settings, plan) if cell.method not in stopped]
     scored, config = score(settings, done, make_accelerator())
-    found = results(settings, words, plan, done, scored, config, stopped)
+    found = results(settings, words, plan, done, scored, config, stopped, launcher)
     write(settings.output / "compare.json", json.dumps(found, indent=1) + "\n")
+    write(settings.output / "compare.md", table(found))
     page = settings.output / "compare.html"
     write(page, render(found))
     print(f"\n{found['verdict']}")
@@ -136,10 +175,18 @@ def write_result(
     print(f"Page written to {page}")
 
 
-def main() -> None:
+def stop(number: int, frame: object) -> None:
+    """End with the exit code of a stopped training. Nothing is lost, because all files are replaced as a whole."""
+    raise StoppedError
+
+
+def main(launcher: Sequence[str] = ()) -> None:
     stdio.protect()
+    for number in preemption.SIGNALS:  # between trainings, too, so that a SLURM job is requeued
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
     with exit_on_user_error():
-        compare(sys.argv[1:])
+        compare(sys.argv[1:], launcher)
 
 
 if __name__ == "__main__":

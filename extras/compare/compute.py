@@ -2,8 +2,8 @@
 
 The compute of training is that of the steps, with loading, augmentation and checkpoints. The start of the process,
 evaluations and the export are left out: intervals between two records that end with an evaluation are not measured, and
-the steps in them count with the mean of the others. Without /proc, as on other systems than Linux, loader workers are
-not seen, so give `--workers 0` there.
+the steps in them count with the mean of the others. Without /proc, as on other systems than Linux, other processes are
+not seen, so train there with one process and `--workers 0`.
 """
 
 import itertools
@@ -31,37 +31,50 @@ class Compute(Sink):
 
     def __init__(self, output: Path, step: int, settings: Mapping[str, Any]) -> None:
         self.path, self.start = output / FILE, time.time()
+        self.processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.root = os.getppid() if self.processes > 1 else os.getpid()  # the launcher of all processes
         keep_lines(self.path, step)
 
     def write(self, step: int, record: Record) -> None:
         line = {"step": step, "start": self.start, "evaluated": any(name in record for name in EVALUATED)}
-        line |= {"cpu": processor_seconds(), "wall": time.monotonic(), "gpu": torch.cuda.is_available()}
+        line |= {"cpu": processor_seconds(self.root), "wall": time.monotonic(), "gpu": torch.cuda.is_available()}
+        line |= {"images": record.get("images"), "processes": self.processes}
         append_line(self.path, line)
 
 
 class Spent(NamedTuple):
-    """Compute of a run in seconds: of the GPU if the run has one, else of the processors."""
+    """Compute of a run in seconds: of all its GPUs if it has some, else of the processors."""
 
     per_step: float | None
     """Seconds of a training step; None if no interval without an evaluation was recorded."""
     total: float
     """Seconds with starts and evaluations, up to the last record."""
     gpu: bool
+    step: int
+    """Last recorded step."""
+    images: int | None
+    """Images of all recorded steps."""
+    processes: int
 
 
-def processor_seconds() -> float:
-    """Return the user and system time of this process and of all its descendants, also of those that have ended."""
-    own = os.times()
-    children: dict[int, list[tuple[int, float]]] = {}
+def processor_seconds(root: int | None = None) -> float:
+    """Return the user and system time of a process and of all its descendants, also of those that have ended.
+
+    `root` is the id of the process; default: this one.
+    """
+    root = root or os.getpid()
+    if not os.path.isdir("/proc"):
+        return sum(os.times()[:4])
+    times, children = dict[int, float](), dict[int, list[int]]()
     tick = os.sysconf("SC_CLK_TCK")
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
+    for name in os.listdir("/proc"):
         if name.isdecimal() and (fields := process_fields(int(name))):
-            seconds = sum(map(int, fields[11:15])) / tick  # with ended children of its own
-            children.setdefault(int(fields[1]), []).append((int(name), seconds))
-    total, found = sum(own[:4]), list(children.get(os.getpid(), []))
+            times[int(name)] = sum(map(int, fields[11:15])) / tick  # with ended children of its own
+            children.setdefault(int(fields[1]), []).append(int(name))
+    total, found = 0.0, [root]
     while found:
-        pid, seconds = found.pop()
-        total += seconds
+        pid = found.pop()
+        total += times.get(pid, 0.0)
         found += children.get(pid, [])
     return total
 
@@ -72,7 +85,9 @@ def spent(run: Path) -> Spent | None:
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
     if not lines:
         return None
-    clock = "wall" if lines[-1]["gpu"] else "cpu"
+    last = lines[-1]
+    processes = last.get("processes", 1)
+    clock, factor = ("wall", processes) if last["gpu"] else ("cpu", 1)
     seconds, steps, total = 0.0, 0, 0.0
     for _, group in itertools.groupby(lines, lambda line: line["start"]):
         own = list(group)
@@ -81,4 +96,5 @@ def spent(run: Path) -> Spent | None:
             if not after["evaluated"] and before["step"] >= SETTLED:
                 seconds += after[clock] - before[clock]
                 steps += after["step"] - before["step"]
-    return Spent(seconds / steps if steps else None, total, clock == "wall")
+    per_step = factor * seconds / steps if steps else None
+    return Spent(per_step, factor * total, last["gpu"], last["step"], last.get("images"), processes)

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from tessera import encoders
 from tessera.evaluation.features import PIXELS
+from tessera.extras.compare.cells import untrained
 from tessera.extras.compare.correct import correct, views_found
 from tessera.extras.compare.plan import Cell, CompareSettings, TrainingSettings
-from tessera.pretrain.build import build_method
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.runtime.files import atomic_write
@@ -71,14 +69,6 @@ def score(settings: CompareSettings, done: list[Cell], accelerator: Accelerator)
     return found, first
 
 
-def untrained(config: RunConfig, path: Path) -> None:
-    """Write the encoder with which a run begins."""
-    torch.manual_seed(config.seed)  # as in `pretrain.job.run_job`
-    method = build_method(config, fresh=True)
-    path.parent.mkdir(exist_ok=True)
-    encoders.save(method.trained_encoder(), path)
-
-
 def outcome_file(settings: TrainingSettings, one: Scored) -> Path:
     """Return the path of the outcomes of an encoder."""
     return settings.output / "outcomes" / f"{one.name}.json"
@@ -86,15 +76,14 @@ def outcome_file(settings: TrainingSettings, one: Scored) -> Path:
 
 def write_outcomes(path: Path, one: Scored, config: RunConfig, accelerator: Accelerator) -> None:
     """Score an encoder, and write its outcomes."""
-    own = config.evaluation
-    if own.val is None:
-        outcomes = views_found(
-            one.checkpoint, own.train or config.data.shards, config, accelerator, own_size=one.own_size
-        )
-    else:
+    own, outcomes = config.evaluation, {}
+    if own.val is not None:
         train = own.train or (list(config.data.shards) if isinstance(config.data.shards, dict) else config.data.shards)
         names = ("--data" if own.train is None else "--evaluation.train", "--evaluation.val")
         outcomes = correct(one.checkpoint, (train, own.val, names), config, accelerator, own_size=one.own_size)
+    if own.view_images and one.checkpoint != PIXELS:
+        data = own.train or config.data.shards
+        outcomes |= views_found(one.checkpoint, data, config, accelerator, own_size=one.own_size)
     store_outcomes(path, one.checkpoint, outcomes)
 
 

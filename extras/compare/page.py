@@ -30,16 +30,45 @@ def render(found: Mapping[str, Any]) -> str:
     environment.filters["percent"] = lambda value: "–" if value is None else f"{100 * value:.1f}"
     environment.filters["minutes"] = lambda value: "–" if value is None else f"{value / 60:.1f}"
     rows = sorted(found["arms"].items(), key=lambda row: -row[1]["mean"])
-    methods = [name for name, row in found["arms"].items() if row["method"]]
-    colors = {name: PALETTE[number % len(PALETTE)] for number, name in enumerate(methods)}
+    trained = [name for name, row in found["arms"].items() if row["trained"]]
+    colors = {name: PALETTE[number % len(PALETTE)] for number, name in enumerate(trained)}
     return environment.get_template("compare.html").render(
         title="Comparison of methods",
         found=found,
         rows=rows,
-        others=[name for name in next(iter(found["arms"].values()))["scores"] if name != found["score"]],
+        others=[name for name in score_names(found) if name != found["score"]],
         colors=colors,
         chart=Markup(curves(found, colors)),  # matplotlib escapes the texts
     )
+
+
+def score_names(found: Mapping[str, Any]) -> list[str]:
+    """Return the names of all scores."""
+    return list(dict.fromkeys(name for row in found["arms"].values() for name in row["scores"]))
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Return the table of a document in Markdown: scores, images and compute of each arm."""
+    names = score_names(found)
+    unit = f"minutes of {found['cost']['unit']} time"
+    lines = [" | ".join(["| method", *(f"{name}, %" for name in names), "images", f"{unit} |"])]
+    lines.append("|---|" + "--:|" * (len(names) + 2))
+    for arm, row in sorted(found["arms"].items(), key=lambda row: -row[1]["mean"]):
+        cells = [_plus_minus(row["scores"].get(name)) for name in names]
+        seconds = found["cost"]["arms"].get(arm)
+        cells += [f"{row['images']:,}" if row["trained"] else "", f"{seconds / 60:.1f}" if seconds else ""]
+        lines.append(" | ".join([f"| {arm}", *cells]) + " |")
+    seeds = f"{found['seeds']} seed{'' if found['seeds'] == 1 else 's'}"
+    note = f"{found['encoder']}, {seeds}, {found['scored_images']:,} scored images; ± twice the standard error."
+    return "\n".join([*lines, "", f"{note} {found['verdict']}"]) + "\n"
+
+
+def _plus_minus(score: Mapping[str, Any] | None) -> str:
+    """Return a score in percent with its error; empty without a score."""
+    if score is None:
+        return ""
+    error = score["error"] if score["error"] is not None else score["error_of_images"]
+    return f"{100 * score['mean']:.1f} ± {100 * error:.1f}"
 
 
 def curves(found: Mapping[str, Any], colors: Mapping[str, str]) -> str:
@@ -49,6 +78,11 @@ def curves(found: Mapping[str, Any], colors: Mapping[str, str]) -> str:
         ends = dict[str, tuple[float, float]]()
         for name, color in colors.items():
             row = found["arms"][name]
+            if not row["method"]:  # another library, which is scored at its end
+                place, end, error = _place(found, row, row["steps"]), 100 * row["mean"], 100 * (row["error"] or 0)
+                axes.errorbar(place, end, error or None, color=color, marker="D", markersize=5, capsize=3)
+                ends[name] = place, end
+                continue
             runs = [dict(curve) for curve in row["curves"].values()]
             steps = sorted(set.intersection(*(set(run) for run in runs)))
             if not steps:

@@ -6,6 +6,7 @@ starts. The cells are then a function of plan.json and of the settings.
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -23,6 +24,8 @@ DECIDED = ("method", "seed", "epochs", "resume", "overwrite", "dry_run", "evalua
 """Settings of a run that the comparison decides."""
 RUNGS = (1 / 4, 1 / 2)
 """Shares of the steps after which `halve` stops methods."""
+TRIALS = "trials"
+"""Folder of the trials, and value of `only`."""
 LEAST_POINTS = 4
 """Number of evaluations of which one is at each of `RUNGS`."""
 
@@ -55,10 +58,14 @@ class CompareSettings(TrainingSettings):
     method, such as --mae.size, goes to the runs of this method."""
 
     others: dict[str, str] = Field(default_factory=dict)
-    """programs that train with other libraries, by name: commands with {seed}, {minutes} and {output}, which leave
-    encoder.safetensors in {output}"""
+    """other libraries by name, each as `PYTHON ADAPTER.py`: the Python of its environment, and a file that calls it"""
     beside: tuple[str, ...] = ()
     """encoders to score beside the methods: timm:NAME, a run folder or a weight file"""
+    jobs: str | None = None
+    """submit the trainings to SLURM, each as a job with these options of sbatch, such as
+    --jobs='--gpus-per-node=1 --time=4:00:00'"""
+    only: str | None = None
+    """train only this cell, such as mae-0, or measure only the steps (trials); several machines may share the output"""
 
 
 Own = TypeVar("Own", bound=TrainingSettings)
@@ -127,17 +134,24 @@ def load_settings(
     return settings, {method: _words(rest, method, settings.size) for method in settings.methods}
 
 
-def check_others(settings: CompareSettings) -> None:
-    """Check the names and the commands of other libraries.
+def check_own(settings: CompareSettings) -> None:
+    """Check the settings of this command alone.
 
     Raises:
-        SettingsError: a name or a command cannot be used.
+        SettingsError: a name, an adapter or a cell cannot be used.
     """
     for name, command in settings.others.items():
         if not re.fullmatch(r"[\w.]+", name) or name in METHODS.names():
             raise SettingsError(f"--others: {name!r} is not a new name of letters, digits, dots and underscores.")
-        if missing := [field for field in ("seed", "minutes", "output") if f"{{{field}}}" not in command]:
-            raise SettingsError(f"--others: the command of {name} does not contain {{{missing[0]}}}. Add it.")
+        if len(words := shlex.split(command)) < 2 or not Path(words[-1]).is_file():
+            raise SettingsError(
+                f"--others: {command!r} does not end with an adapter that exists. Give `PYTHON ADAPTER.py` for {name}."
+            )
+    names = [f"{name}-{seed}" for name in (*settings.methods, *settings.others) for seed in range(settings.seeds)]
+    if settings.only not in (None, TRIALS, *names):
+        raise SettingsError(f"--only: there is no cell {settings.only}. Choose {TRIALS} or any of {', '.join(names)}.")
+    if settings.halve and (settings.jobs is not None or settings.only):
+        raise SettingsError("--halve compares trainings on their way, which --jobs and --only keep apart. Remove it.")
 
 
 def _words(rest: Sequence[str], method: str, size: int | None) -> list[str]:
@@ -173,6 +187,11 @@ def check(words: Mapping[str, Sequence[str]]) -> RunConfig:
 def cells(settings: TrainingSettings, plan: Plan) -> list[Cell]:
     """Return all trainings: all methods with seed 0, then all with seed 1, ..."""
     return [Cell(method, seed, plan.steps[method]) for seed in range(settings.seeds) for method in settings.methods]
+
+
+def other_cells(settings: CompareSettings) -> list[tuple[str, int]]:
+    """Return name and seed of all trainings of other libraries."""
+    return [(name, seed) for seed in range(settings.seeds) for name in settings.others]
 
 
 def read_plan(settings: TrainingSettings, words: Mapping[str, Sequence[str]]) -> Plan | None:

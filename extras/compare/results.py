@@ -1,5 +1,6 @@
 """The result of a comparison: accuracies with errors, differences, a verdict, and the compute. It is compare.json."""
 
+import itertools
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -7,13 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.stats import rankdata
 
 from tessera.extras.compare.cells import other_command
 from tessera.extras.compare.compute import spent
 from tessera.extras.compare.correct import PROBE, VIEWS
 from tessera.extras.compare.decision import Arm, Comparison, best, compare_arms
 from tessera.extras.compare.outcomes import BEFORE, RAW, Scored, outcome_file, read_outcomes
-from tessera.extras.compare.plan import Cell, CompareSettings, Plan
+from tessera.extras.compare.plan import Cell, CompareSettings, Plan, other_cells
 from tessera.extras.report.run_folders import read_run
 from tessera.pretrain.config import RunConfig
 
@@ -52,6 +54,7 @@ def results(
     scored: Sequence[Scored],
     config: RunConfig,
     stopped: Mapping[str, Stopped] = {},
+    launcher: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return everything that compare.json holds.
 
@@ -63,27 +66,34 @@ def results(
         scored: encoders whose outcomes are stored.
         config: settings of the first cell.
         stopped: methods that were stopped on the way.
+        launcher: flags of `accelerate launch`.
     """
     outcomes = {one.name: read_outcomes(outcome_file(settings, one)) for one in scored}
     names = list(next(iter(outcomes.values())))
     labels = config.evaluation.val is not None
     decides = PROBE if PROBE in names else names[0]
     of_arm = {one.arm: [other for other in scored if other.arm == one.arm] for one in scored}
-    arms = {
-        arm: Arm(np.stack([outcomes[one.name][decides] for one in members]), random=members[0].random)
-        for arm, members in of_arm.items()
-    }
+    scores: dict[str, dict[str, Arm]] = {name: {} for name in names}
+    for name, arm in itertools.product(names, of_arm):
+        if all(name in outcomes[one.name] for one in of_arm[arm]):
+            own = np.stack([outcomes[one.name][name] for one in of_arm[arm]])
+            scores[name][arm] = Arm(own, random=of_arm[arm][0].random)
+    arms = scores[decides]
     comparisons = compare_arms(arms)
     top, equal = best(arms, comparisons)
     rows, trained = {}, [method for method in words if method not in stopped]
-    for arm, members in of_arm.items():
-        means = {name: float(np.mean([outcomes[one.name][name].mean() for one in members])) for name in names}
-        rows[arm] = _row(arms[arm], means) | {"method": arm in trained}
+    for arm in of_arm:
+        rows[arm] = _row(arms[arm]) | {"method": arm in trained, "trained": arm in trained or arm in settings.others}
+        rows[arm]["scores"] = {name: _row(scores[name][arm]) for name in names if arm in scores[name]}
     metric = {PROBE: "linear_top1", VIEWS: "view_retrieval"}.get(decides, "knn_top1")
     for method in trained:
         runs = {cell.seed: read_run(settings.output / cell.name, cell.name) for cell in done if cell.method == method}
         rows[method]["curves"] = {seed: run.curve(metric) for seed, run in runs.items()}
         rows[method]["steps"], rows[method]["images"] = plan.steps[method], max(_images(run) for run in runs.values())
+    for name in settings.others:
+        found = [spent(settings.output / f"{name}-{seed}") for seed in range(settings.seeds)]
+        for key, values in {"steps": [x.step for x in found if x], "images": [x.images for x in found if x]}.items():
+            rows[name][key] = round(float(np.mean([value or 0 for value in values])))
     halved = [HALVED.format(name, 100 * one.share, 100 * one.score) for name, one in stopped.items()]
     limits = [*halved, *([] if labels else [WITHOUT_LABELS]), *([ONE_SEED] if settings.seeds == 1 else [])]
     return {
@@ -100,16 +110,28 @@ def results(
         "verdict": verdict(decides, arms, comparisons, top, equal, {*words, *settings.others}, labels=labels),
         "limits": limits,
         "stopped": {name: one._asdict() for name, one in stopped.items()},
-        "command": command(top, words, plan, settings) if labels else None,
+        "without_labels": agreement(outcomes, decides) if labels else None,
+        "command": command(top, words, plan, settings, launcher) if labels else None,
         "cost": _cost(settings, plan, done),
     }
+
+
+def agreement(outcomes: Mapping[str, Mapping[str, np.ndarray]], decides: str) -> dict[str, Any] | None:
+    """Return the rank correlation (Spearman) of view retrieval with the deciding score over the trained encoders and
+    those before training, or None if fewer than three have both scores."""
+    pairs = [(own[VIEWS].mean(), own[decides].mean()) for own in outcomes.values() if VIEWS in own]
+    if len(pairs) < 3:
+        return None
+    ranks = rankdata(np.array(pairs), axis=0)
+    value = float(np.corrcoef(ranks.T)[0, 1]) if ranks.std(0).all() else math.nan
+    return {"score": VIEWS, "encoders": len(pairs), "rank_correlation": _number(value)}
 
 
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _row(arm: Arm, means: Mapping[str, float]) -> dict[str, Any]:
+def _row(arm: Arm) -> dict[str, Any]:
     """Return the accuracies of an arm (0 to 1), and twice their standard errors."""
     seeds, images = arm.of_seeds, arm.of_images
     return {
@@ -118,7 +140,6 @@ def _row(arm: Arm, means: Mapping[str, float]) -> dict[str, Any]:
         "error_of_seeds": None if math.isnan(seeds) else 2 * math.sqrt(seeds),
         "error_of_images": 2 * math.sqrt(images),
         "of_seeds": arm.outcomes.mean(1).tolist(),
-        "scores": dict(means),
     }
 
 
@@ -160,38 +181,55 @@ def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def command(top: str, words: Mapping[str, Sequence[str]], plan: Plan, settings: CompareSettings) -> str | None:
-    """Return the command that trains a method as the comparison did, or None if `top` is not trained."""
+def command(
+    top: str, words: Mapping[str, Sequence[str]], plan: Plan, settings: CompareSettings, launcher: Sequence[str] = ()
+) -> str | None:
+    """Return the command that trains a method as the comparison did, or None if `top` is not trained.
+
+    `launcher` holds flags of `accelerate launch`.
+    """
     if top in settings.others:
-        return other_command(top, 0, settings, Path("runs") / top)
+        return shlex.join(other_command(top, 0, next(iter(words.values())), settings, Path("runs") / top))
     if top not in words:
         return None
     every = Cell(top, 0, plan.steps[top]).every(settings.points)
     own = ["--steps", str(plan.steps[top]), "--evaluate_every", str(every), "--output", f"runs/{top}"]
-    return shlex.join(["tessera", "pretrain", *words[top], *own])
+    return shlex.join(["tessera", *_of_user(launcher), "pretrain", *words[top], *own])
+
+
+def _of_user(launcher: Sequence[str]) -> list[str]:
+    """Return flags of `accelerate launch` without the port, which a SLURM job chooses."""
+    kept, skip = list[str](), False
+    for word in launcher:
+        if word.partition("=")[0] != "--main_process_port" and not skip:
+            kept.append(word)
+        skip = word == "--main_process_port"
+    return [] if kept == ["--num_processes", "1"] else kept
 
 
 def _cost(settings: CompareSettings, plan: Plan, done: Sequence[Cell]) -> dict[str, Any]:
     """Return planned and true compute in seconds. All times of compare.json are here."""
-    found, apart = {}, []
-    for cell in done:
-        run = spent(settings.output / cell.name)
-        training = run.per_step * cell.steps if run and run.per_step else None
-        planned = plan.planned.get(cell.method)
-        found[cell.name] = {"planned": planned, "training": training, "total": run.total if run else None}
-        if planned and training and abs(training / planned - 1) > TOLERATED:
-            apart.append((training / planned - 1, cell.name))
+    runs, arms, apart, processes = {}, dict[str, list[float]](), [], 1
+    planned = {cell.name: (cell.method, cell.steps, plan.planned.get(cell.method)) for cell in done}
+    wanted = None if settings.steps else 60 * settings.minutes
+    planned |= {f"{name}-{seed}": (name, None, wanted) for name, seed in other_cells(settings)}
+    for name, (arm, steps, seconds) in planned.items():
+        run = spent(settings.output / name)
+        training = run.per_step * (steps or run.step) if run and run.per_step else None
+        runs[name] = {"planned": seconds, "training": training, "total": run.total if run else None}
+        processes = max(processes, run.processes if run else 1)
+        if training:
+            arms.setdefault(arm, []).append(training)
+        if seconds and training and abs(training / seconds - 1) > TOLERATED:
+            apart.append((training / seconds - 1, name))
     problems = []
     if apart:
         (least, first), (most, last) = min(apart), max(apart)
         problems.append(
-            f"{len(apart)} of {len(done)} trainings took more than {100 * TOLERATED:.0f} % more or less compute than "
+            f"{len(apart)} of {len(runs)} trainings took more than {100 * TOLERATED:.0f} % more or less compute than "
             f"planned, from {100 * least:+.0f} % ({first}) to {100 * most:+.0f} % ({last}). Other work on the machine "
             "changes the speed of its cores."
         )
-    for name in settings.others:
-        for seed in range(settings.seeds):
-            run = spent(settings.output / f"{name}-{seed}")
-            planned = 60 * settings.minutes
-            found[f"{name}-{seed}"] = {"planned": planned, "training": None, "total": run.total if run else None}
-    return {"unit": "GPU" if plan.gpu else "CPU", "runs": found, "problems": problems}
+    means = {arm: float(np.mean(seconds)) for arm, seconds in arms.items()}
+    unit = "GPU" if plan.gpu else "CPU"
+    return {"unit": unit, "processes": processes, "runs": runs, "arms": means, "problems": problems}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tessera.extras.compare.cells import fitting, rung_score
 from tessera.extras.compare.compare import compare, worse_half
@@ -32,8 +34,14 @@ def words(output: Path, *more: str) -> list[str]:
     return [*own, *small, *encoder, *run, *(more or ("--evaluation.val", val, "--steps", "6", "--seeds", "1"))]
 
 
-def start(flags: list[str], log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tessera", "compare", *flags]
+def without(flags: list[str], section: str) -> list[str]:
+    """Return flags without those of the section of a method."""
+    left = [number for number, word in enumerate(flags) if word.startswith(section)]
+    return [word for number, word in enumerate(flags) if number not in left and number - 1 not in left]
+
+
+def start(flags: list[str], log: Path, *launcher: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tessera", *launcher, "compare", *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=log.open("ab"), stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
 
@@ -98,31 +106,38 @@ def test_a_stopped_comparison_saves_its_training_and_is_not_confused_by_other_se
         assert found["cost"]["runs"][f"{method}-0"]["planned"] == pytest.approx(1.2, rel=0.5)
 
 
-PROGRAM = """
-import sys, torch
-from tessera import encoders
-seed, folder = sys.argv[1:]
-assert folder.endswith(f"mine-{seed}")
-torch.manual_seed(int(seed))
-settings = {"image_size": 32, "init": "xavier", "position_init": "sincos"}
-encoders.save(encoders.build("vit_micro", **settings), f"{folder}/encoder.safetensors")
+ADAPTER = """
+import torch
+
+class Adapter:
+    batch_size = 8
+
+    def __init__(self, encoder, task):
+        assert task.size == encoder.image_size
+        self.encoder = encoder
+        self.optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
+
+    def views(self, image):
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+        return [pixels.view(image.height, image.width, 3)[:8, :8].permute(2, 0, 1) / 255]
+
+    def step(self, views, done):
+        assert 0 <= done < 1 and views[0].shape == (8, 3, 8, 8)
+        print("step at", done)
+        self.optimizer.zero_grad()
+        self.encoder(views[0]).pooled.square().sum().backward()
+        self.optimizer.step()
 """
-"""A program of another library: it leaves an encoder that is not trained."""
+"""An adapter of a small library."""
 
 
 @pytest.mark.slow
-def test_halving_stops_one_method_and_another_program_is_scored_beside(tmp_path: Path) -> None:
-    output, log, program = tmp_path / "halved", tmp_path / "log", tmp_path / "mine.py"
-    program.write_text(PROGRAM)
-    mine = f"{sys.executable} {program} {{seed}} {{output}}  # {{minutes}}"
+def test_halving_stops_one_method_and_another_library_is_scored_beside(tmp_path: Path) -> None:
+    output, log, adapter = tmp_path / "halved", tmp_path / "log", tmp_path / "my adapter.py"
+    adapter.write_text(ADAPTER)
     own = ["--evaluation.val", scored_shards()[1], "--steps", "12", "--seeds", "1", "--points", "4", "--halve"]
-    given = words(output, *own, "--others", json.dumps({"mine": mine.partition("  #")[0]}))
-    process = start(given, log)
-    assert process.wait() == 2
-    assert "does not contain {minutes}" in log.read_text()
-    program.write_text(PROGRAM.replace("folder = sys", "folder, _ = sys"))
-    given[-1] = json.dumps({"mine": mine.replace("  #", "")})
-    assert start(given, log).wait() == 0, log.read_text()
+    mine = shlex.join([sys.executable, str(adapter)])
+    assert start(words(output, *own, "--others", json.dumps({"mine": mine})), log).wait() == 0, log.read_text()
     found = json.loads((output / "compare.json").read_text())
     scores = {method: rung_score(output / f"{method}-0", 3) for method in METHODS}
     (worse,) = found["stopped"]
@@ -132,7 +147,31 @@ def test_halving_stops_one_method_and_another_program_is_scored_beside(tmp_path:
     assert list(found["arms"]) == [left, "mine", "before training", "raw pixels"]
     assert records(output / f"{worse}-0")[-1]["step"] < 12 == records(output / f"{left}-0")[-1]["step"]
     assert f"{worse} was stopped after 25 % of its steps" in found["limits"][0]
-    assert found["cost"]["runs"]["mine-0"]["total"] > 0
+    assert log.read_text().count("step at") == 12
+    row = found["arms"]["mine"]
+    assert (row["steps"], row["images"], row["method"], row["trained"]) == (12, 96, False, True)
+    assert 0 < found["cost"]["arms"]["mine"] < found["cost"]["runs"]["mine-0"]["total"]
+    trained, before = (load_file(output / path) for path in ("mine-0/encoder.safetensors", "before/seed-0.safetensors"))
+    assert all(trained[name].shape == value.shape for name, value in before.items())
+    assert any(not trained[name].equal(value) for name, value in before.items())
+
+
+@pytest.mark.slow
+def test_a_training_on_two_processes_counts_the_compute_of_both(tmp_path: Path) -> None:
+    output, log = tmp_path / "two", tmp_path / "log"
+    flags = words(output, "--evaluation.val", scored_shards()[1], "--steps", "8", "--seeds", "1")
+    flags[flags.index("--methods") + 1] = "mae"
+    flags = without(flags, "--lejepa")
+    process = start(flags, log, "--num_processes", "2")
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0, log.read_text()
+    assert "2 process(es)" in log.read_text()
+    found = json.loads((output / "compare.json").read_text())
+    assert found["cost"]["processes"] == 2
+    assert shlex.split(found["command"])[:4] == ["tessera", "--num_processes", "2", "pretrain"]
+    total = found["cost"]["runs"]["mae-0"]["total"]
+    # Two trainers and their launcher import torch, and so does the comparison, which also scores.
+    assert 0.5 * (usage.ru_utime + usage.ru_stime) < total < usage.ru_utime + usage.ru_stime
 
 
 def test_the_worse_half_is_stopped() -> None:
@@ -151,8 +190,11 @@ def test_the_worse_half_is_stopped() -> None:
         (["--mae.mask_ration", "0.5"], "did you mean '--mae.mask_ratio'"),
         (["--steps", "0"], "steps"),
         (["--halve"], "--points of at least 4"),
-        (["--others", '{"a-b": "{seed} {minutes} {output}"}'], "'a-b' is not a new name"),
-        (["--others", '{"mae": "{seed} {minutes} {output}"}'], "'mae' is not a new name"),
+        (["--others", '{"a-b": "python a.py"}'], "'a-b' is not a new name"),
+        (["--others", '{"mae": "python a.py"}'], "'mae' is not a new name"),
+        (["--others", '{"mine": "python missing.py"}'], "does not end with an adapter that exists"),
+        (["--only", "mae-9"], "there is no cell mae-9. Choose trials or any of lejepa-0"),
+        (["--jobs=", "--halve", "--points", "4"], "which --jobs and --only keep apart"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_written(more: list[str], message: str, tmp_path: Path) -> None:
