@@ -5,8 +5,8 @@
 Each method is trained with each seed for equal compute, one training after the other, and scored beside the raw pixels,
 the encoder before training, and the encoders of --beside. A few steps of each method are measured first; they decide
 the number of its steps, so that its schedules end with the minutes. Every training is a normal run folder in --output.
-If the command is stopped or killed, start it again: it goes on where it was. At the end, it writes compare.html and
-compare.json, and compare.md, a table for a document.
+If the command is stopped or killed, start it again: it goes on where it was. At the end, it writes compare.html,
+compare.json and compare.md, a table for a document.
 
 With --jobs, the trainings are submitted to SLURM. `tessera --num_processes 2 compare` trains on two processes.
 """

@@ -1,8 +1,6 @@
 """The cells of a comparison as SLURM jobs: what is submitted, and a comparison on a cluster."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -89,24 +87,17 @@ def test_the_jobs_submit_no_further_jobs(given: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_jobs_on_a_cluster_are_requeued_and_write_the_result(cluster: Cluster, tmp_path: Path) -> None:
+def test_jobs_on_a_cluster_are_requeued_and_write_the_result(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output, steps = tmp_path / "jobs", 80
-    own = [
-        "--evaluation.val",
-        scored_shards()[1],
-        "--steps",
-        str(steps),
-        "--seeds",
-        "1",
-        "--evaluation.view_images",
-        "0",
-    ]
+    own = ["--evaluation.val", scored_shards()[1], "--steps", str(steps), "--seeds", "1"]
     flags = words(output, *own)
     flags[flags.index("--methods") + 1] = "mae"
     flags = without(flags, "--lejepa")
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = cluster.run(sys.executable, "-m", "tessera", "compare", *flags, f"--jobs={OPTIONS}", **environment)
-    assert done.returncode == 0, done.stderr
+    for name, value in (cluster.environment | {"OMP_NUM_THREADS": "1"}).items():
+        monkeypatch.setenv(name, value)
+    compare([*flags, f"--jobs={OPTIONS}"])
     first, result = json.loads((output / "submitted" / "jobs.json").read_text())["jobs"]
     logs = [output / "submitted" / f"{job['name']}-{job['id']}.log" for job in (first, result)]
     metrics = output / "mae-0" / "metrics.jsonl"
