@@ -398,7 +398,8 @@ def test_recomputed_activations_change_nothing(variant):
 
 
 COMPILED = [
-    *((variant, recompute, False) for variant in MICRO for recompute in (False, True)),
+    ("vit_micro", False, False),
+    *((variant, True, False) for variant in MICRO),  # the forward pass compiles as without recomputation
     *((variant, "selective", False) for variant in ("vit_micro", "rope_vit_micro")),
     *(
         (variant, recompute, True)
@@ -457,8 +458,8 @@ def test_compiled_blocks_change_nothing(variant, recompute, skip_dropped, monkey
     if not skip_dropped:  # otherwise, the number of images that keep a branch differs from block to block
         assert graphs.symbolic == 0
         assert graphs.count == first, "the second step compiled again"
-    # what a block reads of its images was computed before; only attention by runs is not compiled
-    assert all("torch.compiler.disable" in reason for reason in counters["graph_break"])
+    else:  # what a block reads of its images was computed before; only attention by runs is not compiled
+        assert all("torch.compiler.disable" in reason for reason in counters["graph_break"])
     torch.compiler.reset()
 
 
