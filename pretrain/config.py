@@ -416,6 +416,8 @@ def with_older_defaults(saved: Mapping[str, Any]) -> dict[str, Any]:
     section = values.get(name) if isinstance(name, str) else None
     if isinstance(section, Mapping) and "grayscale" in section:  # a method with the settings of `data.colors`
         older[str(name)] = {"colors": "rgb", "noise": 0.0, "band_drop": 0.0}
+    if isinstance(section, Mapping) and "decoder_depth" in section:  # MAE
+        older[str(name)] = {"light_decoder": False}
     for name, defaults in older.items():
         if isinstance(values.get(name), Mapping):
             values[name] = defaults | dict(values[name])

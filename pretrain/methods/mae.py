@@ -28,6 +28,7 @@ from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.methods.narrow import NarrowTransformer
 from tessera.pretrain.monitoring.collapse import column_sums, column_variance, effective_rank, variance_of
 from tessera.pretrain.optim.adamw import OptimConfig
+from tessera.runtime.settings import Derived, derived
 
 NO_CONTRAST = 0.01
 """All patches count as equal if `target_contrast` is at most this value, which allows for rounding errors."""
@@ -53,11 +54,15 @@ class MAEConfig(RandomCropConfig):
     encoder can drop tokens"""
     normalize_targets: bool = True
     """normalise the pixels of each target patch by their mean and standard deviation"""
+    light_decoder: Derived[bool] = derived()
+    """if the encoder has fewer than 12 blocks, derive a decoder of one block and half the encoder's width; default:
+    true for fewer than 100,000 images"""
     decoder_dim: int | None = Field(default=None, ge=4, multiple_of=4)
-    """width of the decoder; default: the encoder's width rounded down to a multiple of 32, at most 512"""
+    """width of the decoder; default: the encoder's width, or half of it with a light decoder, rounded down to a
+    multiple of 32, at most 512"""
     decoder_depth: int | None = Field(default=None, ge=0)
-    """number of decoder blocks; 0: the decoder is one linear layer; default: 0 if `drop` is false, else 8, or 2 for
-    encoders with fewer than 12 blocks"""
+    """number of decoder blocks; 0: the decoder is one linear layer; default: 0 if `drop` is false, else 8, or for
+    encoders with fewer than 12 blocks 2, or 1 with a light decoder"""
     decoder_heads: int | None = Field(default=None, ge=1)
     """number of attention heads of the decoder; default: one head per 32 channels of the decoder's width"""
     native: bool = False
@@ -74,7 +79,7 @@ def resolve(config: MAEConfig, optim: OptimConfig, size: RunSize) -> tuple[MAECo
     """Return the settings of MAE and of the optimizer. Missing settings get the values of the published recipe.
 
     The published warm-up is 40 of 800 epochs. Shorter runs have a shorter warm-up. Small data sets have a higher
-    learning rate (docs/results.md).
+    learning rate and a light decoder (docs/results.md).
     """
     defaults = {
         "lr": 1.5e-4 if size.large else size.small_lr(4e-3),
@@ -86,8 +91,10 @@ def resolve(config: MAEConfig, optim: OptimConfig, size: RunSize) -> tuple[MAECo
         "betas": (0.9, 0.95),
         "clip": 0.0,
     }
-    smallest = {"smallest_size": config.size} if config.native else {}
-    return config.filled(smallest), optim.filled(defaults)
+    own: dict[str, Any] = {"light_decoder": not size.large}
+    if config.native:
+        own["smallest_size"] = config.size
+    return config.filled(own), optim.filled(defaults)
 
 
 def make_decoder(encoder: Encoder, config: MAEConfig, *, drop: bool) -> NarrowTransformer:
@@ -98,9 +105,11 @@ def make_decoder(encoder: Encoder, config: MAEConfig, *, drop: bool) -> NarrowTr
     Raises:
         ValueError: the width is not a multiple of the number of heads, or the depth is 0 and `drop` is true.
     """
-    usual = (8 if len(encoder.blocks) >= 12 else 2) if drop else 0
+    light = config.light_decoder and len(encoder.blocks) < 12
+    usual = (8 if len(encoder.blocks) >= 12 else 1 if light else 2) if drop else 0
     depth = usual if config.decoder_depth is None else config.decoder_depth
-    width = config.decoder_dim or min(max(encoder.dim // 32 * 32, 32), 512)
+    share = encoder.dim // 2 if light else encoder.dim
+    width = config.decoder_dim or min(max(share // 32 * 32, 32), 512)
     heads = config.decoder_heads or max(width // 32, 1)
     if depth and width % heads:
         raise ValueError(f"mae.decoder_dim {width} is not a multiple of mae.decoder_heads {heads}. Change one of them.")

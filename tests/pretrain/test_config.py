@@ -397,6 +397,15 @@ def test_colour_settings_that_need_rgb_are_left_out_and_a_run_repeats(tmp_path):
         resolve(load([*SHARDS, "--method", "dino", *gray, "--dino.hue", "0.1"]), 100_000)
 
 
+def test_a_run_of_an_earlier_version_keeps_the_decoder_of_mae(tmp_path):
+    config = resolve(load([*SHARDS, "--method", "mae"]), 4809)
+    assert config.mae.light_decoder
+    older = yaml.safe_load(to_yaml(config))
+    del older["mae"]["light_decoder"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
+    assert not resolve(load([*SHARDS, "--config", str(tmp_path / "config.yaml")]), 4809).mae.light_decoder
+
+
 def test_pictures_show_bands_that_exist():
     words = [*SHARDS, "--data.channels", "5", "--data.mean", "0.5,0.5,0.5,0.5,0.5", "--data.std", "1,1,1,1,1"]
     assert resolve(load([*words, "--evaluation.bands", "5,3,2"]), 100_000).evaluation.bands == (5, 3, 2)

@@ -12,7 +12,7 @@ from tessera.data.augment import to_model_input
 from tessera.data.batch import Batch
 from tessera.data.collate import collate
 from tessera.encoders.images import Mask, PackedImages, pack
-from tessera.pretrain.methods.mae import MAE, MAEConfig, mae_loss, resolve
+from tessera.pretrain.methods.mae import MAE, MAEConfig, mae_loss, make_decoder, resolve
 from tessera.pretrain.methods.method import RunSize
 from tessera.pretrain.optim.adamw import OptimConfig
 from tests.views import batch_of
@@ -123,12 +123,19 @@ def test_loss_and_gradients_equal_those_of_transformers(normalize: bool) -> None
         torch.testing.assert_close(grad, expected_grad.view_as(grad), rtol=1e-4, atol=1e-5, msg=lambda t, n=ours: n + t)
 
 
-def test_small_data_has_mean_pooling_and_a_higher_learning_rate() -> None:
+def test_small_data_has_mean_pooling_a_light_decoder_and_a_higher_learning_rate() -> None:
     small = RunSize(4809, 64, 1000)
     config, optim = resolve(MAEConfig(), OptimConfig(), small)
     assert optim.scaled_lr(64) == pytest.approx(4e-3 * (64 / 1024) ** 0.5, rel=1e-2)
     assert MAE.encoder_defaults(config, "vit_micro", small)["pool"] == "mean"
     assert "pool" not in MAE.encoder_defaults(config, "vit_micro", PUBLISHED)
+    published, _ = resolve(MAEConfig(), OptimConfig(), PUBLISHED)
+    expected = {(config, 2): (1, 64), (published, 2): (2, 128), (config, 12): (8, 128), (published, 12): (8, 128)}
+    for (settings, depth), size in expected.items():  # blocks of the encoder -> blocks and width of the decoder
+        encoder = encoders.build("vit_micro", **(TINY | {"dim": 128, "depth": depth}))
+        decoder = make_decoder(encoder, settings, drop=True)
+        assert (len(decoder.blocks), decoder.pred.in_features) == size
+        assert not make_decoder(encoder, settings, drop=False).blocks
 
 
 def test_published_parameter_counts_of_encoder_and_decoder() -> None:
