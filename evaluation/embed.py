@@ -48,6 +48,9 @@ from tessera.runtime.processes import make_accelerator
 
 Arrays = dict[str, np.ndarray]
 
+UNRELATED = {"workers", "batch_size", "data", "source", "checkpoint"}
+"""Settings that do not change the features, apart from the data and the encoder, which are described by content."""
+
 
 class EmbedSettings(FeatureSettings):
     """Encode all images, and write the features to a file."""
@@ -170,33 +173,51 @@ def _numbered(output: Path, number: int) -> Path:
 
 
 def _prepare(output: Path, settings: EmbedSettings, encoder: Encoder, shards: Source, *, main: bool) -> None:
-    """Make the folder of the output. If there are several files, also check or write the settings of the files.
-
-    Files of an earlier command are kept only if settings, weights, and the names and sizes of the shards are equal.
-    """
+    """Make the folder of the output. If there are several files, also check or write the settings of the files."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         if settings.images_per_file is None:
             return
-        weights = hashlib.sha256()
-        for tensor in encoder.state_dict().values():
-            weights.update(tensor.contiguous().cpu().numpy().tobytes())
-        ignored = {"workers", "batch_size", "data", "source", "checkpoint"}
-        own = json.loads(settings.model_dump_json(exclude=ignored)) | {"weights": weights.hexdigest()[:16]}
-        shards_of = zip(shards.shards, shards.counts, shards.sizes, strict=True)
-        own["shards"] = [[shard.name, int(count), int(size)] for shard, count, size in shards_of]
-        own["images"] = shards.content()
-        description = output.with_suffix(".json")
-        if description.exists() and _read(description) != own:
-            raise EvaluationError(
-                f"{description} does not belong to these settings and images. Choose another --output, or delete this "
-                f"file and the files {output.stem}-*{output.suffix}."
-            )
-        if main and not description.exists():
-            with atomic_write(description) as temporary:
-                temporary.write_text(json.dumps(own, indent=2) + "\n")
+        own = json.loads(settings.model_dump_json(exclude=UNRELATED))
+        claim(output.with_suffix(".json"), own, encoder, shards, f"{output.stem}-*{output.suffix}", main=main)
     except OSError as error:
         raise EvaluationError(f"Cannot write --output {output}: {error.strerror}. Choose another file.") from error
+
+
+def claim(
+    description: Path, settings: dict[str, Any], encoder: Encoder, shards: Source, files: str, *, main: bool
+) -> None:
+    """Check that the files of an earlier command belong to this one, or write the description of new files.
+
+    Files are kept only if settings, weights, and the names and sizes of the shards are equal.
+
+    Args:
+        description: JSON file beside the files.
+        settings: settings that change the files.
+        encoder: encoder whose weights change the files.
+        shards: opened images.
+        files: pattern of the names of the files, for the message.
+        main: True on the process that writes the description.
+
+    Raises:
+        EvaluationError: the files belong to other settings or images.
+        OSError: the description cannot be written.
+    """
+    weights = hashlib.sha256()
+    for tensor in encoder.state_dict().values():
+        weights.update(tensor.contiguous().cpu().numpy().tobytes())
+    own = settings | {"weights": weights.hexdigest()[:16]}
+    shards_of = zip(shards.shards, shards.counts, shards.sizes, strict=True)
+    own["shards"] = [[shard.name, int(count), int(size)] for shard, count, size in shards_of]
+    own["images"] = shards.content()
+    if description.exists() and _read(description) != own:
+        raise EvaluationError(
+            f"{description} does not belong to these settings and images. Choose another --output, or delete this "
+            f"file and the files {files}."
+        )
+    if main and not description.exists():
+        with atomic_write(description) as temporary:
+            temporary.write_text(json.dumps(own, indent=2) + "\n")
 
 
 def _read(path: Path) -> Any:

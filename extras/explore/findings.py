@@ -28,7 +28,7 @@ class Findings:
     class_names: list[str]
     """Names of the K classes; empty if the classes have no names."""
     features: np.ndarray
-    """Features (N, D) float32 of length 1."""
+    """Whitened features (N, D) float32 of length 1."""
     scores: dict[str, np.ndarray] = field(default_factory=dict)
     """Scores (N,) float32 by name, such as `outlier`."""
     flags: dict[str, np.ndarray] = field(default_factory=dict)
@@ -38,9 +38,11 @@ class Findings:
     medoids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """Index of the image nearest to the centre of each cluster (C,) int64."""
     pairs: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int64))
-    """Indices of the two images of each near-copy (P, 2) int64, most similar first."""
+    """Indices of the two images of each near-copy (P, 2) int64, the pair of the largest margin first."""
     pair_similarity: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     """Cosine similarity of each pair (P,) float32."""
+    pair_margin: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    """Margin of each pair (P,) float32: similarity minus the density around both images (`copies`)."""
     pair_kind: np.ndarray = field(default_factory=lambda: np.empty(0, np.int8))
     """Kind of each pair (P,) int8: `WITHIN_DATA`, `ACROSS` or `WITHIN_VAL`."""
     notes: dict[str, Any] = field(default_factory=dict)
