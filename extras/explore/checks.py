@@ -9,6 +9,8 @@ from tessera.extras.explore.neighbours import faiss
 
 DISTANT = 10
 """Number k of the neighbour whose distance is the score of an outlier."""
+OUTLYING = 0.01
+"""Share of the images that are flagged as outliers."""
 LEAST_DEVIATION = 0.01
 """A blank image has a smaller standard deviation of its pixels, which run from 0 to 1, in each channel."""
 LEAST_PRESENT = 0.05
@@ -22,15 +24,16 @@ TEMPERATURE = 0.07
 def outliers(similarity: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the distance of each image to its k-th neighbour (N,), and the mask (N,) of the outliers.
 
-    The distance is 1 minus the similarity. An outlier lies above the third quartile by more than 1.5 times the
-    interquartile range (Tukey's fence).
+    The distance is 1 minus the similarity. The outliers are the share `OUTLYING` of the images with the largest
+    distances. The features give no scale on which an image would be an outlier by itself.
     """
     existing = np.isfinite(similarity).sum(1)
     place = np.minimum(DISTANT, np.maximum(existing, 1)) - 1
     distance = 1 - np.take_along_axis(similarity, place[:, None], 1)[:, 0]
     distance = np.where(np.isfinite(distance), distance, 0).astype(np.float32)
-    low, high = np.quantile(distance, [0.25, 0.75])
-    return distance, distance > high + 1.5 * (high - low)
+    chosen = np.zeros(len(distance), bool)
+    chosen[np.argsort(-distance, kind="stable")[: int(OUTLYING * len(distance))]] = True
+    return distance, chosen
 
 
 def blank(deviation: np.ndarray, present: np.ndarray) -> np.ndarray:
@@ -47,7 +50,7 @@ def tiny(sizes: np.ndarray) -> np.ndarray:
 def doubtful_labels(
     similarity: np.ndarray, number: np.ndarray, labels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, dict[int, float]]:
-    """Return the score (N,) and the mask (N,) of labels that the neighbours contradict, and the agreement of each class.
+    """Return the score (N,) and the mask (N,) of labels that the neighbours contradict, and each class's agreement.
 
     The neighbours' votes estimate the probability of each class. As in confident learning (1911.00068), a class is
     likely if its probability is at least the mean of this probability over the images of the class. A label is doubtful

@@ -114,7 +114,9 @@ def _part(
     options = settings.options() | {"part": part, "labels": labelled, "feature": described}
     found = extract(encoder, shards, accelerator, **options)
     side = min(SIDE, settings.facts(encoder)["image_size"])
-    features, facts, small = found.features.split([found.features.shape[1] - FACTS - 3 * side**2, FACTS, 3 * side**2], 1)
+    features, facts, small = found.features.split(
+        [found.features.shape[1] - FACTS - 3 * side**2, FACTS, 3 * side**2], 1
+    )
     pixels = (small.view(-1, 3, side, side) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
     encoded = [_jpeg(one) for one in pixels]
     sizes = _stored_bytes(shards, part)

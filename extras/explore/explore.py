@@ -2,9 +2,9 @@
 
     tessera explore ENCODER --data SHARDS [--val SHARDS] --output FOLDER
 
-FOLDER/findings.parquet has a row for each image: its key, its set, and its flags and scores. FOLDER/pairs.parquet has
-the near-copies. FOLDER/findings.json has the numbers that are printed. FOLDER/index.html is a map of the images.
-FOLDER/work holds the features: a command that was stopped goes on there.
+FOLDER/findings.parquet has a row for each image of --data: its key, its flags and its scores. FOLDER/val.parquet has
+those of --val, and FOLDER/pairs.parquet the near-copies. FOLDER/findings.json has the numbers that are printed.
+FOLDER/index.html is a map of the images. FOLDER/work holds the features: a command that was stopped goes on there.
 
 The processes of `tessera --num_processes N explore` share the encoding and the search. The rest runs on the first one.
 
@@ -16,6 +16,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ def run(settings: ExploreSettings) -> Findings | None:
         ShardError: the shards cannot be read.
     """
     faiss(), pyarrow()
+    if find_spec("umap") is None:
+        raise EvaluationError('The map needs umap-learn. Install it: pip install "tessera-ssl[explore]"')
     accelerator, work = make_accelerator(), settings.output / "work"
     encoder, _ = load_encoder(settings)
     encoder.to(accelerator.device)
@@ -85,7 +88,8 @@ def run(settings: ExploreSettings) -> Findings | None:
             for name, one in zip(("data", "val"), sets, strict=False)
         ]
         digest, transform = (
-            broadcast_object(_write_features(paths, work), group) if accelerator.is_main_process
+            broadcast_object(_write_features(paths, work), group)
+            if accelerator.is_main_process
             else broadcast_object(None, group)
         )
         features = np.load(work / "features.npy", mmap_mode="r")
@@ -182,7 +186,9 @@ def _findings(
     calibration: tuple[np.ndarray, list[str]],
 ) -> Findings:
     """Return the findings about all images."""
-    per_set = [{name: joined(one, name) for name in ("keys", "labels", "deviation", "present", "bytes")} for one in paths]
+    per_set = [
+        {name: joined(one, name) for name in ("keys", "labels", "deviation", "present", "bytes")} for one in paths
+    ]
     facts = {name: np.concatenate([one[name] for one in per_set]) for name in per_set[0]}
     which = np.concatenate([np.full(len(one["labels"]), n, np.int8) for n, one in enumerate(per_set)])
     similarity, number = found
@@ -244,13 +250,18 @@ def _knn(findings: Findings) -> dict[str, float] | None:
     if not of_data.any() or not of_val.any():
         return None
     bank, queries = (
-        LabelledFeatures(torch.from_numpy(findings.features[one]), torch.from_numpy(labels[one])) for one in (of_data, of_val)
+        LabelledFeatures(torch.from_numpy(findings.features[one]), torch.from_numpy(labels[one]))
+        for one in (of_data, of_val)
     )
     k = min(K, len(bank.labels))
     classes = int(labels.max()) + 1
     right = (knn_ranks(bank, queries, [k], classes=classes)[k] < 1).numpy()
     clean = ~findings.flags["leak"][of_val]
-    return {"k": k, "all": float(right.mean()), "without_leaks": float(right[clean].mean()) if clean.any() else float("nan")}
+    return {
+        "k": k,
+        "all": float(right.mean()),
+        "without_leaks": float(right[clean].mean()) if clean.any() else float("nan"),
+    }
 
 
 def _write(findings: Findings, paths: Sequence[list[Path]], output: Path) -> None:

@@ -80,8 +80,8 @@ def search(
 ) -> Neighbours:
     """Return the cosine similarities (N, K) float32 and indices (N, K) int64 of the nearest images of each image.
 
-    An image is no neighbour of itself. If there are fewer than K other images, the rest have the similarity -inf and the
-    index -1. Collective: each process searches some of the blocks, and all of them return the result.
+    An image is no neighbour of itself. If there are fewer than K other images, the rest have the similarity -inf and
+    the index -1. Collective: each process searches some of the blocks, and all of them return the result.
 
     Args:
         features: features (N, D) float32 of length 1, equal on all processes.

@@ -26,7 +26,9 @@ def planted(encoder: Encoder, images: Tensor) -> Tensor:
     The strength of a change depends only on the pixels of the image.
     """
     form = {"device": images.device, "dtype": torch.float32}
-    mean, std = (torch.tensor(v, **form).view(-1, 1, 1) for v in (encoder.preprocessing.mean, encoder.preprocessing.std))
+    mean, std = (
+        torch.tensor(v, **form).view(-1, 1, 1) for v in (encoder.preprocessing.mean, encoder.preprocessing.std)
+    )
     copies: list[list[Tensor]] = [[] for _ in KINDS]
     for image in unit(images, encoder.preprocessing):
         values = image.nan_to_num(0.0).clamp(0, 1)

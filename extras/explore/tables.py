@@ -28,7 +28,11 @@ def pyarrow() -> tuple[Any, Any]:
 
 
 def write_tables(findings: Findings, output: Path) -> None:
-    """Write OUTPUT/findings.parquet with a row for each image, and OUTPUT/pairs.parquet with a row for each near-copy."""
+    """Write OUTPUT/findings.parquet with a row for each image of the data set, val.parquet for the validation set, and
+    pairs.parquet with a row for each near-copy.
+
+    A run leaves out images by their keys (`data.exclude`), and both sets may have the same keys.
+    """
     keys, names = np.array(findings.keys, dtype=object), np.array(findings.class_names, dtype=object)
     medoid = np.zeros(len(keys), bool)
     medoid[findings.medoids] = True
@@ -36,9 +40,18 @@ def write_tables(findings: Findings, output: Path) -> None:
     if len(names):
         images["class"] = np.where(findings.labels >= 0, names[findings.labels], None)
     images |= findings.flags | {f"{name}_score": values for name, values in findings.scores.items()}
-    _write(output / "findings.parquet", images | {"cluster": findings.cluster, "medoid": medoid})
+    images |= {"cluster": findings.cluster, "medoid": medoid}
+    for part, name in ((DATA, "findings"), (VAL, "val")):
+        rows = findings.sets == part
+        if rows.any():
+            _write(output / f"{name}.parquet", {column: values[rows] for column, values in images.items()})
     first, second = findings.pairs.T
-    pairs = {"key": keys[first], "set": images["set"][first], "other_key": keys[second], "other_set": images["set"][second]}
+    pairs = {
+        "key": keys[first],
+        "set": images["set"][first],
+        "other_key": keys[second],
+        "other_set": images["set"][second],
+    }
     pairs |= {"similarity": findings.pair_similarity, "margin": findings.pair_margin}
     _write(output / "pairs.parquet", pairs)
 

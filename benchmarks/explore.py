@@ -1,0 +1,147 @@
+"""Findings of `tessera explore` against what was planted: copies, wrong labels, and perceptual hashes as a baseline.
+
+    python benchmarks/explore.py copies SHARDS FOLDER      # FOLDER/copies.tar: 2,000 images and 200 copies of them
+    python benchmarks/explore.py labels SHARDS FOLDER      # FOLDER/labels.tar: 2 % of the labels are wrong
+    tessera explore ENCODER --data FOLDER/copies.tar --output FOUND
+    python benchmarks/explore.py score FOLDER FOUND        # found and precision, from FOUND/findings.parquet
+    python benchmarks/explore.py hashes FOLDER             # the same for hashes of imagehash
+
+The copies are made with Pillow, independently of the copies that `tessera explore` plants to measure its recall.
+"""
+
+import io
+import json
+import sys
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pandas
+from PIL import Image, ImageEnhance, ImageOps
+
+from tessera.data.shards import open_shards
+
+IMAGES, COPIES, WRONG = 2000, 200, 0.02
+KINDS = ("re-encoded", "mirrored", "cropped", "recoloured")
+Row = tuple[str, bytes, int]
+
+
+def copy_of(image: Image.Image, kind: str, rng: np.random.Generator) -> bytes:
+    """Return a changed copy of an image as a JPEG."""
+    quality = 75
+    if kind == "re-encoded":
+        quality = int(rng.integers(25, 60))
+        image = image.resize((image.width * 3 // 4, image.height * 3 // 4), Image.Resampling.LANCZOS)
+    elif kind == "mirrored":
+        image = ImageOps.mirror(image)
+    elif kind == "cropped":
+        part = rng.uniform(0.7, 0.9) ** 0.5
+        width, height = int(image.width * part), int(image.height * part)
+        left, top = (int(rng.integers(0, most + 1)) for most in (image.width - width, image.height - height))
+        image = image.crop((left, top, left + width, top + height))
+    else:
+        for enhance in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
+            image = enhance(image).enhance(float(rng.uniform(0.6, 1.4)))
+        balance = np.asarray(image) * rng.uniform(0.8, 1.2, 3)
+        image = Image.fromarray(balance.clip(0, 255).astype(np.uint8))
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=quality)
+    return file.getvalue()
+
+
+def read(shards: str, images: int | None, rng: np.random.Generator) -> list[Row]:
+    """Return name, encoded image and label of some images, or of all."""
+    opened = open_shards(shards)
+    chosen = np.arange(opened.images) if images is None else rng.choice(opened.images, images, replace=False)
+    return [(f"image{n:05d}", bytes(opened.image(int(n))), opened.label(int(n))) for n in chosen]
+
+
+def write(path: Path, rows: list[Row], truth: dict[str, tuple[str, str]]) -> None:
+    """Write a shard, and what was planted in it: name of an image -> name of its original or its label, and kind."""
+    with tarfile.open(path, "w") as tar:
+        for name, image, label in rows:
+            for ending, content in (("jpg", image), ("cls", str(label).encode())):
+                member = tarfile.TarInfo(f"{name}.{ending}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    path.with_suffix(".json").write_text(json.dumps(truth))
+
+
+def copies(shards: str, folder: Path) -> None:
+    """Plant `COPIES` copies in `IMAGES` images."""
+    rng = np.random.default_rng(0)
+    rows, truth = read(shards, IMAGES, rng), {}
+    for number, original in enumerate(rng.choice(IMAGES, COPIES, replace=False)):
+        kind, (name, image, label) = KINDS[number * len(KINDS) // COPIES], rows[original]
+        changed = copy_of(Image.open(io.BytesIO(image)).convert("RGB"), kind, rng)
+        rows.append((f"copy{number:03d}", changed, label))
+        truth[rows[-1][0]] = (name, kind)
+    write(folder / "copies.tar", [rows[n] for n in rng.permutation(len(rows))], truth)
+
+
+def labels(shards: str, folder: Path) -> None:
+    """Give `WRONG` of all images the label of another class."""
+    rng = np.random.default_rng(0)
+    rows, truth = read(shards, None, rng), {}
+    classes = 1 + max(label for *_, label in rows)
+    for n in rng.choice(len(rows), round(WRONG * len(rows)), replace=False):
+        name, image, label = rows[n]
+        rows[n] = (name, image, int(label + rng.integers(1, classes)) % classes)
+        truth[name] = (str(label), "wrong label")
+    write(folder / "labels.tar", rows, truth)
+
+
+def stem(key: str) -> str:
+    return key.rpartition("/")[2]
+
+
+def score(folder: Path, found: Path) -> None:
+    """Print how much of what was planted is found, and the precision."""
+    images = pandas.read_parquet(found / "findings.parquet")
+    if "copy" in "".join(images["key"].map(stem)):
+        pairs = pandas.read_parquet(found / "pairs.parquet")
+        score_pairs([*zip(pairs["key"].map(stem), pairs["other_key"].map(stem), strict=True)], folder)
+        print("recall by the command:", json.loads((found / "findings.json").read_text())["recall"])
+        return
+    truth = json.loads((folder / "labels.json").read_text())
+    wrong = images["key"].map(stem).isin(truth)
+    flagged = images["label_doubt"]
+    hits = int((flagged & wrong).sum())
+    print(f"wrong labels: {hits} of {wrong.sum()} found, {hits / max(flagged.sum(), 1):.1%} of {flagged.sum()} flagged")
+    first = images.assign(wrong=wrong).nlargest(int(wrong.sum()), "label_doubt_score")
+    print(f"among the {wrong.sum()} largest scores: {int(first['wrong'].sum())}")
+
+
+def score_pairs(pairs: list[tuple[str, str]], folder: Path) -> None:
+    """Print how many planted copies are among the pairs, the most similar pairs first."""
+    truth = json.loads((folder / "copies.json").read_text())
+    planted = {frozenset((copy, original)): kind for copy, (original, kind) in truth.items()}
+    for name, some in ((f"the first {COPIES}", pairs[:COPIES]), ("all", pairs)):
+        kinds = Counter(planted[frozenset(pair)] for pair in some if frozenset(pair) in planted)
+        hits = sum(kinds.values())
+        of_kinds = ", ".join(f"{kind} {kinds[kind]}" for kind in KINDS)
+        print(f"{name} of {len(pairs)} pairs: {hits} found ({of_kinds}), precision {hits / max(len(some), 1):.1%}")
+
+
+def hashes(folder: Path) -> None:
+    """Print the same for hashes of imagehash: all pairs of at most the usual number of different bits."""
+    import imagehash
+
+    opened = open_shards(str(folder / "copies.tar"))
+    read = [Image.open(io.BytesIO(bytes(opened.image(n)))) for n in range(opened.images)]
+    names = [stem(opened.name(n)) for n in range(opened.images)]
+    for name, most in (("phash", 10), ("dhash", 10), ("whash", 10)):
+        bits = np.stack([getattr(imagehash, name)(image).hash.flatten() for image in read]).astype(np.int32)
+        different = bits @ (1 - bits).T + (1 - bits) @ bits.T
+        row, column = np.nonzero(np.triu(different <= most, 1))
+        order = np.argsort(different[row, column], kind="stable")
+        print(name, f"at most {most} bits:")
+        score_pairs([(names[row[n]], names[column[n]]) for n in order], folder)
+
+
+if __name__ == "__main__":
+    step, *given = sys.argv[1:]
+    {"copies": copies, "labels": labels, "score": score, "hashes": hashes}[step](
+        *[value if step in ("copies", "labels") and n == 0 else Path(value) for n, value in enumerate(given)]
+    )

@@ -1,0 +1,173 @@
+"""The command on images with planted copies. The features are pixels, so that the tests need no trained encoder."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+pytest.importorskip("faiss")
+pytest.importorskip("umap")
+
+from tessera.data.exclude import read_names
+from tessera.evaluation.embed import EmbedSettings
+from tessera.evaluation.embed import run as embed
+from tessera.evaluation.features import EvaluationError
+from tessera.extras.explore import embedding, explore
+from tessera.extras.explore.explore import ExploreSettings, run
+from tessera.extras.explore.findings import ACROSS, WITHIN_DATA
+from tessera.extras.explore.thumbnails import Thumbnails
+from tests.data.batches import write_tar
+from tests.pretrain.small import on_processes
+
+IMAGES, SIDE, PORT = 150, 16, 29871
+BLANK, COPY, MIRROR = 7, IMAGES, IMAGES + 1
+"""Index of a blank image, and of copies of the images 3 and 5 at the end of the data set."""
+
+
+def encoded(pixels, quality=95):
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=quality)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """A data set of 152 images in two shards, two of them copies, and a validation set of 20 with a copy of image 9."""
+    folder, rng = tmp_path_factory.mktemp("photographs"), np.random.default_rng(0)
+    coarse = rng.integers(0, 256, (IMAGES + 19, 4, 4, 3), dtype=np.uint8)
+    images = [np.asarray(Image.fromarray(one).resize((SIDE, SIDE), Image.Resampling.BICUBIC)) for one in coarse]
+    images[BLANK] = np.full((SIDE, SIDE, 3), 90, np.uint8)
+    data, val = images[:IMAGES], images[IMAGES:]
+    files = [encoded(one) for one in data] + [encoded(data[3], 60), encoded(data[5][:, ::-1].copy())]
+    samples = [(f"d{n:03d}", file, n % 3) for n, file in enumerate(files)]
+    for number, part in enumerate((samples[:80], samples[80:])):
+        write_samples(folder / f"data-{number}.tar", part)
+    files = [encoded(one) for one in val] + [encoded(data[9], 70)]
+    write_samples(folder / "val.tar", [(f"d{n:03d}", file, n % 3) for n, file in enumerate(files)])
+    return folder
+
+
+def write_samples(path, samples):
+    write_tar(
+        path,
+        [(f"{key}.{e}", c) for key, file, label in samples for e, c in (("jpg", file), ("cls", f"{label}".encode()))],
+    )
+
+
+def settings(photographs, output, **others):
+    given = {"checkpoint": "pixels", "image_size": SIDE, "workers": 0, "data": str(photographs / "data-{0..1}.tar")}
+    return ExploreSettings(**given | {"val": str(photographs / "val.tar"), "output": output} | others)
+
+
+@pytest.fixture(scope="module")
+def explored(photographs, tmp_path_factory):
+    """The findings, and their folder. Parts are small, so that there are several."""
+    output = tmp_path_factory.mktemp("found")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedding, "IMAGES", 64)
+        patch.setattr(explore, "write_page", lambda findings, thumbnails, output: output / "index.html")
+        found = run(settings(photographs, output))
+    return found, output
+
+
+def test_planted_copies_and_leaks_are_the_pairs(explored):
+    found, _ = explored
+    kinds = {tuple(pair): kind for pair, kind in zip(found.pairs.tolist(), found.pair_kind.tolist(), strict=True)}
+    leaked = len(found.keys) - 1
+    assert kinds[3, COPY] == WITHIN_DATA
+    assert kinds[5, MIRROR] == WITHIN_DATA
+    assert kinds[9, leaked] == ACROSS
+    assert len(kinds) <= 5  # the three of above, and at most 1 % of the images
+    assert found.flags["near_copy"][[COPY, MIRROR]].all()
+    assert not found.flags["near_copy"][[3, 5, 9, leaked]].any()
+    assert found.flags["leak"][[9, leaked]].all()
+    assert found.flags["leak"].sum() <= 6
+    assert (np.diff(found.pair_margin) <= 0).all()
+    similarity = (found.features[found.pairs[:, 0]] * found.features[found.pairs[:, 1]]).sum(1)
+    np.testing.assert_allclose(found.pair_similarity, similarity, atol=1e-5)
+
+
+def test_recall_by_kind_is_measured_and_printed(explored, photographs, capsys):
+    found, output = explored
+    assert found.notes["recall"]["mirrored"] == 1.0
+    assert 0.5 < found.notes["recall"]["re-encoded"] <= 1
+    assert found.notes["planted_images"] == 152
+    run(settings(photographs, output))
+    text = capsys.readouterr().out
+    assert "recall on copies planted in 152 of your images: re-encoded" in text
+    assert "expected false finds: at most 2 images (1.0%)" in text
+    assert f"{len(found.pairs)} in data" not in text.partition("pairs: ")[0]
+
+
+def test_accuracy_without_leaks_leaves_out_the_leaked_images(explored):
+    found, _ = explored
+    knn = found.notes["knn"]
+    clean = ~found.flags["leak"][found.sets == 1]
+    similarity = found.features[found.sets == 1] @ found.features[found.sets == 0].T
+    labels, of_val = found.labels[found.sets == 0], found.labels[found.sets == 1]
+    right = []
+    for row, label in zip(similarity.astype(float), of_val, strict=True):
+        near = np.argsort(-row)[:20]
+        votes = np.bincount(labels[near], np.exp(row[near] / 0.07), minlength=3)
+        right.append(votes.argmax() == label)
+    assert knn["all"] == pytest.approx(np.mean(right))
+    assert knn["without_leaks"] == pytest.approx(np.mean(np.array(right)[clean]))
+
+
+def test_the_table_has_the_keys_of_embed_and_is_read_by_exclude(explored, photographs, tmp_path):
+    found, output = explored
+    given = settings(photographs, output)
+    embed(
+        EmbedSettings(checkpoint="pixels", image_size=SIDE, workers=0, data=given.data, output=str(tmp_path / "f.npz"))
+    )
+    table = parquet.read_table(output / "findings.parquet").to_pydict()
+    assert table["key"] == np.load(tmp_path / "f.npz")["keys"].tolist()
+    assert set(table["set"]) == {"data"}
+    expected = [found.keys[n] for n in np.flatnonzero(found.flags["near_copy"] & (found.sets == 0))]
+    assert list(read_names(f"{output / 'findings.parquet'}:near_copy")) == expected
+    assert len(parquet.read_table(output / "val.parquet")) == 20
+    pairs = parquet.read_table(output / "pairs.parquet").to_pydict()
+    assert ("data-0.tar/d009", "val.tar/d019") in zip(pairs["key"], pairs["other_key"], strict=True)
+
+
+def test_a_blank_image_is_flagged_and_thumbnails_show_the_images(explored, photographs):
+    found, output = explored
+    assert np.flatnonzero(found.flags["blank"]).tolist() == [BLANK]
+    thumbnails = Thumbnails(output)
+    assert len(thumbnails) == len(found.keys)
+    shown = np.asarray(Image.open(io.BytesIO(thumbnails[BLANK])))
+    assert shown.shape == (SIDE, SIDE, 3)
+    assert np.abs(shown.astype(int) - 90).max() <= 2
+
+
+def test_a_stopped_command_goes_on_and_other_images_are_refused(explored, photographs, capsys):
+    _, output = explored
+    first, second, *_ = sorted((output / "work").glob("data-*.npz"))
+    content, kept = second.read_bytes(), first.stat().st_mtime_ns
+    second.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedding, "IMAGES", 64)
+        patch.setattr(explore, "write_page", lambda findings, thumbnails, output: output / "index.html")
+        run(settings(photographs, output))
+        assert (first.stat().st_mtime_ns, len(content)) == (kept, len(second.read_bytes()))
+        with pytest.raises(EvaluationError, match="does not belong to these settings and images"):
+            run(settings(photographs, output, resize=20))
+
+
+def _explore(rank, given):
+    embedding.IMAGES, explore.write_page = 64, lambda findings, thumbnails, output: output
+    run(given)
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(explored, photographs, tmp_path):
+    _, output = explored
+    on_processes(_explore, PORT, settings(photographs, tmp_path))
+    for name in ("findings.parquet", "val.parquet", "pairs.parquet"):
+        one, two = (parquet.read_table(folder / name) for folder in (output, tmp_path))
+        assert one.equals(two)
+    one, two = (json.loads((folder / "findings.json").read_text()) for folder in (output, tmp_path))
+    assert one == two
