@@ -85,7 +85,7 @@ def embed_set(
     paths = [folder / f"{name}-{number:05d}.npz" for number in range(parts)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        own = settings.model_dump(mode="json", exclude=UNRELATED | {"val", "output"}) | {"form": 1}
+        own = settings.model_dump(mode="json", exclude=UNRELATED | {"val", "output"}) | {"images_per_part": IMAGES}
         claim(folder / f"{name}.json", own, encoder, shards, f"{name}-*.npz", main=rank == 0)
         labelled = shards.count_labels() > 0
         opened = replace(shards, optional_labels=True)

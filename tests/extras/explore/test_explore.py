@@ -22,6 +22,7 @@ from tessera.extras.explore.thumbnails import Thumbnails
 from tests.data.batches import write_tar
 from tests.pretrain.small import on_processes
 
+pytestmark = pytest.mark.medium
 IMAGES, SIDE, PORT = 150, 16, 29871
 BLANK, COPY, MIRROR = 7, IMAGES, IMAGES + 1
 """Index of a blank image, and of copies of the images 3 and 5 at the end of the data set."""
@@ -62,15 +63,20 @@ def settings(photographs, output, **others):
     return ExploreSettings(**given | {"val": str(photographs / "val.tar"), "output": output} | others)
 
 
-@pytest.fixture(scope="module")
-def explored(photographs, tmp_path_factory):
-    """The findings, and their folder. Parts are small, so that there are several."""
-    output = tmp_path_factory.mktemp("found")
+@pytest.fixture(scope="module", autouse=True)
+def small_parts():
+    """Parts are small, so that there are several. The page has tests of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(embedding, "IMAGES", 64)
         patch.setattr(explore, "write_page", lambda findings, thumbnails, output: output / "index.html")
-        found = run(settings(photographs, output))
-    return found, output
+        yield
+
+
+@pytest.fixture(scope="module")
+def explored(small_parts, photographs, tmp_path_factory):
+    """The findings, and their folder."""
+    output = tmp_path_factory.mktemp("found")
+    return run(settings(photographs, output)), output
 
 
 def test_planted_copies_and_leaks_are_the_pairs(explored):
@@ -92,14 +98,16 @@ def test_planted_copies_and_leaks_are_the_pairs(explored):
 
 def test_recall_by_kind_is_measured_and_printed(explored, photographs, capsys):
     found, output = explored
-    assert found.notes["recall"]["mirrored"] == 1.0
-    assert 0.5 < found.notes["recall"]["re-encoded"] <= 1
+    recall = found.notes["recall"]
+    assert recall["mirrored"] > 0.7
+    assert recall["re-encoded"] > 0.5
+    assert recall["cropped"] < 0.5  # pixels do not find crops
     assert found.notes["planted_images"] == 152
     run(settings(photographs, output))
     text = capsys.readouterr().out
     assert "recall on copies planted in 152 of your images: re-encoded" in text
     assert "expected false finds: at most 2 images (1.0%)" in text
-    assert f"{len(found.pairs)} in data" not in text.partition("pairs: ")[0]
+    assert f"pairs: {(found.pair_kind == WITHIN_DATA).sum()} in data," in text
 
 
 def test_accuracy_without_leaks_leaves_out_the_leaked_images(explored):
@@ -143,18 +151,15 @@ def test_a_blank_image_is_flagged_and_thumbnails_show_the_images(explored, photo
     assert np.abs(shown.astype(int) - 90).max() <= 2
 
 
-def test_a_stopped_command_goes_on_and_other_images_are_refused(explored, photographs, capsys):
+def test_a_stopped_command_goes_on_and_other_settings_are_refused(explored, photographs):
     _, output = explored
     first, second, *_ = sorted((output / "work").glob("data-*.npz"))
     content, kept = second.read_bytes(), first.stat().st_mtime_ns
     second.unlink()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedding, "IMAGES", 64)
-        patch.setattr(explore, "write_page", lambda findings, thumbnails, output: output / "index.html")
-        run(settings(photographs, output))
-        assert (first.stat().st_mtime_ns, len(content)) == (kept, len(second.read_bytes()))
-        with pytest.raises(EvaluationError, match="does not belong to these settings and images"):
-            run(settings(photographs, output, resize=20))
+    run(settings(photographs, output))
+    assert (first.stat().st_mtime_ns, len(content)) == (kept, len(second.read_bytes()))
+    with pytest.raises(EvaluationError, match="does not belong to these settings and images"):
+        run(settings(photographs, output, resize=20))
 
 
 def _explore(rank, given):
