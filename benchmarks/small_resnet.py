@@ -6,6 +6,8 @@ The stem is a 3 x 3 convolution of stride 1 without max-pooling (SimCLR, 2002.05
 CIFAR-10 use it. The stride of the encoder is 8; with the stem for ImageNet, it is 32.
 """
 
+from typing import Any
+
 import timm
 from torch import nn
 
@@ -17,7 +19,7 @@ NAME = "resnet18_cifar"
 
 def make(channels: int = 3) -> nn.Module:
     """Return the ResNet-18, with random weights."""
-    model = timm.create_model("resnet18", num_classes=0, in_chans=channels)
+    model: Any = timm.create_model("resnet18", num_classes=0, in_chans=channels)
     width = model.conv1.out_channels
     model.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
