@@ -91,8 +91,8 @@ def adapt(argv: Sequence[str]) -> None:
     with locked(settings.output):
         accelerator = make_accelerator()
         config, sets = open_sets(settings, given, accelerator)
+        plan = make_plan(settings, words)  # refuses other settings, for which stored outcomes do not hold
         before = [score(settings, GIVEN, given.init_from, name, config, sets, accelerator) for name in sets]
-        plan = make_plan(settings, words)
         stopped = train_all(settings, words, plan)
         done = [cell for cell in cells(settings, plan) if cell.method not in stopped]
         found = []

@@ -75,7 +75,7 @@ def test_a_killed_command_goes_on_and_its_scores_are_those_of_knn(
     card = (tmp_path / "encoder.md").read_text()
     advice = json.loads((output / "lejepa-0" / "adapt.json").read_text())["advice"]
     assert f"`tessera adapt`, 2 seeds: {advice}" in card
-    with pytest.raises(UserError, match="with other settings: forget_val"):
+    with pytest.raises(UserError, match="with other settings: forget_train"):
         adapt(flags(start, output))
 
 

@@ -158,6 +158,12 @@ def test_a_run_folder_gives_a_model_card_and_a_certificate(tmp_path: Path, capsy
     )
     (run / "metrics.jsonl").write_text('{"step": 4, "images": 32, "loss": 1.0}\n')
     (run / "evaluation" / "knn.json").write_text('{"protocol": "20-NN", "data": "birds", "step": 4, "top1": 0.625}')
+    gains = [
+        {"method": name, "score": "20-NN", "before": 0.5, "gain": -0.0325, "error": 0.02, "p": p}
+        for name, p in (("dino", None), ("mae", 0.5))
+    ]
+    advice = {"method": "dino", "step": 4, "seeds": 3, "advice": "Keep the given encoder.", "gains": gains}
+    (run / "adapt.json").write_text(json.dumps(advice))
     export.main([str(run), "--to", "timm"])
     folder = run / "export" / "timm"
     assert f"wrote {folder}/encoder.safetensors: timm.create_model(" in capsys.readouterr().out
@@ -167,6 +173,8 @@ def test_a_run_folder_gives_a_model_card_and_a_certificate(tmp_path: Path, capsy
         "dino, 4 steps, 32 images",
         "optim.lr: 0.25",
         "me:***@host/train.tar",
+        "`tessera adapt`, 3 seeds: Keep the given encoder.",
+        "| 20-NN | 50.00 % | -3.25 ± 2.00 | unknown |\n\n## Settings",
     ):
         assert part in card
     assert "secret" not in card
@@ -187,6 +195,7 @@ def test_a_run_folder_gives_a_model_card_and_a_certificate(tmp_path: Path, capsy
     assert "dino, 2 steps, 16 images" in earlier
     assert "| 2 | 50.00 % |" in earlier
     assert "62.50 %" not in earlier
+    assert "tessera adapt" not in earlier, "the verdict is about the last step"
     assert "100.00 %" not in earlier
     certificate = json.loads((folder / "encoder.certificate.json").read_text())
     assert certificate["versions"]["timm"]
