@@ -21,9 +21,12 @@ from tessera.extras.report.run_folders import read_lines
 from tessera.pretrain.build import build_method
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
+from tessera.pretrain.job import prepare
+from tessera.pretrain.resolve import with_precision
 from tessera.runtime import preemption
 from tessera.runtime.lock import holder
 from tessera.runtime.machine import signal_at_end_of_parent
+from tessera.runtime.processes import make_accelerator
 from tessera.runtime.user_error import UserError
 
 TRIAL = 16
@@ -98,7 +101,8 @@ def train_other(name: str, seed: int, words: Sequence[str], settings: CompareSet
     output.mkdir(parents=True)
     before = settings.output / "before" / f"seed-{seed}.safetensors"
     if not before.exists():
-        untrained(load([*words, "--seed", str(seed)]), before)
+        given = with_precision(load([*words, "--seed", str(seed)]))
+        untrained(prepare(given, make_accelerator()).config, before)
     _call(other_command(name, seed, words, settings, output), output)
 
 

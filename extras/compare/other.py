@@ -34,6 +34,7 @@ from tessera.evaluation.features import input_size
 from tessera.extras.compare.compute import FILE, processor_seconds
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
+from tessera.pretrain.job import workers
 from tessera.pretrain.monitoring.sinks import append_line
 from tessera.pretrain.resolve import with_precision
 from tessera.runtime import stdio
@@ -106,9 +107,8 @@ def run(settings: OtherSettings, config: RunConfig) -> None:
     encoder = encoders.load(settings.encoder).to(accelerator.device).train().requires_grad_(True)
     adapter = kind(encoder, Task(input_size(encoder, None), accelerator.device, accelerator.autocast))
     source = open_shards(config.data.shards, source=config.access)
-    loader = DataLoader(
-        Views(source, adapter.views), adapter.batch_size, shuffle=True, drop_last=True, num_workers=config.workers
-    )
+    options = {"shuffle": True, "drop_last": True, "num_workers": workers(config, accelerator)}
+    loader = DataLoader(Views(source, adapter.views), adapter.batch_size, **options)
     if not len(loader):
         raise AdapterError(f"A batch of the adapter has {adapter.batch_size} images, and the data {source.images}.")
     train(settings, adapter, loader, Path(config.output))
