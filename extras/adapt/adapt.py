@@ -188,10 +188,10 @@ def write_result(
         "stopped": {name: one._asdict() for name, one in stopped.items()},
     }
     for cell in cells(settings, plan):
-        rows = [[one for one in group if one.method == cell.method] for group in (own, forgotten)]
+        gained, lost = ([one for one in group if one.method == cell.method] for group in (own, forgotten))
         if cell.method not in stopped:
             own_result = result | {"method": cell.method, "step": cell.steps}
-            write(settings.output / cell.name / FILE, own_result, verdict(*rows, other))
+            write(settings.output / cell.name / FILE, own_result, verdict(gained, lost, other))
     write(settings.output / FILE, result, whole)
     print(whole.text)
     if whole.use:
