@@ -23,7 +23,7 @@ import torch.distributed.run as elastic
 from accelerate.commands import launch
 
 from tests import collective_order
-from tests.launched import ROOT, find_free_port
+from tests.launched import ROOT, find_free_port, wait_until
 
 
 def ranks(count: int, port: int) -> list[dict[str, str]]:
@@ -120,6 +120,15 @@ class Script:
         assert codes == [0] * len(codes), f"exit codes {codes}: {text[-5000:]}"
         if len(codes) > 1:
             collective_order.assert_equal(self.collectives)
+        return text
+
+    def wait_for_kill(self, limit: float = 1800) -> str:
+        """Wait until SIGKILL has ended a process, kill the others, and return the output."""
+        wait_until(lambda: any(trainer.exitcode is not None for trainer in self.trainers), limit)
+        codes = [trainer.exitcode for trainer in self.trainers]
+        self.kill()
+        text = self.log.read_text()
+        assert -signal.SIGKILL in codes, f"exit codes {codes}: {text[-5000:]}"
         return text
 
     def kill(self) -> None:

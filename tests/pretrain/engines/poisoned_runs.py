@@ -3,12 +3,14 @@
 python poisoned_runs.py FILE.json
 
 FILE.json holds a list of {"arguments": a command line, "poison": {step: [process, pass of the step, what]}}. "what" is
-the first thing that is not finite: "loss", "gradient" or "image". With {"in_chunks": true}, several processes compute
-the losses of a run in chunks of rows, and one process computes them in one.
+the first thing that is not finite: "loss", "gradient" or "image". With "kill", SIGKILL ends the process. With
+{"in_chunks": true}, several processes compute the losses of a run in chunks of rows, and one process computes them in
+one.
 """
 
 import json
 import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -52,6 +54,8 @@ def poisonous(method: type[Method]) -> None:
         process, which, what = poison.get(str(step), (0, 0, ""))
         if (process % PROCESSES, which) != (RANK, passes[step]):
             return healthy(self, batch, step)
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         if what == "image":
             images = batch.views[0].images
             (images.patches if isinstance(images, PackedImages) else images).view(-1)[7] = torch.nan
