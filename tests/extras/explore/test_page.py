@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tessera.data.exclude import read_names
 from tessera.extras.explore import page
 from tessera.extras.explore.findings import Findings
 from tests.launched import ROOT
@@ -165,11 +166,15 @@ def browser() -> Iterator[Any]:
 
 
 def written(view: Any, button: str) -> list[list[str]]:
-    """Press a button of the page. Return the rows of the file that it writes."""
+    """Press a button of the page. Return the rows of the file that it writes. `data.exclude` reads the same names."""
     with view.expect_download() as download:
         view.locator(button).click()
-    with Path(download.value.path()).open(newline="") as file:
-        return list(csv.reader(file))
+    file = Path(download.value.path()).with_suffix(".csv")
+    download.value.save_as(file)
+    with file.open(newline="") as text:
+        rows = list(csv.reader(text))
+    assert [[name] for name in read_names(str(file))] == rows[1:]
+    return rows
 
 
 @pytest.mark.slow
