@@ -94,7 +94,7 @@ def embed_set(
                 continue
             arrays = _part(settings, encoder, opened, accelerator, (number, parts), labelled=labelled)
             with atomic_write(paths[number]) as temporary, temporary.open("wb") as file:
-                np.savez(file, **arrays)
+                np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
     except OSError as error:
         raise EvaluationError(f"Cannot write to {folder}: {error.strerror}. Choose another --output.") from error
     accelerator.wait_for_everyone()

@@ -138,7 +138,7 @@ def _write_features(paths: Sequence[list[Path]], work: Path) -> tuple[str, tuple
         count, total = count + len(part), total + part.sum(0)
         if part.shape[1] <= MOST_WHITENED:
             products = products + part.T @ part
-    mean = total / count
+    mean = np.asarray(total / count)
     matrix = np.ones(1)
     if isinstance(products, np.ndarray):
         variance, axes = np.linalg.eigh(products / count - np.outer(mean, mean))
@@ -194,7 +194,12 @@ def _findings(
     similarity, number = found
     names = list(sets[0].classes or ())
     findings = Findings([*facts["keys"].tolist()], which, facts["labels"], names, features)
-    findings.notes = {"images": len(features), "data": int((which == DATA).sum()), "val": int((which == VAL).sum())}
+    notes: dict[str, Any] = {
+        "images": len(features),
+        "data": int((which == DATA).sum()),
+        "val": int((which == VAL).sum()),
+    }
+    findings.notes = notes
     findings.notes["unreadable"] = len(skipped)
     findings.notes["neighbours_recall"] = 1.0 if len(features) <= EXACT else recall(features, number)
     _add_copies(findings, found, calibration)

