@@ -51,12 +51,13 @@ def score(settings: CompareSettings, done: list[Cell], accelerator: Accelerator)
         found += [
             Scored(name, f"{name}-{seed}", str(settings.output / f"{name}-{seed}")) for seed in range(settings.seeds)
         ]
-    for cell in done:
-        if cell.method == done[0].method:
-            path = settings.output / "before" / f"seed-{cell.seed}.safetensors"
-            found.append(Scored(BEFORE, f"before-{cell.seed}", str(path)))
-            if not path.exists():
-                untrained(configs[cell.name], path)
+    starts = [cell for cell in done if cell.method == done[0].method]
+    random = first.init_from is None  # otherwise, all seeds start from the same encoder
+    for cell in starts if random else starts[:1]:
+        path = settings.output / "before" / f"seed-{cell.seed}.safetensors"
+        found.append(Scored(BEFORE, f"before-{cell.seed}", str(path), random=random))
+        if not path.exists():
+            untrained(configs[cell.name], path)
     if first.evaluation.val is not None:
         found.append(Scored(RAW, "pixels", PIXELS, random=False))
     for number, name in enumerate(settings.beside):

@@ -181,6 +181,11 @@ def check(words: Mapping[str, Sequence[str]]) -> RunConfig:
     found = [load(list(one)) for one in words.values()]
     if found[0].data.shards is None:
         raise SettingsError("--data SHARDS is missing. It names the images to train on.")
+    if found[0].data.exclude is not None and found[0].evaluation.train is None:
+        raise SettingsError(
+            "--data.exclude leaves images out of the trainings only, and scores would use all images of --data. Give "
+            "labelled images without these as --evaluation.train."
+        )
     return found[0]
 
 
