@@ -140,6 +140,10 @@ ROWS = [
         "--workers 0 --evaluation.pictures 0 --data digits/train --evaluation.val digits/val --output runs/both",
         "with one seed", ("runs/both/compare.html", "runs/both/compare.json"),
     ),
+    Row(
+        "explore pixels --data digits/train --val digits/val --output found --workers 0", "near-copies",
+        ("found/index.html", "found/findings.parquet"),
+    ),
     Row("embed --checkpoint runs/mae --data digits/val --output features.npz", "", ("features.npz",)),
     Row("summary vit_micro vit_small --set depth=4", r"vit_small \| +224 x 224 \| +7,"),
     Row("runs runs", "mae"),
