@@ -141,7 +141,7 @@ ROWS = [
         "with one seed", ("runs/both/compare.html", "runs/both/compare.json"),
     ),
     Row(
-        "explore pixels --data digits/train --val digits/val --output found --workers 0", "near-copies",
+        "explore pixels --image_size 16 --data digits/train --val digits/val --output found --workers 0", "near-copies",
         ("found/index.html", "found/findings.parquet"),
     ),
     Row("embed --checkpoint runs/mae --data digits/val --output features.npz", "", ("features.npz",)),
