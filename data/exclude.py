@@ -118,10 +118,10 @@ def without(sources: Sources, given: str | None) -> tuple[Sources, str]:
             if samples:
                 left_out[number] = np.array(samples, dtype=np.int64)
         kept.append(_without(source, left_out, given))
-    if not found:
+    if names and not found:
         raise ShardError(
             f"no training image has a name of {given}. A name of the file is "
-            f"{next(iter(names), 'missing')!r}, and a training image is {sources.lists[0].name(0)!r}."
+            f"{next(iter(names))!r}, and a training image is {sources.lists[0].name(0)!r}."
         )
     before, after = (sum(source.images for source in one) for one in (sources.lists, kept))
     others = len(names) - len(found)
@@ -133,7 +133,7 @@ def leave_out(listing: Listing, given: str, folder: str) -> None:
     """Leave the images that a file lists out of a listing, in which `folder` is the name of the folder.
 
     Raises:
-        ShardError: the file cannot be used, or no image has one of its names.
+        ShardError: the file cannot be used, or it names images, but none of these.
     """
     names = read_names(given)
     found = [
@@ -141,10 +141,10 @@ def leave_out(listing: Listing, given: str, folder: str) -> None:
         for entry in listing.usable.tolist()
         if f"{folder}/{printable(listing.path(entry).decode(errors='backslashreplace'))}" in names
     ]
-    if not found:
+    if names and not found:
         first = printable(os.fsdecode(listing.path(int(listing.usable[0]))))
         raise ShardError(
-            f"No image has a name of {given}. A name of the file is {next(iter(names), 'missing')!r}, and an image is "
+            f"No image has a name of {given}. A name of the file is {next(iter(names))!r}, and an image is "
             f"{f'{folder}/{first}'!r}."
         )
     listing.sizes[found] = EXCLUDED

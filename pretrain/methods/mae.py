@@ -153,7 +153,12 @@ class MAE(Method):
 
     Config = MAEConfig
     resolve = staticmethod(resolve)
-    small_settings: ClassVar[dict[str, Any]] = {"size": 16, "decoder_dim": 16, "decoder_heads": 2}
+    small_settings: ClassVar[dict[str, Any]] = {
+        "size": 16,
+        "light_decoder": False,
+        "decoder_dim": 16,
+        "decoder_heads": 2,
+    }
     has_panels = True
     needs_all_channels = True
 

@@ -165,6 +165,14 @@ def test_wrong_lists_are_refused(folders, tmp_path):
         without(sources, every)
 
 
+def test_a_list_without_names_leaves_nothing_out(folders, tmp_path):
+    """Such a list is that of a search without findings."""
+    sources = open_sources(folders[0])
+    found, said = without(sources, listed(tmp_path / "list.csv", []))
+    assert found.lists[0] is sources.lists[0]
+    assert said == f"0 of {sum(SIZES)}, by {tmp_path / 'list.csv'}"
+
+
 def test_a_name_of_two_images_is_refused_and_other_names_are_counted(folders, tmp_path):
     whole, clean, _ = folders
     both = open_sources({whole: 1, clean: 1})
