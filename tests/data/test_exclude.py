@@ -35,7 +35,8 @@ def listed(path: Path, names: list[str]) -> str:
 def folders(tmp_path, write_shards):
     """Shards, the same shards without some images, and a list of the names of these images."""
     whole, clean = tmp_path / "whole", tmp_path / "clean"
-    clean.mkdir(), whole.mkdir()
+    clean.mkdir()
+    whole.mkdir()
     paths = [Path(shutil.move(path, whole)) for path in write_shards(SIZES)]
     names = []
     for number, path in enumerate(paths):
