@@ -48,7 +48,8 @@ from tessera.data.shards.notes import DAMAGE, Note, describe, named_notes, parse
 from tessera.data.shards.open import ENDINGS, expand, load_folder_index, missing_parts, sets_in, shard_at
 from tessera.data.shards.remote import PIPE, is_remote, without_query
 from tessera.data.shards.samples import SampleKeys
-from tessera.data.shards.source import Shard, shared_class_names
+from tessera.data.shards.shard import Shard
+from tessera.data.shards.source import shared_class_names
 from tessera.data.shards.tar_index import LARGEST_LABEL, Index, scan_tar
 from tessera.data.shards.tar_shard import Tar, folder_of, name_of
 from tessera.data.statistics import statistics_of

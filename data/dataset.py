@@ -22,7 +22,7 @@ from tessera.data.failures import DroppedError, ResourceError
 from tessera.data.maps import MapKind, checked_map, cut_map, map_member
 from tessera.data.sampler import MixtureSampler, sample_rng
 from tessera.data.shards import ShardError, Source
-from tessera.data.shards.source import Shard
+from tessera.data.shards.shard import Shard
 from tessera.data.user_code import Augment
 from tessera.encoders.base import PixelType, Preprocessing
 

@@ -120,7 +120,7 @@ def without(sources: Sources, given: str | None) -> tuple[Sources, str]:
         kept.append(_without(source, left_out, given))
     if names and not found:
         raise ShardError(
-            f"no training image has a name of {given}. A name of the file is "
+            f"No training image has a name of {given}. A name of the file is "
             f"{next(iter(names))!r}, and a training image is {sources.lists[0].name(0)!r}."
         )
     before, after = (sum(source.images for source in one) for one in (sources.lists, kept))

@@ -36,12 +36,12 @@ from rich.filesize import decimal
 
 from tessera.data.exclude import leave_out
 from tessera.data.failures import ShardError
+from tessera.data.shards.access import DEFAULT
 from tessera.data.shards.index import CLASSES, LARGEST_CLASSES, FolderIndex, ShardEntry, parse_classes, write_folder
 from tessera.data.shards.listing import NO_LABEL, REASONS, Listing, list_folder
 from tessera.data.shards.manifest import MANIFESTS, add_labels, list_file
 from tessera.data.shards.open import ENDINGS
 from tessera.data.shards.remote import read_small
-from tessera.data.shards.source import DEFAULT
 from tessera.data.shards.tar_index import ARRAYS, IMAGES, MAPS
 from tessera.data.statistics import moments
 from tessera.data.tools.inputs import find_maps, renumber

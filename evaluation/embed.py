@@ -83,7 +83,7 @@ def run(settings: EmbedSettings) -> None:
             f"--output {output} does not end in {', '.join(WRITERS)}. Choose a file name that ends in one of them."
         )
     if output.suffix == ".parquet":
-        _pyarrow()
+        pyarrow()
     if settings.images_per_file is None and output.exists():
         raise EvaluationError(f"--output {output} exists. Choose another file, or delete it.")
     accelerator = make_accelerator()
@@ -241,7 +241,7 @@ def _write_safetensors(path: Path, arrays: Arrays) -> None:
 
 
 def _write_parquet(path: Path, arrays: Arrays) -> None:
-    pa, parquet = _pyarrow()
+    pa, parquet = pyarrow()
     columns: dict[str, Any] = {}
     fields = []
     for name, array in arrays.items():
@@ -256,7 +256,12 @@ def _write_parquet(path: Path, arrays: Arrays) -> None:
     parquet.write_table(pa.table(columns, pa.schema(fields, metadata)), path)
 
 
-def _pyarrow() -> tuple[Any, Any]:
+def pyarrow() -> tuple[Any, Any]:
+    """Import and return pyarrow and its module for Parquet files.
+
+    Raises:
+        EvaluationError: pyarrow is not installed.
+    """
     try:
         import pyarrow
         from pyarrow import parquet

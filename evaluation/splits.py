@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tessera.data.shards import Access, ShardError, Shards, Source, describe_remote, open_shards
 from tessera.data.shards.folder import ImageFolder
-from tessera.data.shards.source import Shard
+from tessera.data.shards.shard import Shard
 from tessera.data.shards.tar_index import ARRAYS, IMAGES, Index
 from tessera.evaluation.features import EvaluationError
 from tessera.runtime.collectives import broadcast_object, first_rank, run_on_all_ranks
@@ -164,27 +164,29 @@ def _stem(key: bytes) -> bytes:
     return name if dot and extension.lower().decode(errors="replace") in (*IMAGES, *ARRAYS) else name + dot + extension
 
 
-def _indices(opened: Source, download: bool = True) -> Iterator[tuple[Shard, Index, dict[int, int]]]:
-    """Yield each shard with its index, and the index in the source of each named sample by its index in the shard.
+def _indices(opened: Source, download: bool = True) -> Iterator[tuple[int, Shard, Index, np.ndarray]]:
+    """Yield the number of the first sample of each shard, the shard, its index, and its samples (S,) in their order.
 
-    If `download` is false, remote shards are left out.
+    Samples without names, as those of a map-style data set, are left out. If `download` is false, so are remote shards.
     """
     firsts = np.cumsum(opened.counts) - opened.counts
     for place, (first, shard) in enumerate(zip(firsts.tolist(), opened.shards, strict=True)):
         if shard.is_remote and not download:
             continue
-        index, left_out = shard.index(), {*opened.left_out.get(place, np.empty(0)).tolist()}
-        named = (sample for sample in range(len(index.ends)) if sample not in left_out)
-        yield shard, index, {sample: number for number, sample in enumerate(named, first)}
+        index = shard.index()
+        samples = opened.numbered(place, np.arange(len(index.images)))
+        yield first, shard, index, samples[samples < len(index.ends)]
 
 
 def _samples(opened: Source, download: bool = True) -> Iterator[tuple[int, bytes, int]]:
     """Yield the index of each sample in the source, its name, and the size in bytes of its image."""
-    for _, index, numbers in _indices(opened, download):
-        # samples of a map-style data set have no names to compare
-        names, ends, sizes = index.keys.tobytes(), [*index.ends.tolist(), 0], index.images[:, 1].tolist()
-        for sample, number in numbers.items():
-            yield number, names[ends[sample - 1] : ends[sample]], sizes[sample]
+    for first, _, index, samples in _indices(opened, download):
+        names, ends, sizes = index.keys.tobytes(), index.ends[samples], index.images[samples, 1]
+        starts = np.where(samples > 0, index.ends[samples - 1], 0)
+        for number, (start, end, size) in enumerate(
+            zip(*(x.tolist() for x in (starts, ends, sizes)), strict=True), first
+        ):
+            yield number, names[start:end], size
 
 
 def _same_items(train: Source, val: Source) -> Iterator[tuple[str, int]]:
@@ -212,8 +214,8 @@ def _same_files(train: Source, val: Source) -> list[tuple[int, int]]:
     facts = np.dtype([("modified", np.int64), ("size", np.int64)])
     sets = [
         [
-            (shard, index, numbers, np.ascontiguousarray(index.images).view(facts)[:, 0])
-            for shard, index, numbers in _indices(one)
+            (first, shard, index, samples, np.ascontiguousarray(index.images[samples]).view(facts)[:, 0])
+            for first, shard, index, samples in _indices(one)
             if isinstance(shard, ImageFolder)
         ]
         for one in (val, train)
@@ -223,10 +225,10 @@ def _same_files(train: Source, val: Source) -> list[tuple[int, int]]:
     both = np.intersect1d(*(np.concatenate([found for *_, found in one]) for one in sets))
     files: list[dict[tuple[int, int], int]] = [{}, {}]
     for known, one in zip(files, sets, strict=True):
-        for shard, index, numbers, found in one:
-            for sample in np.flatnonzero(np.isin(found, both)).tolist():
-                if sample in numbers and (identity := shard.file_identity(index, sample)) is not None:
-                    known[identity] = numbers[sample]
+        for first, shard, index, samples, found in one:
+            for place in np.flatnonzero(np.isin(found, both)).tolist():
+                if (identity := shard.file_identity(index, int(samples[place]))) is not None:
+                    known[identity] = first + place
     of_val, of_train = files
     return [(number, of_train[identity]) for identity, number in of_val.items() if identity in of_train]
 

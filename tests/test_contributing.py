@@ -250,7 +250,7 @@ RECIPES = {
             "extras/lines/__init__.py": '"""Images in the lines of a JSON file."""\n',
             "extras/lines/lines.py": "import json\nfrom dataclasses import dataclass\nfrom pathlib import Path\n\n"
             "import numpy as np\n\nfrom tessera.data.shards import Access\n"
-            "from tessera.data.shards.source import Shard\n"
+            "from tessera.data.shards.shard import Shard\n"
             "from tessera.data.shards.tar_index import NumberedIndex\n\n\n"
             + part("tests/data/shards/test_registry.py", "@dataclass(frozen=True)\nclass Lines", "@pytest.fixture"),
         },

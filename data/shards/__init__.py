@@ -1,8 +1,9 @@
 """Open data as sources of samples, numbered from 0.
 
-`open` expands patterns and opens each shard: `tar_shard`, `folder`, or a class of the registry (`registry`). `source`
-defines `Shard` and `Source`; `access` the settings and keys with which they are read; `samples` the forms of a sample.
-`remote` and `cache` fetch; `tar_index`, `listing`, `manifest`, `index` and `stored_index` list samples.
+`open` expands patterns and opens each shard: `tar_shard`, `folder`, or a class of the registry (`registry`). `shard`
+defines `Shard`, and `source` `Source`, a list of shards; `access` the settings and keys with which they are read;
+`samples` the forms of a sample. `remote` and `cache` fetch; `tar_index`, `listing`, `manifest`, `index` and
+`stored_index` list samples.
 """
 
 from tessera.data.failures import ShardError as ShardError

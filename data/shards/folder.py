@@ -17,7 +17,7 @@ from tessera.data.shards.access import DEFAULT, Access
 from tessera.data.shards.listing import Listing, list_folder
 from tessera.data.shards.manifest import add_labels, list_file
 from tessera.data.shards.samples import SampleKeys
-from tessera.data.shards.source import Shard
+from tessera.data.shards.shard import Shard
 from tessera.data.shards.tar_index import ARRAYS, IMAGES, Index
 from tessera.runtime.user_error import printable
 

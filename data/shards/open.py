@@ -35,7 +35,8 @@ from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, Sh
 from tessera.data.shards.manifest import MANIFESTS
 from tessera.data.shards.notes import OTHER_IMAGES, PARTS, Note, describe, named_notes, shown_classes, valid_notes
 from tessera.data.shards.registry import OBJECTS, SOURCES, endings, scheme_of, source_of
-from tessera.data.shards.source import Shard, Source
+from tessera.data.shards.shard import Shard
+from tessera.data.shards.source import Source
 from tessera.data.shards.tar_shard import GZIPPED, LocalTar, PackedTar, RemoteTar, Tar, folder_of
 from tessera.runtime import collectives
 from tessera.runtime.progress import track

@@ -8,7 +8,7 @@ The scheme `python` opens the data sets that a program passes as objects (`data.
 import os
 
 from tessera.data.python_objects import PREFIX
-from tessera.data.shards.source import Shard
+from tessera.data.shards.shard import Shard
 from tessera.runtime.plugins import Registry
 
 OBJECTS = PREFIX.removesuffix(":")

@@ -31,7 +31,7 @@ from tessera.data.shards.access import SourceConfig
 from tessera.data.shards.cache import Sink, first_version
 from tessera.data.shards.index import CLASSES, LARGEST_CLASSES, LARGEST_TABLE, TABLE, parse_classes, parse_table
 from tessera.data.shards.samples import field_of, label_number
-from tessera.data.shards.source import Shard
+from tessera.data.shards.shard import Shard
 from tessera.data.shards.tar_index import (
     LABEL,
     LARGEST_MEMBER,

@@ -36,7 +36,7 @@ from tessera.data.shards import open_shards
 from tessera.evaluation.results import data_name
 from tessera.evaluation.splits import check_training_images, open_labelled_splits
 from tessera.extras.adapt.verdict import GIVEN, Gain, Outcomes, Verdict, gains, verdict
-from tessera.extras.compare.compare import make_plan, train_all
+from tessera.extras.compare.compare import check_launcher, make_plan, train_all
 from tessera.extras.compare.correct import Splits, correct
 from tessera.extras.compare.outcomes import read_outcomes, store_outcomes
 from tessera.extras.compare.plan import Plan, TrainingSettings, cells, check, load_settings
@@ -73,8 +73,9 @@ class AdaptSettings(TrainingSettings):
         return self
 
 
-def adapt(argv: Sequence[str]) -> None:
-    """Train all methods and seeds, score the encoders, and write adapt.json.
+def adapt(argv: Sequence[str], launcher: Sequence[str] = ()) -> None:
+    """Train all methods and seeds, score the encoders, and write adapt.json. `launcher` holds flags of `accelerate
+    launch` for the trainings.
 
     Raises:
         UserError: a setting is wrong, a training failed, or the images cannot be read.
@@ -84,6 +85,7 @@ def adapt(argv: Sequence[str]) -> None:
         print(__doc__)
     settings, words = load_settings(argv, "tessera adapt", AdaptSettings)
     given = check(words)
+    check_launcher(launcher)
     if given.init_from is None or given.evaluation.val is None:
         missing = "--init_from WEIGHTS" if given.init_from is None else "--evaluation.val SHARDS"
         raise SettingsError(f"{missing} is missing. It names what is scored before and after the training.")
@@ -91,9 +93,9 @@ def adapt(argv: Sequence[str]) -> None:
     with locked(settings.output):
         accelerator = make_accelerator()
         config, sets = open_sets(settings, given, accelerator)
-        plan = make_plan(settings, words)  # refuses other settings, for which stored outcomes do not hold
+        plan = make_plan(settings, words, launcher)  # refuses other settings, for which stored outcomes do not hold
         before = [score(settings, GIVEN, given.init_from, name, config, sets, accelerator) for name in sets]
-        stopped = train_all(settings, words, plan)
+        stopped = train_all(settings, words, plan, launcher)
         done = [cell for cell in cells(settings, plan) if cell.method not in stopped]
         found = []
         for name, own in zip(sets, before, strict=True):
@@ -204,10 +206,10 @@ def write(path: Path, result: Mapping[str, Any], advice: Verdict) -> None:
         part.write_text(json.dumps({"use": advice.use, "advice": advice.text, **result}, indent=1) + "\n")
 
 
-def main() -> None:
+def main(launcher: Sequence[str] = ()) -> None:
     stdio.protect()
     with exit_on_user_error():
-        adapt(sys.argv[1:])
+        adapt(sys.argv[1:], launcher)
 
 
 if __name__ == "__main__":

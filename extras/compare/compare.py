@@ -59,8 +59,7 @@ def compare(argv: Sequence[str], launcher: Sequence[str] = ()) -> None:
     settings, words = load_settings(argv, "tessera compare")
     check_own(settings)
     check(words)
-    if any(word.replace("-", "_").startswith("__num_machines") for word in launcher):
-        raise SettingsError("--num_machines: a training of a comparison runs on one machine. Remove it.")
+    check_launcher(launcher)
     settings.output.mkdir(parents=True, exist_ok=True)
     if settings.jobs is not None:
         submit(settings, words, argv, launcher)
@@ -74,6 +73,16 @@ def compare(argv: Sequence[str], launcher: Sequence[str] = ()) -> None:
             stopped = train_all(settings, words, plan, launcher)
             train_others(settings, words)
             write_result(settings, words, plan, stopped, launcher)
+
+
+def check_launcher(launcher: Sequence[str]) -> None:
+    """Check the flags of `accelerate launch`.
+
+    Raises:
+        SettingsError: a flag needs several machines.
+    """
+    if any(word.replace("-", "_").startswith("__num_machines") for word in launcher):
+        raise SettingsError("--num_machines: each training runs on one machine here. Remove it.")
 
 
 def make_plan(settings: TrainingSettings, words: Mapping[str, Sequence[str]], launcher: Sequence[str] = ()) -> Plan:

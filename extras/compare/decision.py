@@ -83,11 +83,17 @@ def _of_images(values: np.ndarray) -> float:
     return float(values.var(ddof=1)) / len(values)
 
 
-def compare_arms(arms: Mapping[str, Arm]) -> list[Comparison]:
-    """Return the comparisons of all pairs, in the order of the arms. All arms have the same images."""
+def compare_arms(arms: Mapping[str, Arm], stopped: int = 0) -> list[Comparison]:
+    """Return the comparisons of all pairs, in the order of the arms. All arms have the same images.
+
+    Args:
+        arms: outcomes of each arm.
+        stopped: number of arms that were stopped because others had higher scores. Their comparisons count as made.
+    """
     found = differences(arms, list(itertools.combinations(arms, 2)))
-    corrected = holm([one.p for one in found])
-    return [one._replace(p=p) for one, p in zip(found, corrected, strict=True)]
+    made = math.comb(len(arms) + stopped, 2)
+    corrected = holm([one.p for one in found] + [math.nan] * (made - len(found)))
+    return [one._replace(p=p) for one, p in zip(found, corrected, strict=False)]
 
 
 def differences(arms: Mapping[str, Arm], pairs: Sequence[tuple[str, str]]) -> list[Comparison]:

@@ -79,21 +79,15 @@ def results(
             own = np.stack([outcomes[one.name][name] for one in of_arm[arm]])
             scores[name][arm] = Arm(own, random=of_arm[arm][0].random)
     arms = scores[decides]
-    comparisons = compare_arms(arms)
+    comparisons = compare_arms(arms, len(stopped))
     top, equal = best(arms, comparisons)
     rows, trained = {}, [method for method in words if method not in stopped]
     for arm in of_arm:
         rows[arm] = _row(arms[arm]) | {"method": arm in trained, "trained": arm in trained or arm in settings.others}
         rows[arm]["scores"] = {name: _row(scores[name][arm]) for name in names if arm in scores[name]}
-    metric = {PROBE: "linear_top1", VIEWS: "view_retrieval"}.get(decides, "knn_top1")
-    for method in trained:
-        runs = {cell.seed: read_run(settings.output / cell.name, cell.name) for cell in done if cell.method == method}
-        rows[method]["curves"] = {seed: run.curve(metric) for seed, run in runs.items()}
-        rows[method]["steps"], rows[method]["images"] = plan.steps[method], max(_images(run) for run in runs.values())
-    for name in settings.others:
-        found = [spent(settings.output / f"{name}-{seed}") for seed in range(settings.seeds)]
-        for key, values in {"steps": [x.step for x in found if x], "images": [x.images for x in found if x]}.items():
-            rows[name][key] = round(float(np.mean([value or 0 for value in values])))
+        cells = [cell for cell in done if cell.method == arm]
+        rows[arm] |= _of_runs(settings, plan, cells, decides) if cells else {}
+        rows[arm] |= _of_other(settings, arm) if arm in settings.others else {}
     halved = [HALVED.format(name, 100 * one.share, 100 * one.score) for name, one in stopped.items()]
     limits = [*halved, *([] if labels else [WITHOUT_LABELS]), *([ONE_SEED] if settings.seeds == 1 else [])]
     return {
@@ -113,6 +107,23 @@ def results(
         "without_labels": agreement(outcomes, decides) if labels else None,
         "command": command(top, words, plan, settings, launcher) if labels else None,
         "cost": _cost(settings, plan, done),
+    }
+
+
+def _of_runs(settings: CompareSettings, plan: Plan, cells: Sequence[Cell], decides: str) -> dict[str, Any]:
+    """Return the curves of the deciding score, the steps and the images of a method."""
+    metric = {PROBE: "linear_top1", VIEWS: "view_retrieval"}.get(decides, "knn_top1")
+    runs = {cell.seed: read_run(settings.output / cell.name, cell.name) for cell in cells}
+    curves = {seed: run.curve(metric) for seed, run in runs.items()}
+    return {"curves": curves, "steps": plan.steps[cells[0].method], "images": max(map(_images, runs.values()))}
+
+
+def _of_other(settings: CompareSettings, name: str) -> dict[str, Any]:
+    """Return the mean steps and images of the trainings of another library."""
+    found = [one for seed in range(settings.seeds) if (one := spent(settings.output / f"{name}-{seed}"))]
+    return {
+        key: round(float(np.mean([getattr(one, field) or 0 for one in found])))
+        for key, field in (("steps", "step"), ("images", "images"))
     }
 
 

@@ -29,6 +29,7 @@ from tessera.data.failures import skipped
 from tessera.data.shards import Source, describe_remote, open_shards
 from tessera.encoders.base import Encoder
 from tessera.evaluation.command import run_command
+from tessera.evaluation.embed import pyarrow
 from tessera.evaluation.features import EvaluationError, FeatureSettings, LabelledFeatures, extract, load_encoder
 from tessera.evaluation.knn import knn_ranks
 from tessera.extras.explore import checks, copies
@@ -37,7 +38,7 @@ from tessera.extras.explore.findings import ACROSS, DATA, VAL, WITHIN_DATA, WITH
 from tessera.extras.explore.neighbours import EXACT, Neighbours, faiss, nearest, recall, search
 from tessera.extras.explore.page import write_page
 from tessera.extras.explore.planting import KINDS, planted
-from tessera.extras.explore.tables import pyarrow, summary, write_tables
+from tessera.extras.explore.tables import KINDS_OF_PAIRS, summary, write_tables
 from tessera.extras.explore.thumbnails import Thumbnails
 from tessera.runtime.collectives import alone, broadcast_object, patient_group
 from tessera.runtime.files import atomic_write
@@ -241,7 +242,7 @@ def _add_copies(findings: Findings, found: Neighbours, calibration: tuple[np.nda
         "recall": dict(zip(KINDS, hit.mean(0).tolist(), strict=True)),
         "expected_false_share": copies.FALSE_SHARE,
         "expected_false_images": copies.FALSE_SHARE * images,
-        "pairs": {name: int((findings.pair_kind == n).sum()) for n, name in enumerate(("data", "data-val", "val"))},
+        "pairs": {name: int((findings.pair_kind == n).sum()) for n, name in enumerate(KINDS_OF_PAIRS)},
     }
 
 

@@ -1,30 +1,15 @@
 """Findings as Parquet files, and as printed text."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from tessera.evaluation.features import EvaluationError
+from tessera.evaluation.embed import pyarrow
 from tessera.extras.explore.findings import DATA, VAL, Findings
 from tessera.runtime.files import atomic_write
 
 SETS = ("data", "val")
 KINDS_OF_PAIRS = ("data", "data-val", "val")
-
-
-def pyarrow() -> tuple[Any, Any]:
-    """Import and return pyarrow and its module of Parquet files.
-
-    Raises:
-        EvaluationError: pyarrow is not installed.
-    """
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise EvaluationError('Findings need pyarrow. Install it: pip install "tessera-ssl[explore]"') from None
-    return pyarrow, parquet
 
 
 def write_tables(findings: Findings, output: Path) -> None:

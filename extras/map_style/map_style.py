@@ -21,7 +21,8 @@ from tessera.data.shards.index import composed, unique_names
 from tessera.data.shards.listing import class_order
 from tessera.data.shards.notes import LABELS, Note
 from tessera.data.shards.samples import Item, SampleKeys, is_number, is_scalar, item_of, label_keys, label_number
-from tessera.data.shards.source import MOST_PROBED, Shard, equal_names
+from tessera.data.shards.shard import Shard
+from tessera.data.shards.source import MOST_PROBED, equal_names
 from tessera.data.shards.stored_index import Header, header_of
 from tessera.data.shards.tar_index import Index, NumberedIndex
 from tessera.data.user_code import named_errors, seeded

@@ -19,7 +19,7 @@ from tessera.data.shards.access import DEFAULT, Access
 from tessera.data.shards.index import unique_names
 from tessera.data.shards.notes import LABELS, Note
 from tessera.data.shards.samples import IMAGE_KEYS, LABEL_KEYS
-from tessera.data.shards.source import Shard
+from tessera.data.shards.shard import Shard
 from tessera.data.shards.tar_index import LARGEST_MEMBER, Index, NumberedIndex
 from tessera.runtime.user_error import printable
 

@@ -9,7 +9,7 @@ import pytest
 
 from tessera.data.shards import Access, ShardError, expand, open_shards, open_sources
 from tessera.data.shards.registry import SOURCES, endings, source_of
-from tessera.data.shards.source import Shard
+from tessera.data.shards.shard import Shard
 from tessera.data.shards.tar_index import NumberedIndex
 from tessera.runtime.plugins import PluginError
 

@@ -46,8 +46,8 @@ def by_hand(checkpoint: str | Path, train: str, val: str, output: Path) -> float
 
 
 @pytest.mark.slow
-def test_a_killed_command_goes_on_and_its_scores_are_those_of_knn(
-    start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_killed_command_goes_on_with_two_processes_and_its_scores_are_those_of_knn(
+    start: str, tmp_path: Path
 ) -> None:
     other = tuple(f"{shards.partition('{')[0]}000001.tar" for shards in demo_shards())
     output, log = tmp_path / "adapted", tmp_path / "log"
@@ -61,7 +61,10 @@ def test_a_killed_command_goes_on_and_its_scores_are_those_of_knn(
     process.kill()
     process.wait()
     done = (output / "lejepa-0" / "encoder.safetensors").stat().st_mtime_ns
-    adapt(given)
+    command = [*command[:3], "--num_processes", "2", *command[3:]]
+    again = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "2 process(es)" in again.stdout + again.stderr
     assert (output / "lejepa-0" / "encoder.safetensors").stat().st_mtime_ns == done
     result = json.loads((output / "adapt.json").read_text())
     for name, (train, val) in {"gains": few_digits(), "forgetting": other}.items():
@@ -70,7 +73,7 @@ def test_a_killed_command_goes_on_and_its_scores_are_those_of_knn(
         hand = [by_hand(one, train, val, tmp_path / f"{name}-{i}.json") for i, one in enumerate(paths)]
         assert found["before"] == pytest.approx(hand[0], abs=1e-12)
         assert found["gain"] == pytest.approx(sum(hand[1:]) / 2 - hand[0], abs=1e-12)
-    assert capsys.readouterr().out.count(result["advice"]) == 1
+    assert again.stdout.count(result["advice"]) == 1
     export.main([str(output / "lejepa-0"), str(tmp_path / "encoder.safetensors")])
     card = (tmp_path / "encoder.md").read_text()
     advice = json.loads((output / "lejepa-0" / "adapt.json").read_text())["advice"]

@@ -108,6 +108,14 @@ def test_limits_are_the_tests_of_scipy() -> None:
     assert trained.p == pytest.approx(ttest_ind(*accuracies).pvalue)
 
 
+def test_arms_that_were_stopped_count_as_compared() -> None:
+    """Two arms of three that were tried: one of three comparisons, so Holm's factor is 3."""
+    arms = simulated(np.random.default_rng(0), 2, 3, 1000, (0.1, 0.02))
+    (alone,), (of_three,) = compare_arms(arms), compare_arms(arms, stopped=1)
+    assert of_three == alone._replace(p=pytest.approx(min(3 * alone.p, 1)))
+    assert alone.p < 1 / 3
+
+
 def test_one_seed_decides_nothing() -> None:
     arms = {"a": Arm(np.ones((1, 100))), "b": Arm(np.zeros((1, 100))), "pixels": Arm(np.eye(1, 100), random=False)}
     comparisons = compare_arms(arms)

@@ -4,8 +4,6 @@ import base64
 import csv
 import io
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from tessera.extras.explore import page
 from tessera.extras.explore.findings import Findings
 from tests.launched import ROOT
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-SOFTWARE_GL = ["--use-angle=swiftshader", "--enable-unsafe-swiftshader", "--ignore-gpu-blocklist"]
 EVIL = '</script><img src=x onerror="document.title=1">,"\n'
 FITTED = 0.92
 """Share of the map that the page fills when it opens."""
@@ -154,17 +150,6 @@ def test_the_files_of_the_page_are_in_the_wheel() -> None:
     assert set(json.loads(listed)) == files
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed (apt-get install chromium)")
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
-    with api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", *SOFTWARE_GL])
-        yield chromium
-        chromium.close()
-
-
 def written(view: Any, button: str) -> list[list[str]]:
     """Press a button of the page. Return the rows of the file that it writes. `data.exclude` reads the same names."""
     with view.expect_download() as download:
@@ -177,36 +162,53 @@ def written(view: Any, button: str) -> list[list[str]]:
     return rows
 
 
+class Opened:
+    """The page in a browser. Points of the map are given from -1 to 1."""
+
+    def __init__(self, browser: Any, file: Path) -> None:
+        self.view = browser.new_page(viewport={"width": 1600, "height": 900})
+        self.said, self.requests = list[str](), list[str]()
+        self.view.on("console", lambda message: self.said.append(message.text))
+        self.view.on("pageerror", lambda error: self.said.append(str(error)))
+        self.view.on("request", lambda request: self.requests.append(request.url))
+        self.view.goto(file.as_uri())
+        self.view.wait_for_function(f"view && Math.abs(view[0] - {FITTED}) < 1e-6")
+        self.area = self.view.locator("#canvas").bounding_box()
+
+    def on_screen(self, x: float, y: float) -> tuple[float, float]:
+        half, area = self.area["height"] / 2 * FITTED, self.area  # the map is wider than high
+        return float(area["x"] + area["width"] / 2 + x * half), float(area["y"] + area["height"] / 2 - y * half)
+
+    def lasso(self, *corners: tuple[float, float]) -> None:
+        mouse = self.view.mouse
+        mouse.move(*self.on_screen(*corners[0]))
+        mouse.down()
+        for corner in (*corners[1:], corners[0]):
+            mouse.move(*self.on_screen(*corner), steps=8)
+            self.view.wait_for_timeout(30)
+        mouse.up()
+
+
 @pytest.mark.slow
 def test_the_page_in_chromium(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, places, file = write(tmp_path, monkeypatch)
     expect = pytest.importorskip("playwright.sync_api").expect
     expect.set_options(timeout=30_000)
-    view = browser.new_page(viewport={"width": 1600, "height": 900})
-    said: list[str] = []
-    requests: list[str] = []
-    view.on("console", lambda message: said.append(message.text))
-    view.on("pageerror", lambda error: said.append(str(error)))
-    view.on("request", lambda request: requests.append(request.url))
-    view.goto(file.as_uri())
-    view.wait_for_function(f"view && Math.abs(view[0] - {FITTED}) < 1e-6")
-    area = view.locator("#canvas").bounding_box()
+    opened = Opened(browser, file)
+    points_and_lasso(opened, places, expect)
+    filters_and_copies(opened.view, expect)
+    keys_and_widths(opened.view, expect)
+    opened.view.close()
+    assert [text for text in opened.said if "GL Driver Message" not in text] == []
+    outside = [url for url in opened.requests if not url.startswith(("data:", "blob:", f"{tmp_path.as_uri()}/"))]
+    assert outside == []
 
-    def on_screen(x: float, y: float) -> tuple[float, float]:
-        half = area["height"] / 2 * FITTED  # the map is wider than high
-        return float(area["x"] + area["width"] / 2 + x * half), float(area["y"] + area["height"] / 2 - y * half)
 
-    def lasso(*corners: tuple[float, float]) -> None:
-        view.mouse.move(*on_screen(*corners[0]))
-        view.mouse.down()
-        for corner in (*corners[1:], corners[0]):
-            view.mouse.move(*on_screen(*corner), steps=8)
-            view.wait_for_timeout(30)
-        view.mouse.up()
-
+def points_and_lasso(opened: Opened, places: np.ndarray, expect: Any) -> None:
+    view = opened.view
     expect(view.locator("#shown")).to_have_text("300 of 300 images shown")
     assert view.locator("#legend button").all_inner_texts() == ["fish\n99", "dog\n100", "truck\n100", "no class\n1"]
-    view.mouse.move(*on_screen(*places[150]))
+    view.mouse.move(*opened.on_screen(*places[150]))
     view.wait_for_selector("#tip:not([hidden])")
     expect(view.locator("#image-facts")).to_contain_text("a,150")
     view.wait_for_function("document.querySelector('#tip img').naturalWidth === 8")
@@ -214,7 +216,7 @@ def test_the_page_in_chromium(browser: Any, tmp_path: Path, monkeypatch: pytest.
     view.keyboard.press("Tab")
     view.locator("#canvas").focus()
     view.keyboard.press("l")
-    lasso((0.4, -0.4), (1.0, -0.4), (1.0, -1.0), (0.4, -1.0))  # the square of images 100 to 199
+    opened.lasso((0.4, -0.4), (1.0, -0.4), (1.0, -1.0), (0.4, -1.0))  # the square of images 100 to 199
     expect(view.locator("#selected")).to_have_text("100 images selected: 99 of training, 1 of validation")
     assert written(view, "#write-data") == [["key"], *([f"a,{n}"] for n in range(100, 200) if n != 120)]
     assert written(view, "#write-val") == [["key"], ["a,120"]]
@@ -222,12 +224,14 @@ def test_the_page_in_chromium(browser: Any, tmp_path: Path, monkeypatch: pytest.
     across = np.sort(places[100:200, 0])
     gap = int(np.argmax(np.diff(across)))
     border = (across[gap] + across[gap + 1]) / 2  # far from all images, because corners are rounded to pixels
-    lasso((0.4, -0.4), (border, -0.4), (border, -1.0), (0.4, -1.0))
+    opened.lasso((0.4, -0.4), (border, -0.4), (border, -1.0), (0.4, -1.0))
     kept = [number for number in range(100, 200) if places[number, 0] > border and number != 120]
     assert 0 < len(kept) < 99
     expect(view.locator("#selected")).to_contain_text(f"{len(kept)} of training")
     assert written(view, "#write-data") == [["key"], *([f"a,{number}"] for number in kept)]
 
+
+def filters_and_copies(view: Any, expect: Any) -> None:
     view.locator("#flags input").first.check()
     expect(view.locator("#shown")).to_have_text("3 of 300 images shown")
     view.locator("#mode").select_option("new")
@@ -250,6 +254,8 @@ def test_the_page_in_chromium(browser: Any, tmp_path: Path, monkeypatch: pytest.
     view.locator("#copies .thumbnail").nth(0).click()
     assert written(view, "#write-data") == [["key"], ["a,11"], ["a,12"], ["a,21"]]
 
+
+def keys_and_widths(view: Any, expect: Any) -> None:
     view.locator("#canvas").focus()
     view.keyboard.press("Escape")
     view.keyboard.press("v")
@@ -266,7 +272,3 @@ def test_the_page_in_chromium(browser: Any, tmp_path: Path, monkeypatch: pytest.
         view.set_viewport_size({"width": width, "height": 800})
         assert view.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
     assert view.title() == "Map of the images"
-    view.close()
-    assert [text for text in said if "GL Driver Message" not in text] == []
-    outside = [url for url in requests if not url.startswith(("data:", "blob:", f"{tmp_path.as_uri()}/"))]
-    assert outside == []

@@ -4,8 +4,6 @@ import csv
 import json
 import os
 import re
-import shutil
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from tessera.runtime.settings import validate
 from tests.extras.report.made import add_result, make_run, record
 
 EVIL = "<script>alert(1)</script>"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class Cells(HTMLParser):
@@ -169,17 +166,6 @@ def test_a_run_without_anything_gets_a_page(tmp_path: Path) -> None:
     runs, _ = read_runs([tmp_path])
     text = render("Runs", make_table(runs), {}, [])
     assert Cells(text).rows[1][0] == tmp_path.name
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed (apt-get install chromium)")
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
-    with api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.mark.medium
