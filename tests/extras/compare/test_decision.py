@@ -110,7 +110,7 @@ def test_limits_are_the_tests_of_scipy() -> None:
 
 def test_arms_that_were_stopped_count_as_compared() -> None:
     """Two arms of three that were tried: one of three comparisons, so Holm's factor is 3."""
-    arms = simulated(np.random.default_rng(0), 2, 3, 1000, (0.1, 0.02))
+    arms = simulated(np.random.default_rng(0), 2, 3, 1000, (0.02, 0.1), 0.2)
     (alone,), (of_three,) = compare_arms(arms), compare_arms(arms, stopped=1)
     assert of_three == alone._replace(p=pytest.approx(min(3 * alone.p, 1)))
     assert alone.p < 1 / 3
