@@ -62,6 +62,8 @@ def _run(
     if group:
         dist.init_process_group("gloo")
     target(rank, *arguments)
+    if dist.is_initialized():
+        dist.barrier()  # process 0 holds the store, which the others may still read
     if group:
         dist.destroy_process_group()
 

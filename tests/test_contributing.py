@@ -397,13 +397,13 @@ def test_the_files_of_the_table_exist():
         assert (ROOT / name).exists(), name
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["encoder", "method", "source of data"])
 def test_a_run_uses_what_was_added(found, name):
     assert len(losses(found[name])) == 2
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected"), [("weight format", True), ("evaluation", 1.0), ("engine", "own"), ("sink of metrics", True)]
 )
@@ -411,7 +411,7 @@ def test_what_was_added_works(found, name, expected):
     assert found[name] == expected
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_added_augmentation_changes_no_run(found, tmp_path):
     """With probability 0, the losses are those of the project itself."""
     output = tmp_path / "run"
@@ -423,7 +423,7 @@ def test_an_added_augmentation_changes_no_run(found, tmp_path):
     assert losses(inverted)[0] != losses(without)[0]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_added_loss_term_is_part_of_the_loss(found):
     (loss, term, dino_loss), _ = found["loss term"]
     without, _ = losses(found["augmentation"][0])
@@ -432,7 +432,7 @@ def test_an_added_loss_term_is_part_of_the_loss(found):
     assert loss == pytest.approx(without + term, rel=1e-6)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_added_setting_is_checked(found):
     value, message = found["setting"]
     assert value == 2

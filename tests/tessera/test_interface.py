@@ -108,7 +108,7 @@ def resources() -> tuple[int, int, int]:
     return tensors, len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_run_of_another_method_continues_without_its_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,7 +29,7 @@ def maps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_run_measures_what_the_command_measures(maps: dict[str, str], tmp_path: Path, caplog: Any) -> None:
     caplog.set_level("INFO")
     words = [*TINY, "--data", demo_shards()[0], "--steps", "4", "--evaluate_every", "2", "--evaluation.pictures", "0"]
