@@ -52,6 +52,7 @@ from tessera.pretrain.preflight import Plan, needs, print_plan, print_table
 from tessera.pretrain.recompute import Recomputation, device_memory, with_recomputation
 from tessera.pretrain.resolve import (
     agree,
+    emulates_bf16,
     make_accelerator,
     measure_classes,
     measure_data,
@@ -145,6 +146,8 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     check_memory(config, accelerator, shards)
     torch.manual_seed(config.seed)  # all processes use the same seed to build equal weights
     main = accelerator.is_main_process if engine_class.sends_weights else None
+    if accelerator.is_main_process and emulates_bf16(config):
+        log.warning("precision bf16: this machine emulates bf16, which is much slower than fp32. Use --precision auto.")
     for_method, recomputed = with_recomputation(config, accelerator, shards)
     method = build_method(for_method, fresh=checkpoint is None, main=main)
     batches = loader(config, method, prepared.sources, position.step, accelerator)

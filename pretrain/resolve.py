@@ -217,16 +217,26 @@ def faster_in_bf16(config: RunConfig) -> bool:
     faster in bf16 if it has bf16 instructions (AVX512-BF16 or AMX) and the encoder has at least 128 output channels. In
     narrower encoders, the conversions between bf16 and fp32 take as much time as bf16 saves.
     """
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if not torch.cpu._is_avx512_bf16_supported():  # pyright: ignore[reportPrivateUsage]
-        return False
+    if torch.cuda.is_available() or not has_bf16_instructions():
+        return has_bf16_instructions()
     settings = config.encoder_settings
     try:
         with torch.device("meta"):
             return encoders.build(settings.pop("variant"), **settings).dim >= 128
     except ValueError:
         return False  # invalid settings; `build_method` reports them
+
+
+def has_bf16_instructions() -> bool:
+    """Return True if the device, a GPU or else the CPU, does not have to emulate bf16."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported()  # pyright: ignore[reportPrivateUsage]
+
+
+def emulates_bf16(config: RunConfig) -> bool:
+    """Return True if a run is in bf16 on a device without bf16 instructions."""
+    return config.precision == "bf16" and config.gpu is None and not has_bf16_instructions()
 
 
 def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:

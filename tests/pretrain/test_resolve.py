@@ -3,6 +3,7 @@
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch.distributed as dist
 
 from tessera.data.shards import ShardError, Source
 from tessera.data.shards.tar_shard import LocalTar, RemoteTar
+from tessera.pretrain import job
 from tessera.pretrain import resolve as resolving
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import settings_model
 from tessera.pretrain.methods import METHODS
+from tessera.pretrain.run import main
 from tessera.runtime.isolation import isolated
 from tessera.runtime.settings import SettingsError
 from tests.pretrain.toy import ToyLabels
@@ -66,6 +69,27 @@ def test_automatic_precision_without_a_gpu(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
     config = settings_model(variant)()
     assert resolving.with_precision(config).precision == expected
+
+
+def test_emulated_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    bf16 = load(["--precision", "bf16"])
+    assert resolving.emulates_bf16(bf16)
+    assert not resolving.emulates_bf16(load(["--precision", "fp32"]))
+    assert not resolving.emulates_bf16(load(["--precision", "bf16", "--dry_run", "--gpu", "h100"]))
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert not resolving.emulates_bf16(bf16)
+
+
+@pytest.mark.usefixtures("fresh_engine")
+def test_a_run_in_emulated_bf16_is_told_to_be_slow(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(job, "emulates_bf16", lambda config: True)  # an emulated step takes seconds
+    words = ["--method", "mae", "--encoder.depth", "1", "--batch_size", "4", "--output", str(tmp_path / "run")]
+    assert main([*words, "--dry_run"]) == 0
+    assert "this machine emulates bf16" in caplog.text
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)])
