@@ -36,6 +36,7 @@ from tessera.data.shards import open_shards
 from tessera.evaluation.results import data_name
 from tessera.evaluation.splits import check_training_images, open_labelled_splits
 from tessera.extras.adapt.verdict import GIVEN, Gain, Outcomes, Verdict, gains, verdict
+from tessera.extras.compare.cells import outcome_path
 from tessera.extras.compare.compare import check_launcher, make_plan, train_all
 from tessera.extras.compare.correct import Splits, correct
 from tessera.extras.compare.outcomes import read_outcomes, store_outcomes
@@ -146,7 +147,7 @@ def score(
     accelerator: Accelerator,
 ) -> Outcomes:
     """Return the outcomes (1, n) of an encoder on a set of images. They are computed once, and stored."""
-    path = settings.output / "outcomes" / f"{encoder}{name}.json"
+    path = outcome_path(settings.output, f"{encoder}{name}")
     if not path.exists():
         print(f"scoring {encoder}", flush=True)
         store_outcomes(path, checkpoint, correct(checkpoint, sets[name], config, accelerator))

@@ -62,8 +62,13 @@ def command(cell: Cell, words: Sequence[str], points: int, output: Path, launche
 
 
 def is_done(run: Path) -> bool:
-    """Return True if a run folder holds a finished run, which has exported its encoder."""
-    return (run / WEIGHTS).exists()
+    """Return True if a cell is trained: its run has exported its encoder, or the encoder's outcomes are stored."""
+    return (run / WEIGHTS).exists() or outcome_path(run.parent, run.name).exists()
+
+
+def outcome_path(output: Path, name: str) -> Path:
+    """Return the path of the outcomes of an encoder, which is a cell or stands beside the cells."""
+    return output / "outcomes" / f"{name}.json"
 
 
 def train(

@@ -13,9 +13,9 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from tessera.evaluation.features import PIXELS
-from tessera.extras.compare.cells import untrained
+from tessera.extras.compare.cells import outcome_path, untrained
 from tessera.extras.compare.correct import correct, views_found
-from tessera.extras.compare.plan import Cell, CompareSettings, TrainingSettings
+from tessera.extras.compare.plan import Cell, CompareSettings
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.runtime.files import atomic_write
@@ -63,16 +63,11 @@ def score(settings: CompareSettings, done: list[Cell], accelerator: Accelerator)
     for number, name in enumerate(settings.beside):
         found.append(Scored(name, f"beside-{number}", name, random=False, own_size=True))
     for one in found:
-        path = outcome_file(settings, one)
+        path = outcome_path(settings.output, one.name)
         if not path.exists():
             print(f"scoring {one.name}", flush=True)
             write_outcomes(path, one, configs.get(one.name, first), accelerator)
     return found, first
-
-
-def outcome_file(settings: TrainingSettings, one: Scored) -> Path:
-    """Return the path of the outcomes of an encoder."""
-    return settings.output / "outcomes" / f"{one.name}.json"
 
 
 def write_outcomes(path: Path, one: Scored, config: RunConfig, accelerator: Accelerator) -> None:

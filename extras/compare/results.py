@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import rankdata
 
-from tessera.extras.compare.cells import other_command
+from tessera.extras.compare.cells import other_command, outcome_path
 from tessera.extras.compare.compute import spent
 from tessera.extras.compare.correct import PROBE, VIEWS
 from tessera.extras.compare.decision import Arm, Comparison, best, compare_arms
-from tessera.extras.compare.outcomes import BEFORE, RAW, Scored, outcome_file, read_outcomes
+from tessera.extras.compare.outcomes import BEFORE, RAW, Scored, read_outcomes
 from tessera.extras.compare.plan import Cell, CompareSettings, Plan, other_cells
 from tessera.extras.report.run_folders import read_run
 from tessera.pretrain.config import RunConfig
@@ -68,7 +68,7 @@ def results(
         stopped: methods that were stopped on the way.
         launcher: flags of `accelerate launch`.
     """
-    outcomes = {one.name: read_outcomes(outcome_file(settings, one)) for one in scored}
+    outcomes = {one.name: read_outcomes(outcome_path(settings.output, one.name)) for one in scored}
     names = list(next(iter(outcomes.values())))
     labels = config.evaluation.val is not None
     decides = PROBE if PROBE in names else names[0]

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from tessera.extras.compare.cells import outcome_path
 from tessera.extras.compare.compute import FILE
-from tessera.extras.compare.outcomes import BEFORE, RAW, Scored, outcome_file
+from tessera.extras.compare.outcomes import BEFORE, RAW, Scored
 from tessera.extras.compare.plan import CompareSettings, Plan, cells
 from tessera.extras.compare.results import results
 from tessera.pretrain.command_line import load
@@ -39,7 +40,7 @@ def made(folder: Path, shares: dict[str, float], *, labels: bool = True, seeds: 
     for one in scored:
         share = shares.get(one.arm, 0.3) + rng.normal(0, 0.01)
         right = difficulty + rng.normal(0, 0.05, IMAGES) < share
-        path = outcome_file(settings, one)
+        path = outcome_path(settings.output, one.name)
         path.parent.mkdir(exist_ok=True, parents=True)
         text = "".join("1" if value else "0" for value in right)
         path.write_text(json.dumps({"outcomes": dict.fromkeys(names, text)}))

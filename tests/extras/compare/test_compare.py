@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,6 +83,13 @@ def test_a_killed_comparison_goes_on_to_the_same_result(tmp_path: Path) -> None:
         assert result(whole)["arms"][cell[:-2]]["of_seeds"][int(cell[-1])] == pytest.approx(of_run["linear_top1"])
     assert "<svg" in (killed / "compare.html").read_text()
     assert spent(killed / "mae-0") is not None
+    for file in [*killed.rglob("*.safetensors"), *killed.rglob("*.html")]:  # the outcomes are enough
+        file.unlink()
+    for folder in killed.glob("*/checkpoints"):
+        shutil.rmtree(folder)
+    assert start(words(killed), log).wait() == 0, log.read_text()
+    assert json.loads(json.dumps(result(killed)).replace(str(killed), str(whole))) == result(whole)
+    assert not (killed / "mae-0" / "encoder.safetensors").exists()
 
 
 @pytest.mark.slow
