@@ -54,12 +54,11 @@ def assert_nothing_waits(method: str, encoder: str, accumulate: int = 1, **optio
         (method, encoder)
         for method in pretraining_methods()
         for encoder in ENCODERS
-        if method in ("dino", "mae") or encoder in ("vit_micro", "navit_micro")  # every method, and every family twice
+        # every method, every family, and the encoder that leaves out hidden tokens of packed images
+        if encoder == "vit_micro" or method == "dino" or (method, encoder) == ("mae", "navit_micro")
     ],
 )
 def test_no_pair_waits_for_the_device(method: str, encoder: str) -> None:
-    if (method, encoder) == ("mae", "timm:resnet18"):
-        pytest.skip("MAE needs more than one token, which small images do not give")
     assert_nothing_waits(method, encoder)
 
 

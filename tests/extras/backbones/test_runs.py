@@ -139,7 +139,7 @@ def test_mae_says_that_a_model_of_timm_cannot_drop_tokens() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method"),
-    [(name, method) for name in LARGER for method in ("dino", "mae") if (name, method) != ("levit_128s", "mae")],
+    list(zip(LARGER, itertools.cycle(("dino", "mae")), strict=False)),
 )
 def test_a_method_trains_a_larger_model_of_timm(name: str, method: str) -> None:
     one_step(make(method, name))
@@ -148,8 +148,8 @@ def test_a_method_trains_a_larger_model_of_timm(name: str, method: str) -> None:
 FOLDER = ROOT / "tests" / "pretrain"
 OWN: dict[str, dict[str, Any]] = {"dino": {"batch_norm": False}, "lejepa": {}, "mae": {}, "distill": {}}
 OWN = {method: given for method, given in OWN.items() if method in METHODS}
-PAIRS = [*((method, "test_resnet") for method in OWN), ("dino", "test_vit"), ("mae", "test_vit")]
-PAIRS += zip(itertools.cycle(OWN), (name for name in FAMILIES if name not in ("test_resnet", "test_vit")))
+PAIRS = [*((method, "test_resnet") for method in OWN), ("dino", "test_vit"), ("lejepa", "test_efficientnet")]
+PAIRS += [("mae", "test_maxvit"), ("dino", "test_mambaout")]
 COMMANDS = {
     f"{method} of timm:{name}": [
         *(word for key, value in (SIZES[method] | OWN[method]).items() for word in (f"--{method}.{key}", str(value))),
@@ -160,11 +160,11 @@ COMMANDS = {
 """Settings of whole runs."""
 SCORED = [name for name in COMMANDS if name.endswith(("dino of timm:test_resnet", "test_maxvit"))]
 """Runs with evaluations: of a model that takes any size, and of one that takes a single size."""
-EXACT = [name for name in COMMANDS if name.endswith(("test_resnet", "test_vit", "test_convnext", "test_mambaout"))]
+EXACT = [name for name in COMMANDS if name.endswith(("test_resnet", "test_vit"))]
 """Runs of models that do not amplify rounding. tests/encoders/test_batch_norm.py compares the others in float64."""
 SHARDED = [name for name in EXACT if name.startswith(("dino", "mae"))]
-ENGINES = {"ddp": EXACT, "zero2": SHARDED, "fsdp2": SHARDED}
-"""Runs on two processes of each engine."""
+ENGINES = {"ddp": EXACT, "fsdp2": SHARDED}
+"""Runs on two processes of each engine. Under ZeRO-2, weights and statistics are whole, as under DDP."""
 POISON = {"3": [0, 1, "image"]}
 """The fourth step has a NaN in an image, so that it is skipped."""
 
@@ -185,7 +185,7 @@ def runs(start: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for engine, names in {"alone": EXACT, **ENGINES}.items():
         commands = [without_scores(command(name, folder / engine / name)) for name in names]
         lines = [{"arguments": one, "poison": POISON} for one in commands]
-        named = engine if engine in ("zero2", "fsdp2") else None
+        named = engine if engine == "fsdp2" else None
         how = {"processes": 1 if engine == "alone" else 2, "engine": named}
         start(FOLDER / "engines" / "poisoned_runs.py", lines, **how).wait()
     alone.wait()
