@@ -35,6 +35,7 @@ from tessera.encoders.images import Images
 from tessera.encoders.preprocessing import short_side
 from tessera.encoders.registry import unknown_prefix
 from tessera.evaluation.memory import images_at_once
+from tessera.runtime import bf16
 from tessera.runtime.collectives import all_gather, all_reduce_sum, broadcast_object, first_rank
 from tessera.runtime.progress import track
 from tessera.runtime.settings import Settings
@@ -196,6 +197,8 @@ def load_encoder(settings: EncoderSettings) -> tuple[Encoder, Path | None]:
     Raises:
         EvaluationError: the encoder cannot be found or loaded.
     """
+    if settings.precision == "bf16" and not bf16.has_instructions():
+        logging.getLogger(__name__).warning(bf16.EMULATED, "Use --precision fp32.")
     if settings.checkpoint == PIXELS:
         if settings.image_size is None:
             raise EvaluationError("--checkpoint pixels needs a size. Give --image_size, such as 32 for CIFAR-10.")

@@ -62,6 +62,7 @@ from tessera.pretrain.resolve import (
 )
 from tessera.pretrain.run_folder import claimed, delete_run, newest_checkpoint
 from tessera.pretrain.training_run import TrainingRun
+from tessera.runtime import bf16
 from tessera.runtime.collectives import broadcast_object, first_of_node_first, run_on_all_ranks
 from tessera.runtime.files import atomic_write
 from tessera.runtime.preemption import saving_on_interrupt
@@ -147,7 +148,7 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     torch.manual_seed(config.seed)  # all processes use the same seed to build equal weights
     main = accelerator.is_main_process if engine_class.sends_weights else None
     if accelerator.is_main_process and emulates_bf16(config):
-        log.warning("precision bf16: this machine emulates bf16, which is much slower than fp32. Use --precision auto.")
+        log.warning(bf16.EMULATED, "Use --precision auto.")
     for_method, recomputed = with_recomputation(config, accelerator, shards)
     method = build_method(for_method, fresh=checkpoint is None, main=main)
     batches = loader(config, method, prepared.sources, position.step, accelerator)

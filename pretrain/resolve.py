@@ -27,7 +27,7 @@ from tessera.pretrain.engines import Engine
 from tessera.pretrain.method_state import find_on_main
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.methods.method import Method, RunSize
-from tessera.runtime import processes
+from tessera.runtime import bf16, processes
 from tessera.runtime.collectives import broadcast_object, first_rank, patient_group
 from tessera.runtime.settings import SettingsError
 
@@ -213,12 +213,11 @@ def with_precision(config: RunConfig) -> RunConfig:
 def faster_in_bf16(config: RunConfig) -> bool:
     """Return True if the device computes the encoder's matrix products faster in bf16 than in fp32.
 
-    A GPU is faster in bf16 if it has bf16 instructions; older ones, such as V100 and T4, only emulate them. A CPU is
-    faster in bf16 if it has bf16 instructions (AVX512-BF16 or AMX) and the encoder has at least 128 output channels. In
-    narrower encoders, the conversions between bf16 and fp32 take as much time as bf16 saves.
+    A GPU is faster in bf16 if it has bf16 instructions, and a CPU if the encoder has at least 128 output channels, too.
+    In narrower encoders, the conversions between bf16 and fp32 take as much time as bf16 saves.
     """
-    if torch.cuda.is_available() or not has_bf16_instructions():
-        return has_bf16_instructions()
+    if torch.cuda.is_available() or not bf16.has_instructions():
+        return bf16.has_instructions()
     settings = config.encoder_settings
     try:
         with torch.device("meta"):
@@ -227,16 +226,9 @@ def faster_in_bf16(config: RunConfig) -> bool:
         return False  # invalid settings; `build_method` reports them
 
 
-def has_bf16_instructions() -> bool:
-    """Return True if the device, a GPU or else the CPU, does not have to emulate bf16."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_avx512_bf16_supported()  # pyright: ignore[reportPrivateUsage]
-
-
 def emulates_bf16(config: RunConfig) -> bool:
     """Return True if a run is in bf16 on a device without bf16 instructions."""
-    return config.precision == "bf16" and config.gpu is None and not has_bf16_instructions()
+    return config.precision == "bf16" and config.gpu is None and not bf16.has_instructions()
 
 
 def make_accelerator(config: RunConfig) -> tuple[Accelerator, type[Engine]]:

@@ -114,6 +114,18 @@ def test_a_broken_encoder_is_a_message(tmp_path):
         load_encoder(FeatureSettings(checkpoint=str(tmp_path / "vit.safetensors")))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_emulated_bf16_is_told_to_be_slow(
+    precision: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    load_encoder(FeatureSettings.model_validate({"checkpoint": "pixels", "image_size": 4, "precision": precision}))
+    assert ("emulates bf16, which is much slower than fp32. Use --precision fp32" in caplog.text) == (
+        precision == "bf16"
+    )
+
+
 def test_sizes_follow_the_encoder_and_dinos_ratio():
     encoder = Pixels(16)
     assert (input_size(encoder, None), input_size(encoder, 32)) == (16, 32)
