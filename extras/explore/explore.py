@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from threadpoolctl import threadpool_limits
 
 from tessera.data.failures import skipped
 from tessera.data.shards import Source, describe_remote, open_shards
@@ -88,11 +89,11 @@ def run(settings: ExploreSettings) -> Findings | None:
             embed_set(name, settings, encoder, one, accelerator, work)
             for name, one in zip(("data", "val"), sets, strict=False)
         ]
-        digest, transform = (
-            broadcast_object(_write_features(paths, work), group)
-            if accelerator.is_main_process
-            else broadcast_object(None, group)
-        )
+        written = None
+        if accelerator.is_main_process:
+            with threadpool_limits(1):  # the last digits depend on the number of threads
+                written = _write_features(paths, work)
+        digest, transform = broadcast_object(written, group)
         features = np.load(work / "features.npy", mmap_mode="r")
         (folder := work / f"neighbours-{digest}").mkdir(exist_ok=True)
         found = search(features, K, folder, accelerator)
@@ -100,7 +101,8 @@ def run(settings: ExploreSettings) -> Findings | None:
         if accelerator.is_main_process:
             with alone():
                 calibration = _planted(settings, encoder, sets[0], accelerator, transform)
-                result = _findings(paths, sets, features, found, calibration)
+                with threadpool_limits(1):
+                    result = _findings(paths, sets, features, found, calibration)
                 _write(result, paths, settings.output)
         if group is not None:
             dist.barrier(group)

@@ -9,14 +9,20 @@ memory does not grow with the number of images. The queries are split into block
 share and write to files: a stopped search goes on at its last block, and the blocks do not depend on the number of
 processes.
 
+The last digits of a product of matrices depend on the number of threads that compute it. A block is therefore split
+into slices of `SLICE` queries. The threads share the slices, and each slice is computed by one thread.
+
 Shape letters: N images, Q queries of a block, D features per image, K neighbours.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate import Accelerator
+from threadpoolctl import threadpool_limits
 
 from tessera.evaluation.features import EvaluationError
 from tessera.runtime.files import atomic_write
@@ -30,6 +36,8 @@ PROBES = 16
 """Number of lists that are searched for each image."""
 BLOCK = 8192
 """Number of queries in a block."""
+SLICE = 512
+"""Number of queries that one thread searches at a time."""
 SAMPLE = 1000
 """Number of queries on which the inverted lists are compared with the exact search."""
 TRAINED = 64
@@ -98,11 +106,12 @@ def search(
         missing = [number for number in own if not _path(folder, first, number).exists()]
         if not missing:
             continue
-        index = make_index(features[first : first + piece], exact=images <= exact)
+        with threadpool_limits(1):
+            index = make_index(features[first : first + piece], exact=images <= exact)
         title = f"neighbours of {images:,} images, blocks"
         for number in track(missing, title, total=len(missing), shown=accelerator.is_main_process):
             queries = np.ascontiguousarray(features[blocks[number] : blocks[number] + BLOCK])
-            similarity, found = index.search(queries, k + 1)
+            similarity, found = _in_slices(index, queries, k + 1)
             similarity, found = _others(similarity, np.where(found < 0, -1, found + first), blocks[number])
             with atomic_write(_path(folder, first, number)) as temporary, temporary.open("wb") as file:
                 np.savez(file, similarity=similarity, number=found)
@@ -110,6 +119,14 @@ def search(
     accelerator.wait_for_everyone()
     joined = [_joined(folder, number, range(0, images, piece), k) for number in range(len(blocks))]
     return np.concatenate([similarity for similarity, _ in joined]), np.concatenate([found for _, found in joined])
+
+
+def _in_slices(index: Any, queries: np.ndarray, k: int) -> Neighbours:
+    """Return what `index.search` returns. The result does not depend on the number of threads."""
+    slices = [queries[start : start + SLICE] for start in range(0, len(queries), SLICE)]
+    with ThreadPoolExecutor(torch.get_num_threads(), initializer=faiss().omp_set_num_threads, initargs=(1,)) as pool:
+        similarity, number = zip(*pool.map(lambda some: index.search(some, k), slices), strict=True)
+    return np.concatenate(similarity), np.concatenate(number)
 
 
 def _path(folder: Path, first: int, block: int) -> Path:

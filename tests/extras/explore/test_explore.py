@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from pyarrow import parquet
+from threadpoolctl import threadpool_limits
 
 pytest.importorskip("faiss")
 pytest.importorskip("umap")
@@ -74,9 +75,10 @@ def small_parts():
 
 @pytest.fixture(scope="module")
 def explored(small_parts, photographs, tmp_path_factory):
-    """The findings, and their folder."""
+    """The findings, and their folder. The libraries use 3 threads."""
     output = tmp_path_factory.mktemp("found")
-    return run(settings(photographs, output)), output
+    with threadpool_limits(3):
+        return run(settings(photographs, output)), output
 
 
 def test_planted_copies_and_leaks_are_the_pairs(explored):
@@ -162,8 +164,10 @@ def test_a_stopped_command_goes_on_and_other_settings_are_refused(explored, phot
 
 
 def _explore(rank, given):
+    """Run the command on one thread."""
     embedding.IMAGES, explore.write_page = 64, lambda findings, thumbnails, output: output
-    run(given)
+    with threadpool_limits(1):
+        run(given)
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+import torch
+from threadpoolctl import threadpool_limits
 
 pytest.importorskip("faiss")
 
@@ -38,6 +40,21 @@ def test_pieces_find_what_one_index_finds(features, tmp_path, monkeypatch):
     np.testing.assert_allclose(similarity, expected, atol=1e-6)
     assert (number == of).mean() > 0.999
     assert len(list(tmp_path.glob("neighbours-*.npz"))) == 9  # 3 pieces of 3 blocks
+
+
+def test_the_number_of_threads_changes_no_digit(tmp_path):
+    rows = unit(np.random.default_rng(0).normal(size=(1000, 768)))
+    found, threads = [], torch.get_num_threads()
+    for count in (1, 3):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        try:
+            with threadpool_limits(count):
+                torch.set_num_threads(count)
+                found.append(search(rows, folder))
+        finally:
+            torch.set_num_threads(threads)
+    assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_a_search_goes_on_at_the_block_where_it_stopped(features, tmp_path, monkeypatch):
