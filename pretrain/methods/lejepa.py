@@ -22,6 +22,7 @@ from tessera.data.crops import Areas, MultiCrop, MultiCropConfig, by_size, sides
 from tessera.encoders.base import Encoder, encode
 from tessera.encoders.segments import copy_to_device
 from tessera.encoders.unused import freeze_unused
+from tessera.encoders.weight_files import load_weights
 from tessera.pretrain.methods.heads import BatchNorm
 from tessera.pretrain.methods.method import Method, RunSize, full_precision
 from tessera.pretrain.monitoring.collapse import column_variance, effective_rank
@@ -171,6 +172,7 @@ class LeJEPA(Method):
 
     Config = LeJEPAConfig
     resolve = staticmethod(resolve)
+    continues = ("lejepa",)
     fixed_sizes = True
     small_settings: ClassVar[dict[str, Any]] = {
         "global_size": 16,
@@ -222,6 +224,10 @@ class LeJEPA(Method):
         difference = average(invariance.detach()) / unrelated.clamp(min=1e-12)
         metrics = {"sigreg": normality.detach(), "invariance": invariance.detach(), "embedding_std": variance.sqrt()}
         return loss, metrics | {"view_difference": difference}
+
+    def start_from(self, other: Method) -> None:
+        load_weights(self.encoder, other.trained_encoder().state_dict(), "ours")
+        self.projector.load_state_dict(other.get_submodule("projector").state_dict())
 
     def trained_encoder(self) -> Encoder:
         return self.encoder

@@ -1,4 +1,4 @@
-"""A run that starts from another run of the same family takes all its weights."""
+"""A run that starts from another run of its method, or of its family, takes all its weights."""
 
 import json
 from pathlib import Path
@@ -47,6 +47,16 @@ def test_student_teacher_and_heads_go_on(name: str, tmp_path: Path) -> None:
             assert torch.equal(own[key.replace("teacher.encoder.", "gram_teacher.")], tensor), key
         if ".head." in key and name == "dinov2":  # both heads start from the shared one
             assert torch.equal(own[key.replace(".head.", ".ibot_head.")], tensor), key
+
+
+def test_encoder_and_projector_of_lejepa_go_on(tmp_path: Path) -> None:
+    held = finished(tmp_path / "run", "lejepa")
+    started = method("lejepa", seed=5)
+    start_from_run(started, tmp_path / "run")
+    own = started.state_dict()
+    assert {key.partition(".")[0] for key in held} == {"encoder", "projector"}
+    assert held.keys() == own.keys()
+    assert all(torch.equal(own[key], tensor) for key, tensor in held.items())
 
 
 @pytest.mark.parametrize("name", ["dino", "nothing"])
@@ -99,12 +109,15 @@ def test_a_run_with_default_settings_describes_its_method() -> None:
 
 def test_an_encoder_with_new_heads_learns_slowly_and_keeps_its_layers(tmp_path: Path) -> None:
     finished(tmp_path / "run", "dinov2")
+    finished(tmp_path / "other", "lejepa")
     alone = str(tmp_path / "run/checkpoints/latest/encoder.safetensors")
     words = ["--data", "a.tar", "--method"]
     for name, source, expected in (
         ("dinov3", str(tmp_path / "run"), 1.0),
         ("dinov3", alone, 0.1),
         ("mae", str(tmp_path / "run"), 0.1),
+        ("lejepa", str(tmp_path / "other"), 1.0),
+        ("lejepa", str(tmp_path / "other/checkpoints/latest/encoder.safetensors"), 0.1),
     ):
         config = resolve(load([*words, name, "--init_from", source]), 1_000_000)
         assert config.optim.encoder_lr_factor == expected
