@@ -5,6 +5,12 @@
     tessera explore ENCODER --data FOLDER/copies.tar --output FOUND
     python benchmarks/explore.py score FOLDER FOUND        # found and precision, from FOUND/findings.parquet
     python benchmarks/explore.py hashes FOLDER             # the same for hashes of imagehash
+    python benchmarks/explore.py listed LISTS FOUND        # CIFAR-10's own copies, from FOUND/pairs.parquet
+    python benchmarks/explore.py hashed LISTS DATA VAL     # the same for phash of imagehash, DATA and VAL are SHARDS
+
+LISTS holds duplicates_cifar10.csv and duplicates_cifar10_test.csv of github.com/cvjena/cifair (folder `meta`), and
+train.npy and test.npy: the labels of CIFAR-10 in its original order. The keys of the images are `test-deer-0921` for
+the deer 921 of the test set in this order, counted from 0.
 
 The copies are made with Pillow, independently of the copies that `tessera explore` plants to measure its recall.
 """
@@ -24,6 +30,10 @@ from tessera.data.shards import Source, open_shards
 
 IMAGES, COPIES, WRONG = 2000, 200, 0.02
 KINDS = ("re-encoded", "mirrored", "cropped", "recoloured")
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+JUDGMENTS = ("exact", "near-duplicate", "very similar")
+"""Kinds of listed pairs, in the order of the list's numbers."""
+BITS = (4, 6, 8, 10)
 Row = tuple[str, bytes, int]
 
 
@@ -146,8 +156,73 @@ def hashes(folder: Path) -> None:
         score_pairs([(names[row[n]], names[column[n]]) for n in order], folder)
 
 
+def listed_pairs(lists: Path) -> dict[frozenset[str], str]:
+    """Return the listed pairs of keys, and their kind."""
+    names = {}
+    for split in ("train", "test"):
+        labels = np.load(lists / f"{split}.npy")
+        rank = np.zeros(len(labels), int)
+        for one in range(len(CLASSES)):
+            rank[labels == one] = np.arange((labels == one).sum())
+        names[split] = [f"{split}-{CLASSES[label]}-{n:04d}" for label, n in zip(labels, rank, strict=True)]
+    found = {}
+    for split, file in (("train", "duplicates_cifar10.csv"), ("test", "duplicates_cifar10_test.csv")):
+        for row in pandas.read_csv(lists / file).itertuples():
+            pair = frozenset((names["test"][int(row.TestID)], names[split][int(row.TrainID)]))
+            found[pair] = f"{split}, {JUDGMENTS[int(row.Judgment)]}"
+    return found
+
+
+def score_listed(lists: Path, pairs: list[tuple[str, str]]) -> None:
+    """Print how many listed pairs are found, and how many of the found pairs are listed. The best pairs come first."""
+    listed, found = listed_pairs(lists), [frozenset(pair) for pair in pairs]
+    for split in ("train", "test"):
+        of_split = [pair for pair in found if {key.partition("-")[0] for key in pair} == {"test", split}]
+        for kind in JUDGMENTS:
+            truth = {pair for pair, of in listed.items() if of == f"{split}, {kind}"}
+            if truth:
+                print(
+                    f"test and {split}, {kind}: {len(truth.intersection(of_split))} of {len(truth)} listed pairs found"
+                )
+        count = sum(name.startswith(split) for name in listed.values())
+        for name, some in (("all", of_split), (f"the first {count}", of_split[:count])):
+            right = sum(pair in listed for pair in some)
+            print(
+                f"{name} of {len(of_split)} pairs of test and {split}: {right} listed, {right / max(len(some), 1):.1%}"
+            )
+
+
+def listed(lists: Path, found: Path) -> None:
+    """Print the score of the pairs of the command, and its k-NN accuracies."""
+    pairs = pandas.read_parquet(found / "pairs.parquet")
+    score_listed(lists, [*zip(pairs["key"].map(stem), pairs["other_key"].map(stem), strict=True)])
+    notes = json.loads((found / "findings.json").read_text())
+    print({name: notes[name] for name in ("knn", "recall", "expected_false_images", "pairs")})
+
+
+def hashed(lists: Path, data: Path, val: Path) -> None:
+    """Print the score of phash: all pairs with a test image of at most the given number of different bits."""
+    import imagehash  # pyright: ignore[reportMissingImports] - only this benchmark needs it
+
+    names, hashes = [], []
+    for shards in (val, data):
+        opened = open_shards(str(shards))
+        names += [stem(opened.name(n)) for n in range(opened.images)]
+        read = (Image.open(io.BytesIO(stored(opened, n))) for n in range(opened.images))
+        hashes += [imagehash.phash(image).hash.flatten() for image in read]
+    bits = np.stack(hashes).astype(np.float32)
+    test = sum(name.startswith("test") for name in names)
+    different = np.concatenate([one @ (1 - bits).T + (1 - one) @ bits.T for one in np.array_split(bits[:test], 50)])
+    row, column = np.nonzero((different <= max(BITS)) & (np.arange(len(bits)) > np.arange(test)[:, None]))
+    order = np.argsort(different[row, column], kind="stable")
+    for most in BITS:
+        chosen = [n for n in order if different[row[n], column[n]] <= most]
+        print(f"phash, at most {most} bits:")
+        score_listed(lists, [(names[row[n]], names[column[n]]) for n in chosen])
+
+
+STEPS = {f.__name__: f for f in (copies, labels, score, hashes, listed, hashed)}
+
 if __name__ == "__main__":
     step, *given = sys.argv[1:]
-    {"copies": copies, "labels": labels, "score": score, "hashes": hashes}[step](
-        *[value if step in ("copies", "labels") and n == 0 else Path(value) for n, value in enumerate(given)]
-    )
+    STEPS[step](*[value if step in ("copies", "labels") and n == 0 else Path(value) for n, value in enumerate(given)])

@@ -17,6 +17,8 @@ LEAST_PRESENT = 0.05
 """A blank image has a smaller share of pixels with data."""
 TINY = 0.1
 """A tiny file has a smaller part of the bytes of the median file."""
+LEAST_OF_CLASS = 10
+"""Least number of images of a class whose labels are judged. Most neighbours of a smaller class belong to others."""
 TEMPERATURE = 0.07
 """Temperature of the votes of neighbours, as in the k-NN evaluation."""
 
@@ -55,7 +57,8 @@ def doubtful_labels(
     The neighbours' votes estimate the probability of each class. As in confident learning (1911.00068), a class is
     likely if its probability is at least the mean of this probability over the images of the class. A label is doubtful
     if the most probable likely class is another one. The score is the largest probability of another class minus that
-    of the label; -1 for an image without a label. The agreement of a class is the mean probability of the label.
+    of the label; -1 for an image without a label, and for classes of fewer than `LEAST_OF_CLASS` images. The agreement
+    of a class is the mean probability of the label.
     """
     classes = int(labels.max()) + 1
     if classes < 1:
@@ -66,10 +69,11 @@ def doubtful_labels(
         rows = np.arange(start, start + len(votes))
         own[rows] = np.where(labelled[rows], votes[np.arange(len(rows)), labels[rows]], 0)
     counts = np.bincount(labels[labelled], minlength=classes)
+    judged = labelled & (counts[labels] >= LEAST_OF_CLASS)
     agreement = np.bincount(labels[labelled], own[labelled], minlength=classes) / np.maximum(counts, 1)
     score, doubt = np.full(len(labels), -1, np.float32), np.zeros(len(labels), bool)
     for start, votes in _votes(similarity, number, labels, classes):
-        rows = start + np.flatnonzero(labelled[start : start + len(votes)])
+        rows = start + np.flatnonzero(judged[start : start + len(votes)])
         votes = votes[rows - start]
         if not len(rows):
             continue
@@ -77,7 +81,7 @@ def doubtful_labels(
         doubt[rows] = (likely.max(1) > 0) & (likely.argmax(1) != labels[rows])
         votes[np.arange(len(rows)), labels[rows]] = 0
         score[rows] = votes.max(1) - own[rows]
-    return score, doubt, {int(c): float(agreement[c]) for c in np.flatnonzero(counts)}
+    return score, doubt, {int(c): float(agreement[c]) for c in np.flatnonzero(counts >= LEAST_OF_CLASS)}
 
 
 def _votes(similarity: np.ndarray, number: np.ndarray, labels: np.ndarray, classes: int):

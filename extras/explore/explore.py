@@ -26,7 +26,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from threadpoolctl import threadpool_limits
 
-from tessera.data.failures import skipped
 from tessera.data.shards import Source, describe_remote, open_shards
 from tessera.encoders.base import Encoder
 from tessera.evaluation.command import run_command
@@ -54,6 +53,8 @@ RIDGE = 0.1
 """Part of the mean variance that is added to each variance before features are whitened."""
 MOST_WHITENED = 4096
 """Largest number of features that are whitened. More features are only centred."""
+LEAST_READ = 0.5
+"""Least share of the images of a set that can be read."""
 
 
 class ExploreSettings(FeatureSettings):
@@ -89,6 +90,7 @@ def run(settings: ExploreSettings) -> Findings | None:
             embed_set(name, settings, encoder, one, accelerator, work)
             for name, one in zip(("data", "val"), sets, strict=False)
         ]
+        _check_read(paths, sets)
         written = None
         if accelerator.is_main_process:
             with threadpool_limits(1):  # the last digits depend on the number of threads
@@ -120,6 +122,16 @@ def _open_sets(settings: ExploreSettings, accelerator: Accelerator) -> list[Sour
         numbers = [tuple(known.index(name) for name in some or ()) for some in names]
         return [replace(o, classes=tuple(known), numbers=n) for o, n in zip(opened, numbers, strict=True)]
     return opened
+
+
+def _check_read(paths: Sequence[list[Path]], sets: Sequence[Source]) -> None:
+    """Raise `EvaluationError` if too few images of a set can be read to find anything about the set."""
+    for name, of_set, one in zip(("data", "val"), paths, sets, strict=False):
+        if (read := len(joined(of_set, "labels"))) < LEAST_READ * one.images:
+            raise EvaluationError(
+                f"Only {read:,} of {one.images:,} images of --{name} can be read. The lines above say why. Use an "
+                "encoder that was trained on such images, or other images."
+            )
 
 
 def _write_features(paths: Sequence[list[Path]], work: Path) -> tuple[str, tuple[np.ndarray, np.ndarray]]:
@@ -203,7 +215,7 @@ def _findings(
         "val": int((which == VAL).sum()),
     }
     findings.notes = notes
-    findings.notes["unreadable"] = len(skipped)
+    findings.notes["unreadable"] = sum(one.images for one in sets) - len(features)
     findings.notes["neighbours_recall"] = 1.0 if len(features) <= EXACT else recall(features, number)
     _add_copies(findings, found, calibration)
     findings.scores["outlier"], findings.flags["outlier"] = checks.outliers(similarity)

@@ -36,7 +36,7 @@ const y = decode(DATA.y, Float32Array);
 const slots = decode(DATA.slots, Uint32Array);
 const sets = decode(DATA.sets, Uint8Array);
 const scores = Object.fromEntries(Object.entries(DATA.scores).map(([name, text]) => [name, decode(text, Float32Array)]));
-const pairs = { i: decode(DATA.pairs.i, Uint32Array), j: decode(DATA.pairs.j, Uint32Array), kind: decode(DATA.pairs.kind, Uint8Array), similarity: decode(DATA.pairs.similarity, Float32Array) };
+const pairs = { i: decode(DATA.pairs.i, Uint32Array), j: decode(DATA.pairs.j, Uint32Array), kind: decode(DATA.pairs.kind, Uint8Array), similarity: decode(DATA.pairs.similarity, Float32Array), margin: decode(DATA.pairs.margin, Float32Array) };
 const flags = Object.fromEntries(Object.entries(DATA.flags).map(([name, text]) => {
   const has = new Uint8Array(N);
   for (const i of decode(text, Uint32Array)) has[i] = 1;
@@ -399,17 +399,17 @@ function write(set) {
 
 function listed() {
   const kind = $("kind").value;
-  const least = $("similar").value === "" ? -Infinity : +$("similar").value;
+  const least = $("margin").value === "" ? -Infinity : +$("margin").value;
   const found = [];
-  for (let p = 0; p < pairs.i.length; p++) if ((kind === "all" || pairs.kind[p] === +kind) && pairs.similarity[p] >= least) found.push(p);
-  return found;  // the file has the most similar pair first
+  for (let p = 0; p < pairs.i.length; p++) if ((kind === "all" || pairs.kind[p] === +kind) && pairs.margin[p] >= least) found.push(p);
+  return found;  // the file has the pair of the largest margin first
 }
 function copies() {
   const found = listed();
-  $("copies-count").textContent = `${count(found.length, "pair")}, the most similar first`;
+  $("copies-count").textContent = `${count(found.length, "pair")}, the largest margin first`;
   $("select-copies").disabled = !found.length;
   paged("copies", found.length, (from, to) => $("copies").replaceChildren(...found.slice(from, to).map((p) => make("li", {},
-    make("p", { textContent: `similarity ${pairs.similarity[p].toFixed(4)}` }),
+    make("p", { textContent: `margin ${pairs.margin[p].toFixed(3)} · similarity ${pairs.similarity[p].toFixed(3)}` }),
     ...[pairs.i[p], pairs.j[p]].map((i) => make("figure", {}, tile(i), make("figcaption", { textContent: [SETS[sets[i]], colourings.class?.names[colourings.class.groups[i]], keys[i]].filter(Boolean).join(" · ") })))))), copies);
 }
 function copies_but_one() {
@@ -469,7 +469,7 @@ function build() {
     $("search").value = "";
     recolour();
   };
-  $("kind").onchange = $("similar").oninput = () => { state.pages.copies = 0; copies(); };
+  $("kind").onchange = $("margin").oninput = () => { state.pages.copies = 0; copies(); };
   $("select-copies").onclick = copies_but_one;
   $("write-data").onclick = () => write(0);
   $("write-val").onclick = () => write(1);

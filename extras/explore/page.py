@@ -59,8 +59,6 @@ def page_data(findings: Findings, points: NDArray[np.float32], order: NDArray[np
     """
     slots = np.empty(len(order), np.int64)
     slots[order] = np.arange(len(order))
-    similar_first = np.argsort(-findings.pair_similarity, kind="stable")
-    pairs = findings.pairs[similar_first]
     classes = int(findings.labels.max(initial=-1)) + 1
     return {
         "title": "Map of the images",
@@ -77,10 +75,11 @@ def page_data(findings: Findings, points: NDArray[np.float32], order: NDArray[np
         "scores": {name: _base64(score, "<f4") for name, score in findings.scores.items()},
         "flags": {name: _base64(np.flatnonzero(flag), "<u4") for name, flag in findings.flags.items()},
         "pairs": {
-            "i": _base64(pairs[:, 0], "<u4"),
-            "j": _base64(pairs[:, 1], "<u4"),
-            "similarity": _base64(findings.pair_similarity[similar_first], "<f4"),
-            "kind": _base64(findings.pair_kind[similar_first], "u1"),
+            "i": _base64(findings.pairs[:, 0], "<u4"),
+            "j": _base64(findings.pairs[:, 1], "<u4"),
+            "similarity": _base64(findings.pair_similarity, "<f4"),
+            "margin": _base64(findings.pair_margin, "<f4"),
+            "kind": _base64(findings.pair_kind, "u1"),
         },
         "notes": list(_flat(findings.notes)),
     }

@@ -45,6 +45,16 @@ def test_images_without_labels_have_no_doubts():
     assert not agreement
 
 
+def test_labels_of_small_classes_are_not_judged():
+    features, labels = two_classes(60)
+    labels = labels.copy()
+    labels[:3] = 2
+    score, doubt, agreement = checks.doubtful_labels(*all_neighbours(features, 20), labels)
+    assert (score[:3] == -1).all()
+    assert not doubt[:3].any()
+    assert set(agreement) == {0, 1}
+
+
 def test_the_farthest_images_are_outliers():
     features, _ = two_classes(300, spread=0.05)
     features[7] = [0, 0, 0, -1]

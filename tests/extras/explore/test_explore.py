@@ -152,6 +152,14 @@ def test_a_blank_image_is_flagged_and_thumbnails_show_the_images(explored, photo
     assert np.abs(shown.astype(int) - 90).max() <= 2
 
 
+def test_a_set_that_can_hardly_be_read_is_refused(tmp_path):
+    rng = np.random.default_rng(0)
+    files = [encoded(rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)) for _ in range(5)]
+    write_samples(tmp_path / "data-0.tar", [(f"d{n}", file if n < 2 else b"none", 0) for n, file in enumerate(files)])
+    with pytest.raises(EvaluationError, match=r"Only 2 of 5 images of --data can be read"):
+        run(settings(tmp_path, tmp_path / "found", data=str(tmp_path / "data-0.tar"), val=None))
+
+
 def test_a_stopped_command_goes_on_and_other_settings_are_refused(explored, photographs):
     _, output = explored
     first, second, *_ = sorted((output / "work").glob("data-*.npz"))

@@ -47,9 +47,10 @@ def made(count: int = 300) -> tuple[Findings, np.ndarray]:
         flags={"outlier": outliers, "blank": np.zeros(count, bool)},
         cluster=(labels % 2).astype(np.int32),
         medoids=np.array([7, 107]),
-        pairs=np.array([[10, 11], [0, 1], [11, 12], [20, 21]]),  # 10-11-12 is a group; 1 is of validation
+        pairs=np.array([[0, 1], [11, 12], [10, 11], [20, 21]]),  # 10-11-12 is a group; 1 is of validation
         pair_similarity=np.array([0.97, 0.99, 0.98, 0.95], np.float32),
-        pair_kind=np.array([0, 1, 0, 0]),
+        pair_margin=np.array([0.5, 0.4, 0.3, 0.2], np.float32),
+        pair_kind=np.array([1, 0, 0, 0]),
         notes={"threshold": np.float32(0.5), "recall": {"flip": 0.25}},
     )
     return findings, places
@@ -83,7 +84,7 @@ def test_the_scripts_hold_the_findings(tmp_path: Path, monkeypatch: pytest.Monke
         "outlier": [3, 150, 299],
         "blank": [],
     }
-    assert numbers(data["pairs"]["i"], "<u4") == [0, 11, 10, 20]  # the most similar pair first
+    assert numbers(data["pairs"]["i"], "<u4") == [0, 11, 10, 20]  # the order of pairs.parquet
     assert numbers(data["pairs"]["j"], "<u4") == [1, 12, 11, 21]
     assert numbers(data["pairs"]["kind"], "u1") == [1, 0, 0, 0]
     assert data["notes"] == [["threshold", 0.5], ["recall flip", 0.25]]
@@ -248,7 +249,7 @@ def filters_and_copies(view: Any, expect: Any) -> None:
 
     view.locator("#clear").click()
     assert view.locator("#copies li").count() == 4
-    assert view.locator("#copies li p").all_inner_texts()[0] == "similarity 0.9900"
+    assert view.locator("#copies li p").all_inner_texts()[0] == "margin 0.500 · similarity 0.970"
     view.locator("#select-copies").click()  # 0 has a copy in validation; 10 and 20 are the first of their groups
     assert written(view, "#write-data") == [["key"], [EVIL], ["a,11"], ["a,12"], ["a,21"]]
     view.locator("#copies .thumbnail").nth(0).click()
