@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tessera.data.pictures import as_rgb, quantiles, unit
 from tessera.data.shards import Source
-from tessera.encoders.base import Encoder
+from tessera.encoders.base import Encoder, Preprocessing
 from tessera.evaluation.embed import UNRELATED, claim
 from tessera.evaluation.features import EvaluationError, FeatureSettings, extract, pooled
 from tessera.extras.explore.thumbnails import SIDE
@@ -34,6 +34,8 @@ IMAGES = 1024
 """Largest number of images in a part."""
 QUALITY = 80
 """JPEG quality of thumbnails."""
+FILLED = 0.01
+"""Normalised pixels without data have smaller absolute values. The mean of their band is rounded to the pixel type."""
 FACTS = 2
 """Number of facts of each image: standard deviation of its pixels, and share of its pixels with data."""
 
@@ -46,7 +48,8 @@ def mirrored_mean(encoder: Encoder, images: Tensor) -> Tensor:
 
 def described(encoder: Encoder, images: Tensor) -> Tensor:
     """Return one row for each image: features, facts, and pixels of the thumbnail: (B, C, S, S) -> (B, K)."""
-    pixels = unit(images, encoder.preprocessing)  # (B, C, S, S), NaN without data
+    absent = _without_data(images, encoder.preprocessing)
+    pixels = unit(images, encoder.preprocessing).masked_fill(absent, torch.nan)  # (B, C, S, S)
     present = pixels.isfinite()
     count = present.sum((2, 3)).clamp(min=1)  # (B, C)
     filled = pixels.nan_to_num(0.0)
@@ -57,6 +60,16 @@ def described(encoder: Encoder, images: Tensor) -> Tensor:
     shown = as_rgb(pixels) if encoder.preprocessing.low is None else _stretched(pixels)
     small = F.interpolate(shown.nan_to_num(0.0).clamp(0, 1), size=(side, side), mode="bilinear", antialias=True)
     return torch.cat([mirrored_mean(encoder, images), facts, small.flatten(1)], 1)
+
+
+def _without_data(images: Tensor, preprocessing: Preprocessing) -> Tensor:
+    """Return the mask of pixels without data: (B, C, S, S) -> (B, 1, S, S).
+
+    The reader sets them to the mean of their band, which is about 0 after normalisation. NaN is a missing channel.
+    """
+    if preprocessing.nodata is None and preprocessing.pixel_type != "float32":
+        return torch.zeros_like(images[:, :1], dtype=torch.bool)
+    return (images.abs() < FILLED).all(1, keepdim=True)
 
 
 def _stretched(pixels: Tensor) -> Tensor:

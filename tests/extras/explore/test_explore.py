@@ -12,7 +12,9 @@ from threadpoolctl import threadpool_limits
 pytest.importorskip("faiss")
 pytest.importorskip("umap")
 
+from tessera import encoders
 from tessera.data.exclude import read_names
+from tessera.encoders.base import Preprocessing
 from tessera.evaluation.embed import EmbedSettings
 from tessera.evaluation.embed import run as embed
 from tessera.evaluation.features import EvaluationError
@@ -150,6 +152,28 @@ def test_a_blank_image_is_flagged_and_thumbnails_show_the_images(explored, photo
     shown = np.asarray(Image.open(io.BytesIO(thumbnails[BLANK])))
     assert shown.shape == (SIDE, SIDE, 3)
     assert np.abs(shown.astype(int) - 90).max() <= 2
+
+
+def test_images_of_five_bands_of_16_bits(tmp_path):
+    tifffile = pytest.importorskip("tifffile")
+    rng = np.random.default_rng(0)
+    tiles = rng.integers(1, 4096, (40, SIDE, SIDE, 5), dtype=np.uint16)
+    tiles[3].reshape(-1, 5)[8:] = 0  # nearly without data
+    tiles[39] = tiles[20][:, ::-1]
+    for number, tile in enumerate(tiles):
+        (tmp_path / "tiles" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        path = tmp_path / "tiles" / "ab"[number % 2] / f"{number:02d}.tif"
+        tifffile.imwrite(path, tile, photometric="minisblack", planarconfig="contig")
+    encoder = encoders.build("vit_micro", channels=5, image_size=SIDE, patch_size=4)
+    encoder.preprocessing = Preprocessing((0.5,) * 5, (0.3,) * 5, "uint16", (0.0,) * 5, (4095.0,) * 5, nodata=0.0)
+    encoders.save(encoder, tmp_path / "encoder.safetensors")
+    given = {"checkpoint": str(tmp_path / "encoder.safetensors"), "image_size": None, "val": None}
+    found = run(settings(tmp_path, tmp_path / "found", data=str(tmp_path / "tiles"), **given))
+    names = [key.rpartition("/")[2] for key in found.keys]
+    assert [names[n] for n in np.flatnonzero(found.flags["blank"])] == ["03.tif"]
+    assert ["20.tif", "39.tif"] in [sorted(names[n] for n in pair) for pair in found.pairs]
+    shown = np.asarray(Image.open(io.BytesIO(Thumbnails(tmp_path / "found")[names.index("03.tif")])))
+    assert shown[8:].max() < 20 < shown[0, :8].mean()
 
 
 def test_a_set_that_can_hardly_be_read_is_refused(tmp_path):
