@@ -26,7 +26,7 @@ from tessera.data.pictures import as_rgb, quantiles, unit
 from tessera.data.shards import Source
 from tessera.encoders.base import Encoder, Preprocessing
 from tessera.evaluation.embed import UNRELATED, claim
-from tessera.evaluation.features import EvaluationError, FeatureSettings, extract, pooled
+from tessera.evaluation.features import EvaluationError, FeatureSettings, Pixels, extract, pooled
 from tessera.extras.explore.thumbnails import SIDE
 from tessera.runtime.files import atomic_write
 
@@ -34,6 +34,8 @@ IMAGES = 1024
 """Largest number of images in a part."""
 QUALITY = 80
 """JPEG quality of thumbnails."""
+GRID = 16
+"""Side of the grid of pixels that are features. On a finer one, the copies of an image differ more from each other."""
 FILLED = 0.01
 """Normalised pixels without data have smaller absolute values. The mean of their band is rounded to the pixel type."""
 FACTS = 2
@@ -41,7 +43,13 @@ FACTS = 2
 
 
 def mirrored_mean(encoder: Encoder, images: Tensor) -> Tensor:
-    """Return the mean of the features of images and of their mirror images: (B, C, S, S) -> (B, D)."""
+    """Return the mean of the features of images and of their mirror images: (B, C, S, S) -> (B, D).
+
+    For `Pixels`, the features are the images scaled to `GRID`. A mirrored copy that is read at this size would often be
+    shifted by one pixel, because the crop from its centre begins at a whole pixel.
+    """
+    if isinstance(encoder, Pixels):
+        images = F.adaptive_avg_pool2d(images, min(GRID, images.shape[-1]))
     both = [F.normalize(pooled(encoder, one).float(), dim=1) for one in (images, images.flip(-1))]
     return (both[0] + both[1]) / 2
 

@@ -24,13 +24,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from pydantic import Field
 from threadpoolctl import threadpool_limits
 
 from tessera.data.shards import Source, describe_remote, open_shards
 from tessera.encoders.base import Encoder
 from tessera.evaluation.command import run_command
 from tessera.evaluation.embed import pyarrow
-from tessera.evaluation.features import EvaluationError, FeatureSettings, LabelledFeatures, extract, load_encoder
+from tessera.evaluation.features import (
+    PIXELS,
+    EvaluationError,
+    FeatureSettings,
+    LabelledFeatures,
+    extract,
+    load_encoder,
+)
 from tessera.evaluation.knn import knn_ranks
 from tessera.extras.explore import checks, copies
 from tessera.extras.explore.embedding import embed_set, joined, pack_thumbnails, read_parts
@@ -39,7 +47,7 @@ from tessera.extras.explore.neighbours import EXACT, Neighbours, faiss, nearest,
 from tessera.extras.explore.page import write_page
 from tessera.extras.explore.planting import KINDS, planted
 from tessera.extras.explore.tables import KINDS_OF_PAIRS, summary, write_tables
-from tessera.extras.explore.thumbnails import Thumbnails
+from tessera.extras.explore.thumbnails import SIDE, Thumbnails
 from tessera.runtime.collectives import alone, broadcast_object, patient_group
 from tessera.runtime.files import atomic_write
 from tessera.runtime.processes import make_accelerator
@@ -62,7 +70,9 @@ class ExploreSettings(FeatureSettings):
 
     checkpoint: Positional[str]  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
     """run folder, checkpoint in a run folder, exported encoder, `timm:NAME` for a pretrained model of timm, or `pixels`
-    (with --image_size) to use the pixels as features"""
+    for the pixels of the images scaled to 16 x 16"""
+    image_size: int | None = Field(None, ge=1)
+    """side of the images in pixels; default: the size that the encoder was built for, and 64 for `pixels`"""
     data: str | list[str]
     """SHARDS of the images"""
     val: str | list[str] | None = None
@@ -81,6 +91,8 @@ def run(settings: ExploreSettings) -> Findings | None:
     faiss(), pyarrow()
     if find_spec("umap") is None:
         raise EvaluationError('The map needs umap-learn. Install it: pip install "tessera-ssl[explore]"')
+    if settings.checkpoint == PIXELS and settings.image_size is None:
+        settings = settings.model_copy(update={"image_size": SIDE})
     accelerator, work = make_accelerator(), settings.output / "work"
     encoder, _ = load_encoder(settings)
     encoder.to(accelerator.device)
@@ -291,7 +303,8 @@ def _write(findings: Findings, paths: Sequence[list[Path]], output: Path) -> Non
     with atomic_write(output / "findings.json") as temporary:
         temporary.write_text(json.dumps(findings.notes, indent=2) + "\n")
     print(summary(findings), flush=True)
-    print(f"findings written to {output / 'findings.parquet'}", flush=True)
+    table = output / "findings.parquet"
+    print(f"findings written to {table}. Train without copies: --data.exclude {table}:near_copy,leak,blank", flush=True)
     print(f"page written to {write_page(findings, Thumbnails(output), output)}", flush=True)
 
 

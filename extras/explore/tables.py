@@ -64,6 +64,8 @@ def summary(findings: Findings) -> str:
     for name, mask in findings.flags.items():
         counts = [f"{int(mask[findings.sets == part].sum()):,} in --{SETS[part]}" for part in (DATA, VAL)]
         lines.append(f"{name}: {', '.join(counts if notes['val'] else counts[:1])}")
+    if findings.flags["label_doubt"].sum() > (findings.labels >= 0).sum() / 2:
+        lines[-1] += ". Ignore them: this encoder does not see these classes"
     if notes["knn"]:
         knn = notes["knn"]
         lines.append(

@@ -176,6 +176,20 @@ def test_images_of_five_bands_of_16_bits(tmp_path):
     assert shown[8:].max() < 20 < shown[0, :8].mean()
 
 
+def test_mirrored_copies_of_wide_images_are_found_by_pixels(tmp_path):
+    """A crop of an odd width from the centre is not symmetric."""
+    rng = np.random.default_rng(0)
+    coarse = rng.integers(0, 256, (40, 6, 8, 3), dtype=np.uint8)
+    images = [
+        np.asarray(Image.fromarray(one).resize((60 + n, 45), Image.Resampling.BICUBIC)) for n, one in enumerate(coarse)
+    ]
+    images += [one[:, ::-1].copy() for one in images[:10]]
+    write_samples(tmp_path / "data-0.tar", [(f"d{n:02d}", encoded(one), 0) for n, one in enumerate(images)])
+    found = run(settings(tmp_path, tmp_path / "found", data=str(tmp_path / "data-0.tar"), val=None, image_size=None))
+    assert {(n, 40 + n) for n in range(10)} <= {tuple(pair) for pair in found.pairs.tolist()}
+    assert np.asarray(Image.open(io.BytesIO(Thumbnails(tmp_path / "found")[0]))).shape == (64, 64, 3)
+
+
 def test_a_set_that_can_hardly_be_read_is_refused(tmp_path):
     rng = np.random.default_rng(0)
     files = [encoded(rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)) for _ in range(5)]
