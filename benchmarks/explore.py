@@ -20,6 +20,7 @@ import json
 import sys
 import tarfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -167,9 +168,9 @@ def listed_pairs(lists: Path) -> dict[frozenset[str], str]:
         names[split] = [f"{split}-{CLASSES[label]}-{n:04d}" for label, n in zip(labels, rank, strict=True)]
     found = {}
     for split, file in (("train", "duplicates_cifar10.csv"), ("test", "duplicates_cifar10_test.csv")):
-        for row in pandas.read_csv(lists / file).itertuples():
-            pair = frozenset((names["test"][int(row.TestID)], names[split][int(row.TrainID)]))
-            found[pair] = f"{split}, {JUDGMENTS[int(row.Judgment)]}"
+        table = pandas.read_csv(lists / file)
+        for test, other, judgment in zip(table["TestID"], table["TrainID"], table["Judgment"], strict=True):
+            found[frozenset((names["test"][test], names[split][other]))] = f"{split}, {JUDGMENTS[judgment]}"
     return found
 
 
@@ -221,7 +222,7 @@ def hashed(lists: Path, data: Path, val: Path) -> None:
         score_listed(lists, [(names[row[n]], names[column[n]]) for n in chosen])
 
 
-STEPS = {f.__name__: f for f in (copies, labels, score, hashes, listed, hashed)}
+STEPS: dict[str, Callable[..., None]] = {f.__name__: f for f in (copies, labels, score, hashes, listed, hashed)}
 
 if __name__ == "__main__":
     step, *given = sys.argv[1:]

@@ -9,7 +9,7 @@ import torch
 from tessera.encoders import build
 from tessera.encoders.layers import MLP, PreNormBlock
 from tessera.encoders.twins import GlobalAttention, LocalAttention, Twins, cached_keys
-from tests.encoders.helpers import images_of, same, scramble
+from tests.encoders.helpers import images_of, scramble
 
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 SMALL: dict[str, Any] = {
@@ -104,13 +104,16 @@ def test_summaries_of_the_border_are_completed_with_zeros(grid, reduction):
 @pytest.mark.parametrize("size", [(33, 33), (9, 20), (1, 1), (57, 7), (113, 225)])
 @torch.no_grad()
 def test_incomplete_patches_are_completed_with_zeros(size, layout):
-    encoder, images = small(**layout), images_of(2, 3, *size)
+    encoder, images = small(**layout).double(), images_of(2, 3, *size).double()
     sides = [[math.ceil(side / 2 ** (stage + 1)) for side in size] for stage in range(3)]
     shapes = [[width, *side] for width, side in zip((24, 40, 48), sides, strict=True)]
     assert [list(x.shape[1:]) for x in encoder.pyramid(images)] == shapes
-    padded = torch.zeros(2, 3, *(side + side % 2 for side in size))  # to whole patches, with zeros, right and below
+    padded = torch.zeros(
+        2, 3, *(side + side % 2 for side in size), dtype=torch.float64
+    )  # to whole patches, with zeros, right and below
     padded[..., : size[0], : size[1]] = images
-    assert same(encoder(padded), encoder(images))
+    found, expected = encoder(images), encoder(padded)  # by other kernels of the convolution, on some CPUs
+    torch.testing.assert_close([found.pooled, found.tokens], [expected.pooled, expected.tokens], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("layout", [{}, THEIRS])
