@@ -1,4 +1,4 @@
-"""Whether the device computes in bf16, or emulates it."""
+"""Check whether the device has instructions for bf16. Without them, it emulates bf16, and is slow."""
 
 import torch
 

@@ -62,8 +62,8 @@ def command(cell: Cell, words: Sequence[str], points: int, output: Path, launche
 
 
 def is_done(run: Path) -> bool:
-    """Return True if a cell is trained: its run has exported its encoder, or the encoder's outcomes are stored."""
-    return (run / WEIGHTS).exists() or outcome_path(run.parent, run.name).exists()
+    """Return True if a cell is trained: its run has exported its encoder, or has a folder and stored outcomes."""
+    return (run / WEIGHTS).exists() or (run.is_dir() and outcome_path(run.parent, run.name).exists())
 
 
 def outcome_path(output: Path, name: str) -> Path:
@@ -85,6 +85,7 @@ def train(
         StoppedError: the training was stopped.
     """
     output = settings.output / cell.name
+    outcome_path(settings.output, cell.name).unlink(missing_ok=True)  # of a run whose folder was deleted
     since = time.monotonic()
     while output.is_dir() and holder(output) and time.monotonic() - since < PATIENCE:
         time.sleep(0.2)
@@ -102,6 +103,7 @@ def train_other(name: str, seed: int, words: Sequence[str], settings: CompareSet
         StoppedError: the training was stopped.
     """
     output = settings.output / f"{name}-{seed}"
+    outcome_path(settings.output, output.name).unlink(missing_ok=True)
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     before = settings.output / "before" / f"seed-{seed}.safetensors"

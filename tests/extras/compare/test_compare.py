@@ -90,6 +90,11 @@ def test_a_killed_comparison_goes_on_to_the_same_result(tmp_path: Path) -> None:
     assert start(words(killed), log).wait() == 0, log.read_text()
     assert json.loads(json.dumps(result(killed)).replace(str(killed), str(whole))) == result(whole)
     assert not (killed / "mae-0" / "encoder.safetensors").exists()
+    shutil.rmtree(killed / "mae-0")  # is trained again, and its stored outcomes are not used
+    stored = killed / "outcomes" / "mae-0.json"
+    stored.write_text(stored.read_text().replace("1", "0"))
+    assert start(words(killed), log).wait() == 0, log.read_text()
+    assert json.loads(json.dumps(result(killed)).replace(str(killed), str(whole))) == result(whole)
 
 
 @pytest.mark.slow

@@ -94,12 +94,9 @@ FAMILIES: dict[str, Run] = {  # crops, and tokens that are left out
     for method in ("dino", "mae")
     for variant in OTHERS
 }
-BF16: dict[str, Run] = {
-    "dino, bf16": run("dino", "--precision bf16", steps=2),
-    "dinov3, bf16": run("dinov3", "--precision bf16", steps=2),
-    "dino of swin_micro, bf16": run("dino", "--encoder swin_micro --optim.lr 3e-4 --precision bf16", steps=2),
-    "dino, bf16 between blocks": run("dino", "--precision bf16 --encoder.bf16_residuals true", steps=2),
-}
+BF16: dict[str, Run] = {f"{method}, bf16": run(method, "--precision bf16", steps=2) for method in NAMES}
+BF16["dino of swin_micro, bf16"] = run("dino", "--encoder swin_micro --optim.lr 3e-4 --precision bf16", steps=2)
+BF16["dino, bf16 between blocks"] = run("dino", "--precision bf16 --encoder.bf16_residuals true", steps=2)
 OVER_ALL = {
     "dino": "--dino.batch_norm true --dino.centering sinkhorn",
     "dinov2": "--dinov2.batch_norm true --dinov2.centering sinkhorn --dinov2.separate_head true",
@@ -115,13 +112,13 @@ EMPTY["mae, native, empty"] = run("mae", "--mae.native true --mae.mask block --a
 ALL = RUNS | SHARDED | FAMILIES | BF16 | EMPTY
 # every method under DDP; under the others those whose parts differ most, since the engine knows no method
 ON_ENGINES = {
-    "ddp": [*RUNS, *BF16],
+    "ddp": RUNS | BF16,
     "zero1": SKIPPED,  # the rest is the code of ZeRO-2
     # weights are full, as under DDP, and the rest is that of ZeRO-3: each kind of clipping, and groups of parameters
     "zero2": ["dino", "dinov3", "mae", *SKIPPED, *(name for name in ("finetune",) if name in RUNS), "dino, bf16"],
     # each family, and each kind of bf16, here or there; tests/pretrain/test_pairs.py has every pair under DDP
-    "zero3": [*RUNS, *SHARDED, *list(BF16)[::2], *list(FAMILIES)[::2]],
-    "fsdp2": [*RUNS, *SHARDED, *list(BF16)[1::2], *list(FAMILIES)[1::2]],
+    "zero3": [*RUNS, *SHARDED, "dino, bf16", "dino of swin_micro, bf16", *list(FAMILIES)[::2]],
+    "fsdp2": [*RUNS, *SHARDED, "dinov3, bf16", "dino, bf16 between blocks", *list(FAMILIES)[1::2]],
 }
 
 # a user's own DeepSpeed files, with buckets smaller than tensors and groups smaller than an encoder
@@ -266,7 +263,8 @@ def test_two_processes_equal_one(engine: str, name: str, started: Callable[[str]
     assert_near(folder, reference)
     first, exactly = records(folder)[0], records(alone.folder(exact(name)))[0]
     assert first["grad_norm"] != pytest.approx(exactly["grad_norm"], rel=1e-6)  # it did round
-    if not name.startswith("dinov3"):  # its first loss is near a constant
+    # The first loss of finetune is ln 10 in any precision, as its head starts at 0. That of dinov3 is near a constant.
+    if not name.startswith(("finetune", "dinov3")):
         assert first["loss"] != pytest.approx(exactly["loss"], rel=1e-6)
 
 
