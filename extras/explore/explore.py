@@ -149,14 +149,16 @@ def _check_read(paths: Sequence[list[Path]], sets: Sequence[Source]) -> None:
 def _write_features(paths: Sequence[list[Path]], work: Path) -> tuple[str, tuple[np.ndarray, np.ndarray]]:
     """Write the features of all images to WORK/features.npy: whitened, of length 1. Return their hash.
 
-    Also return the mean (D,) and the matrix (D, D) with which features of the data set are whitened. Features that are
-    correlated, as those of most encoders are, hide the small differences by which copies are told from other images.
+    Also return the mean (D,) and the matrix (D, D) with which features are whitened. Features that are correlated, as
+    those of most encoders are, hide the small differences by which copies are told from other images. The mean and the
+    matrix are those of the images of both sets: with fewer images than features, those of one set alone make the images
+    of the other set look like each other.
 
     Raises:
         EvaluationError: a feature is NaN or infinite.
     """
     count, total, products = 0, 0.0, 0.0
-    for (part,) in read_parts(paths[0], "features"):
+    for (part,) in read_parts([path for of_set in paths for path in of_set], "features"):
         if not np.isfinite(part).all():
             raise EvaluationError(
                 "Some features are NaN or infinite. Check whether the encoder has diverged, or try --precision fp32."

@@ -190,6 +190,18 @@ def test_mirrored_copies_of_wide_images_are_found_by_pixels(tmp_path):
     assert np.asarray(Image.open(io.BytesIO(Thumbnails(tmp_path / "found")[0]))).shape == (64, 64, 3)
 
 
+def test_different_images_of_a_small_validation_set_are_no_copies(tmp_path):
+    """There are fewer images than features, so that the training images alone span a part of the space."""
+    rng = np.random.default_rng(0)
+    coarse = rng.integers(0, 256, (84, 7, 7, 3), dtype=np.uint8)
+    images = [np.asarray(Image.fromarray(one).resize((64, 64), Image.Resampling.BICUBIC)) for one in coarse]
+    for name, some in (("data-0", images[:60]), ("val", [*images[60:], images[9]])):
+        write_samples(tmp_path / f"{name}.tar", [(f"{name}{n:02d}", encoded(one), 0) for n, one in enumerate(some)])
+    given = {"data": str(tmp_path / "data-0.tar"), "val": str(tmp_path / "val.tar"), "image_size": None}
+    found = run(settings(tmp_path, tmp_path / "found", **given))
+    assert [tuple(pair) for pair in found.pairs.tolist()] == [(9, 84)]
+
+
 def test_a_set_that_can_hardly_be_read_is_refused(tmp_path):
     rng = np.random.default_rng(0)
     files = [encoded(rng.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)) for _ in range(5)]
