@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -198,7 +199,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         pytest.skip(f"SLURM is not installed ({', '.join(missing)} not found): apt-get install slurm-wlm munge")
     if os.geteuid() != 0:
         pytest.skip("starting a SLURM cluster needs root")
-    folder = Path("/tmp") / tmp_path_factory.mktemp("cluster").name  # the path of a socket is limited to 108 characters
+    folder = Path(tempfile.mkdtemp(prefix="cluster", dir="/tmp"))  # the path of a socket is limited to 108 characters
     script = Path(__file__).parent / "cluster.sh"
     started = subprocess.run([script, "start", folder], capture_output=True, text=True)
     assert started.returncode == 0, started.stderr

@@ -1,4 +1,6 @@
-"""One run that is stopped by signals at random moments and resumed until it is done, all in one process.
+"""One run that is stopped by signals and resumed until it is done, all in one process.
+
+The first signal of a turn comes at a random moment, or as soon as the run does what the turn aims at.
 
 python stops_in_turn.py FILE.json
 
@@ -22,14 +24,17 @@ from tessera.pretrain.run import main
 from tessera.runtime import preemption
 
 
+AIMS = [None, "step", "save", "evaluation"]
+
+
 class Signals(threading.Thread):
     """Sends the signals of a turn to this process, or to this one and its loader workers."""
 
-    def __init__(self, rng: random.Random, output: Path) -> None:
+    def __init__(self, rng: random.Random, output: Path, aim: str | None) -> None:
         super().__init__(daemon=True)
-        self.output, self.before = output, len(lines(output))
+        self.output, self.before, self.aim = output, len(lines(output)), aim
         self.after = rng.choice([0, 0, 1, 2])  # records, so that a fast machine is stopped as often as a slow one
-        first = rng.uniform(0, 0.3 if self.after else 1.0)
+        first = 0.0 if aim else rng.uniform(0, 0.3 if self.after else 1.0)
         delays = [first] + [rng.uniform(0, 0.4) for _ in range(rng.choice([0, 0, 1, 9]))]
         self.group = rng.random() < 0.5
         self.plan = [(delay, rng.choice(preemption.SIGNALS)) for delay in delays]
@@ -37,6 +42,8 @@ class Signals(threading.Thread):
 
     def run(self) -> None:
         while self.plan and len(lines(self.output)) < self.before + self.after and not self.over.wait(0.01):
+            pass
+        while self.plan and self.aim and self.aim not in doing() and not self.over.wait(0.001):
             pass
         for delay, number in self.plan:
             if self.over.wait(delay):
@@ -69,9 +76,9 @@ class Tee(io.StringIO):
         return super().write(text)
 
 
-def turn(arguments: list[str], output: Path, rng: random.Random | None) -> dict:
+def turn(arguments: list[str], output: Path, rng: random.Random | None, aim: str | None) -> dict:
     said = Tee()
-    signals = Signals(rng or random.Random(0), output)
+    signals = Signals(rng or random.Random(0), output, aim)
     if rng is None:
         signals.plan = []
     signals.start()
@@ -95,7 +102,7 @@ def run_turns(plan: dict) -> None:
     for number in range(plan["stops"] + 1):
         arguments = [*plan["arguments"], "--output", str(output), *["--resume"] * (number > 0)]
         rng = random.Random(f"0 {number}") if number < plan["stops"] else None
-        turns.append(turn(arguments, output, rng))
+        turns.append(turn(arguments, output, rng, AIMS[number % len(AIMS)]))
         (output / "stops.json").write_text(json.dumps(turns, indent=1))
         if turns[-1]["code"] != preemption.EXIT_CODE:
             sys.exit(turns[-1]["code"])
