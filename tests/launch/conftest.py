@@ -4,8 +4,8 @@ import json
 import os
 import shutil
 import subprocess
-import tempfile
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -23,7 +23,6 @@ from pathlib import Path
 from tessera.pretrain.run import main
 from tessera.runtime import preemption
 
-
 AIMS = [None, "step", "save", "evaluation"]
 
 
