@@ -7,6 +7,7 @@
     python benchmarks/explore.py hashes FOLDER             # the same for hashes of imagehash
     python benchmarks/explore.py listed LISTS FOUND        # CIFAR-10's own copies, from FOUND/pairs.parquet
     python benchmarks/explore.py hashed LISTS DATA VAL     # the same for phash of imagehash, DATA and VAL are SHARDS
+    python benchmarks/explore.py scale N FOLDER            # neighbours of N random features: CPU time, memory, recall
 
 LISTS holds duplicates_cifar10.csv and duplicates_cifar10_test.csv of github.com/cvjena/cifair (folder `meta`), and
 train.npy and test.npy: the labels of CIFAR-10 in its original order. The keys of the images are `test-deer-0921` for
@@ -17,17 +18,21 @@ The copies are made with Pillow, independently of the copies that `tessera explo
 
 import io
 import json
+import resource
 import sys
 import tarfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pandas
+from accelerate import Accelerator
 from PIL import Image, ImageEnhance, ImageOps
 
 from tessera.data.shards import Source, open_shards
+from tessera.extras.explore import neighbours
 
 IMAGES, COPIES, WRONG = 2000, 200, 0.02
 KINDS = ("re-encoded", "mirrored", "cropped", "recoloured")
@@ -222,8 +227,30 @@ def hashed(lists: Path, data: Path, val: Path) -> None:
         score_listed(lists, [(names[row[n]], names[column[n]]) for n in chosen])
 
 
-STEPS: dict[str, Callable[..., None]] = {f.__name__: f for f in (copies, labels, score, hashes, listed, hashed)}
+def scale(count: str, folder: Path) -> None:
+    """Print the cost of the search among random features of width 384 in clusters of 50 (cosine 0.5 in a cluster)."""
+    images, rng = int(count), np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    features = np.lib.format.open_memmap(folder / "features.npy", "w+", np.float32, (images, 384))
+    for start in range(0, images, 50_000):
+        part = min(50_000, images - start)
+        centres = rng.standard_normal((-(-part // 50), 384), np.float32).repeat(50, 0)[:part]
+        both = centres + rng.standard_normal((part, 384), np.float32)
+        features[start : start + part] = both / np.linalg.norm(both, axis=1, keepdims=True)
+    features.flush()
+    before = time.process_time()
+    _, number = neighbours.search(features, 10, folder, Accelerator(cpu=True))
+    seconds, peak = time.process_time() - before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    recall = neighbours.recall(features, number)
+    print(f"{images:,} features: {seconds:.0f} s of CPU time, {peak:.1f} GiB at the peak, recall {recall:.1%}")
+
+
+STEPS: dict[str, Callable[..., None]] = {
+    step.__name__: step for step in (copies, labels, score, hashes, listed, hashed, scale)
+}
+TEXTS = ("copies", "labels", "scale")
+"""Steps whose first argument is no path."""
 
 if __name__ == "__main__":
     step, *given = sys.argv[1:]
-    STEPS[step](*[value if step in ("copies", "labels") and n == 0 else Path(value) for n, value in enumerate(given)])
+    STEPS[step](*[value if step in TEXTS and n == 0 else Path(value) for n, value in enumerate(given)])

@@ -67,7 +67,7 @@ NEEDS = {"gpu", "network", "cluster", "hours"}
 SHORT = shlex.split("--steps 2 --batch_size 4 --workers 1 --evaluation.pictures 0 --evaluation.linear_iterations 10")
 SHORTER = {
     "adapt": "--seeds 1",
-    "compare": "--seeds 1",
+    "compare": "--seeds 1 --methods mae,lejepa --encoder vit_micro --size 32",
     "segmentation": "--image_size 64 --epochs 1",
     "linear_probe": "--epochs 2",
 }
@@ -363,7 +363,7 @@ def shortened(words: list[str], trained: int) -> list[str]:
         words.insert(3, "--dry_run")
     if words[1:2] == ["preview"] and {*OF_A_RUN} & {*words}:
         words += ["--batch_size", "4"]
-    words += shlex.split(SHORTER.get(words[1], ""))
+    words += shlex.split(SHORTER.get(next((word for word in words[1:] if word in COMMANDS), ""), ""))
     if any(word in TRAINING for word in words) and not {"--dry_run", "--help"} & {*words}:
         words += ["--dino.prototypes", "1024"] if "dino" in words else []
         words += ["--profile", "1:2"] if "--profile" in words else []

@@ -77,7 +77,8 @@ def test_a_users_packages_of_the_same_names_are_imported_beside_the_wheels(pytho
         + "\nimport tessera, tessera.data.batch\n"
         + "assert not any(hasattr(getattr(tessera, name), 'OWN') for name in "
         + f"{FOLDERS!r})\n"
-        + "run = tessera.pretrain(method='mae', steps=2, workers=1, output='run', evaluation={'pictures': 0})\n"
+        + "run = tessera.pretrain(method='mae', encoder='vit_micro', steps=2, workers=1, output='run', "
+        + "evaluation={'pictures': 0, 'view_images': 0})\n"
         + "assert len(tessera.load('run').grid(16, 16)) == 2\n"
         + "print(tessera.__file__)\n"
     )
@@ -104,7 +105,7 @@ class Row(NamedTuple):
 AT = "runs/mae/evaluation"
 SCORED = "--checkpoint runs/mae --train digits/train --val digits/val"
 SCENES = "--checkpoint runs/mae --train scenes/train --val scenes/val"
-FEW = "--checkpoint runs/mae --train digits/train --val few/val"
+FEW = "--checkpoint runs/mae --train few/train --val few/val"
 DEPTHS = SCENES.replace("scenes", "depths")
 IMAGES = {"val_images": (360, 360)}
 TOP1 = IMAGES | {"top1": (0.5, 1.0)}
@@ -131,13 +132,13 @@ ROWS = [
     Row(f"depth {DEPTHS} --epochs 1 --batch_size 8 --depth_scale 1", "", (f"{AT}/depth-*.json",)),
     Row(f"finetune {SCORED} --steps 2", "", ("runs/mae/finetune/encoder.safetensors",)),
     Row(
-        "adapt --init_from runs/mae --size 32 --data digits/train --evaluation.val digits/val --steps 2 --seeds 1 "
+        "adapt --init_from runs/mae --size 32 --data few/train --evaluation.val few/val --steps 2 --seeds 1 "
         "--points 1 --batch_size 16 --workers 0 --evaluation.pictures 0 --output runs/adapted",
         "one seed shows nothing", ("runs/adapted/adapt.json", "runs/adapted/lejepa-0/adapt.json"), {"seeds": (1, 1)},
     ),
     Row(
         "compare --methods mae,lejepa --steps 2 --seeds 1 --points 1 --encoder vit_micro --size 32 --batch_size 16 "
-        "--workers 0 --evaluation.pictures 0 --data digits/train --evaluation.val digits/val --output runs/both",
+        "--workers 0 --evaluation.pictures 0 --data few/train --evaluation.val few/val --output runs/both",
         "with one seed", ("runs/both/compare.html", "runs/both/compare.json"),
     ),
     Row(
@@ -206,8 +207,9 @@ def typed(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         (folder / "digits" / name).mkdir(parents=True)
         for path in expand(pattern):
             shutil.copy(path, folder / "digits" / name)
-    (folder / "few" / "val").mkdir(parents=True)
-    shutil.copy(few_digits()[1], folder / "few" / "val")
+    for path, name in zip(few_digits(), ("train", "val"), strict=True):
+        (folder / "few" / name).mkdir(parents=True)
+        shutil.copy(path, folder / "few" / name)
     maps = [f"{kind}/{part}" for kind in ("scenes", "depths") for part in ("train", "val")]
     for name in maps:
         write_maps(folder / "images" / name, depth=name.startswith("depths"))

@@ -117,5 +117,5 @@ def _label(axes: Axes, ends: Mapping[str, tuple[float, float]]) -> None:
     low, high = axes.get_ylim()
     lowest = -np.inf
     for name, (x, y) in sorted(ends.items(), key=lambda end: end[1][1]):
-        lowest = max(y, lowest + 0.055 * (high - low))
+        lowest = max(y, lowest + 0.07 * (high - low))
         axes.annotate(name, (x, lowest), (6, 0), textcoords="offset points", color=INK, va="center")
