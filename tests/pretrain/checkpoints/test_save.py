@@ -281,7 +281,7 @@ def test_the_interpreter_does_not_wait_for_a_background_save(tmp_path: Path) -> 
     }  # fmt: skip
     for how, process in started.items():
         try:
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=300)
         finally:
             process.kill()
         assert process.returncode == codes[how], errors
