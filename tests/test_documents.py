@@ -67,7 +67,7 @@ NEEDS = {"gpu", "network", "cluster", "hours"}
 SHORT = shlex.split("--steps 2 --batch_size 4 --workers 1 --evaluation.pictures 0 --evaluation.linear_iterations 10")
 SHORTER = {
     "adapt": "--seeds 1",
-    "compare": "--seeds 1 --methods mae,lejepa --encoder vit_micro --size 32",
+    "compare": "--seeds 1 --encoder vit_micro --size 32",
     "segmentation": "--image_size 64 --epochs 1",
     "linear_probe": "--epochs 2",
 }
