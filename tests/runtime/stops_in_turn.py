@@ -24,6 +24,7 @@ from tessera.pretrain.run import main
 from tessera.runtime import preemption
 
 AIMS = [None, "step", "save", "evaluation"]
+"""What the run does when the first signal of a turn comes, in turn. None: anything."""
 
 
 class Signals(threading.Thread):
