@@ -325,7 +325,8 @@ def extract(
         check_total(batches.total)
 
     count = min(images or batches.total, batches.total)
-    title, shown = f"features of {count:,} images, batches", progress and accelerator.is_main_process
+    title = f"features of {count:,} images" + (f", part {part[0] + 1} of {part[1]}" if part else "") + ", batches"
+    shown = progress and accelerator.is_main_process
     found = _encoded(track(batches, title, total=len(batches), shown=shown), encode, device)
     if part is None or part[1] == 1:
         _check_readable(len(found), batches, encoder, together=part is None)

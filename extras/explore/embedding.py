@@ -29,6 +29,7 @@ from tessera.evaluation.embed import UNRELATED, claim
 from tessera.evaluation.features import EvaluationError, FeatureSettings, Pixels, extract, pooled
 from tessera.extras.explore.thumbnails import SIDE
 from tessera.runtime.files import atomic_write
+from tessera.runtime.progress import track
 
 IMAGES = 1024
 """Largest number of images in a part."""
@@ -110,9 +111,9 @@ def embed_set(
         claim(folder / f"{name}.json", own, encoder, shards, f"{name}-*.npz", main=rank == 0)
         labelled = shards.count_labels() > 0
         opened = replace(shards, optional_labels=True)
-        for number in range(rank, parts, processes):
-            if paths[number].exists():
-                continue
+        missing = [number for number in range(rank, parts, processes) if not paths[number].exists()]
+        title = f"features of {shards.images:,} images, parts"
+        for number in track(missing, title, total=len(missing), shown=rank == 0):
             arrays = _part(settings, encoder, opened, accelerator, (number, parts), labelled=labelled)
             with atomic_write(paths[number]) as temporary, temporary.open("wb") as file:
                 np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
@@ -132,7 +133,7 @@ def _part(
     labelled: bool,
 ) -> dict[str, np.ndarray]:
     """Return the arrays of one part. `part` is its index, and the number of parts."""
-    options = settings.options() | {"part": part, "labels": labelled, "feature": described}
+    options = settings.options() | {"part": part, "labels": labelled, "feature": described, "progress": False}
     found = extract(encoder, shards, accelerator, **options)
     side = min(SIDE, settings.facts(encoder)["image_size"])
     features, facts, small = found.features.split(
