@@ -81,6 +81,7 @@ def turn(arguments: list[str], output: Path, rng: random.Random | None, aim: str
     signals = Signals(rng or random.Random(0), output, aim)
     if rng is None:
         signals.plan = []
+        preemption.forget()  # a signal that came after the end of the turn before
     signals.start()
     with contextlib.redirect_stderr(said):
         code = main(arguments)
