@@ -76,8 +76,6 @@ def test_batches_equal_single_images_of_torchvision(colors_of):
         torch.testing.assert_close(found[i].double(), one_by_one(view[i], p, i), rtol=0, atol=1 / 255)
 
 
-# `test_batches_equal_single_images_of_torchvision` has all changes compiled together
-@pytest.mark.parametrize("colors_of", ["separate", "fused"], indirect=True)
 @pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue", "grayscale", "blur", "solarize"])
 def test_each_change_alone(name, colors_of):
     view, p = pictures(24), by_name(drawn(24))

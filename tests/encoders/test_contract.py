@@ -400,9 +400,12 @@ def test_recomputed_activations_change_nothing(variant):
 COMPILED = [
     ("vit_micro", False, False),
     *((variant, True, False) for variant in MICRO),  # the forward pass compiles as without recomputation
-    ("vit_micro", "selective", False),
-    *(("vit_micro", recompute, True) for recompute in (False, "selective")),
-    ("rope_vit_micro", "selective", True),
+    *((variant, "selective", False) for variant in ("vit_micro", "rope_vit_micro")),
+    *(
+        (variant, recompute, True)
+        for variant in ("vit_micro", "rope_vit_micro")
+        for recompute in (False, True, "selective")
+    ),
 ]
 
 

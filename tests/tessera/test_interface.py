@@ -277,12 +277,12 @@ def crowded(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_command_works_among_files_of_the_same_names(crowded: Path) -> None:
-    processes = ["--num_processes", "2"]  # tests/test_wheel.py has one process
+@pytest.mark.parametrize("processes", [[], ["--num_processes", "2"]])
+def test_the_command_works_among_files_of_the_same_names(crowded: Path, processes: list[str]) -> None:
     done = called(crowded, "-m", "tessera", *processes, "pretrain", *TINY, "--steps", "2", "--output", "run")
     assert done.returncode == 0, done.stderr
     assert [record["step"] for record in records(crowded / "run")] == [0, 1, 2]
-    assert "2 process(es)" in done.stderr
+    assert f"{processes[-1] if processes else 1} process(es)" in done.stderr
     refused = called(crowded, "-m", "tessera", *processes, "pretrain", *TINY, "--output", "run")
     assert refused.returncode == 2
     assert "holds a run" in refused.stderr.strip().splitlines()[-1]  # nothing is printed after it

@@ -116,9 +116,9 @@ ON_ENGINES = {
     "zero1": SKIPPED,  # the rest is the code of ZeRO-2
     # weights are full, as under DDP, and the rest is that of ZeRO-3: each kind of clipping, and groups of parameters
     "zero2": ["dino", "dinov3", "mae", *SKIPPED, *(name for name in ("finetune",) if name in RUNS), "dino, bf16"],
-    # each setting of `SHARDED`, family and kind of bf16, here or there; test_pairs.py has every pair under DDP
-    "zero3": [*RUNS, *list(SHARDED)[::2], "dino, bf16", "dino of swin_micro, bf16", *list(FAMILIES)[::2]],
-    "fsdp2": [*RUNS, *list(SHARDED)[1::2], "dinov3, bf16", "dino, bf16 between blocks", *list(FAMILIES)[1::2]],
+    # each family, and each kind of bf16, here or there; tests/pretrain/test_pairs.py has every pair under DDP
+    "zero3": [*RUNS, *SHARDED, "dino, bf16", "dino of swin_micro, bf16", *list(FAMILIES)[::2]],
+    "fsdp2": [*RUNS, *SHARDED, "dinov3, bf16", "dino, bf16 between blocks", *list(FAMILIES)[1::2]],
 }
 
 # a user's own DeepSpeed files, with buckets smaller than tensors and groups smaller than an encoder
