@@ -230,7 +230,7 @@ def hashed(lists: Path, data: Path, val: Path) -> None:
 def scale(count: str, folder: Path) -> None:
     """Print the cost of the search among random features of width 384 in clusters of 50 (cosine 0.5 in a cluster)."""
     images, rng = int(count), np.random.default_rng(0)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True)  # in an old folder, the search would take over blocks and cost less
     features = np.lib.format.open_memmap(folder / "features.npy", "w+", np.float32, (images, 384))
     for start in range(0, images, 50_000):
         part = min(50_000, images - start)

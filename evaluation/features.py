@@ -325,8 +325,8 @@ def extract(
         check_total(batches.total)
 
     count = min(images or batches.total, batches.total)
-    title = f"features of {count:,} images" + (f", part {part[0] + 1} of {part[1]}" if part else "") + ", batches"
-    shown = progress and accelerator.is_main_process
+    which = f", part {part[0] + 1} of {part[1]}" if part and part[1] > 1 else ""
+    title, shown = f"features of {count:,} images{which}, batches", progress and accelerator.is_main_process
     found = _encoded(track(batches, title, total=len(batches), shown=shown), encode, device)
     if part is None or part[1] == 1:
         _check_readable(len(found), batches, encoder, together=part is None)

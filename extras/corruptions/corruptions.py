@@ -27,6 +27,7 @@ from tessera.evaluation.command import LabelledData, LabelledSettings, Result, m
 from tessera.evaluation.features import LabelledFeatures, extract, input_size, resize_size
 from tessera.evaluation.knn import knn_accuracy
 from tessera.extras.corruptions.images import CORRUPTIONS, SEVERITIES, CorruptedCrop
+from tessera.runtime.progress import track
 
 TIME_LIMIT = "24:00:00"
 """Time limit of a SLURM job (`tessera slurm`)."""
@@ -61,8 +62,9 @@ def score(settings: CorruptionSettings, data: LabelledData, accelerator: Acceler
 
     size, clean = input_size(data.encoder, settings.image_size), accuracy(data.val)
     options = settings.options() | {"feature": by_severity, "batch_size": max(settings.batch_size // SEVERITIES, 1)}
+    options |= {"progress": False}
     found = {}
-    for name in CORRUPTIONS:
+    for name in track(CORRUPTIONS, "corruptions", total=len(CORRUPTIONS), shown=accelerator.is_main_process):
         crop = CorruptedCrop(name, size, resize_size(size, settings.resize), data.encoder.preprocessing)
         options |= {"transform": crop, "cut_for": crop.cut_for}
         features, labels, _ = extract(data.encoder, data.val_shards, accelerator, **options)
