@@ -22,7 +22,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
-PRELOADED = ["tests.pretrain.small", "tessera.launch.accelerate_launch", "tessera.pretrain.job"]
+PRELOADED = [
+    "tests.ranks", "tests.pretrain.small", "tessera.launch.accelerate_launch", "tessera.pretrain.job",
+    "torch._dynamo", "torch.utils.flop_counter", "torch.utils.tensorboard",  # torch imports them where a run needs them
+]  # fmt: skip
 """Modules that are imported once, by the server from which tests fork their processes."""
 
 SUITES = {

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.run as elastic
 from accelerate.commands import launch
 
+from tessera.__main__ import main
 from tests import collective_order
 from tests.launched import ROOT, find_free_port, wait_until
 
@@ -166,3 +167,23 @@ def _run_script(
         if "RANK" in environment:
             collective_order.write(collectives, int(environment["RANK"]))
         atexit._run_exitfuncs()  # as at the end of a program
+
+
+def run_command(words: list[str], folder: Path, log: Path, paths: list[str]) -> None:
+    """Run the command `tessera` in a folder, as if it had been typed there: the target of a process of the server.
+
+    It is here because the process imports the module of its target, and a module of tests needs seconds.
+
+    Args:
+        words: the command line, with its first word.
+        log: file for the output.
+        paths: folders of installed packages.
+    """
+    os.chdir(folder)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ |= {"BROWSER": "true", "COLUMNS": "200", "PYTHONPATH": os.pathsep.join([*paths, str(ROOT)])}
+    sys.path[:0] = paths
+    sys.argv = words
+    main()

@@ -16,7 +16,6 @@ import gzip
 import importlib
 import inspect
 import multiprocessing
-import os
 import re
 import shlex
 import shutil
@@ -53,6 +52,7 @@ from tessera.pretrain.monitoring.sinks import SINKS
 from tessera.runtime.settings import SettingsError, flags, validate
 from tests.installed import install_ijepa
 from tests.launched import ROOT
+from tests.ranks import run_command
 
 COMMANDS = command_line.COMMANDS | command_line.installed_commands()
 PAGES = [
@@ -65,12 +65,14 @@ BLOCK = re.compile(
 )
 NEEDS = {"gpu", "network", "cluster", "hours"}
 SHORT = shlex.split("--steps 2 --batch_size 4 --workers 1 --evaluation.pictures 0 --evaluation.linear_iterations 10")
+SHORT += ["--precision", "fp32"]  # many CPUs emulate bf16, which takes ten times as long
 SHORTER = {
     "adapt": "--seeds 1",
     "compare": "--seeds 1 --encoder vit_micro --size 32",
     "segmentation": "--image_size 64 --epochs 1",
     "linear_probe": "--epochs 2",
 }
+SMALL_DINO = shlex.split("--dino.global_size 64 --dino.local_size 32")
 TRAINING = ("pretrain", "adapt", "compare", "finetune")
 OUTPUTS = ("--output", "--csv", "--markdown", "--site")
 """Flags whose values are written, not read."""
@@ -359,6 +361,9 @@ def shortened(words: list[str], trained: int) -> list[str]:
     words = list(words)
     if "--num_processes" in words:
         words[words.index("--num_processes") + 1] = "2"
+    if "--methods" in words:  # a flag at the end would add methods
+        place = words.index("--methods") + 1
+        words[place] = ",".join(words[place].split(",")[:2])
     if words[1:3] == ["slurm", "submit"]:
         words.insert(3, "--dry_run")
     if words[1:2] == ["preview"] and {*OF_A_RUN} & {*words}:
@@ -366,6 +371,7 @@ def shortened(words: list[str], trained: int) -> list[str]:
     words += shlex.split(SHORTER.get(next((word for word in words[1:] if word in COMMANDS), ""), ""))
     if any(word in TRAINING for word in words) and not {"--dry_run", "--help"} & {*words}:
         words += ["--dino.prototypes", "1024"] if "dino" in words else []
+        words += SMALL_DINO if {"dino", "--data"} <= {*words} and "--dino.global_size" not in words else []
         words += ["--profile", "1:2"] if "--profile" in words else []
         words += [*SHORT, "--steps", str(2 + trained)] if "--resume" in words else SHORT
     return words
@@ -374,24 +380,13 @@ def shortened(words: list[str], trained: int) -> list[str]:
 def typed(words: list[str], folder: Path, paths: list[str]) -> tuple[int | None, str]:
     """Type a command in a folder. Return its exit code and its output."""
     log = folder / "output.txt"
-    process = multiprocessing.get_context("forkserver").Process(target=_main, args=(words, folder, log, paths))
+    process = multiprocessing.get_context("forkserver").Process(target=run_command, args=(words, folder, log, paths))
     process.start()
     process.join(600)
     if process.is_alive():
         process.kill()
         process.join()
     return process.exitcode, log.read_text()
-
-
-def _main(words: list[str], folder: Path, log: Path, paths: list[str]) -> None:
-    os.chdir(folder)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ |= {"BROWSER": "true", "COLUMNS": "200", "PYTHONPATH": os.pathsep.join([*paths, str(ROOT)])}
-    sys.path[:0] = paths
-    sys.argv = words
-    main()
 
 
 @pytest.mark.slow

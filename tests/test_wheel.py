@@ -103,11 +103,10 @@ class Row(NamedTuple):
 
 
 AT = "runs/mae/evaluation"
-SCORED = "--checkpoint runs/mae --train digits/train --val digits/val"
 SCENES = "--checkpoint runs/mae --train scenes/train --val scenes/val"
-FEW = "--checkpoint runs/mae --train few/train --val few/val"
+SCORED = "--checkpoint runs/mae --train few/train --val few/val"
 DEPTHS = SCENES.replace("scenes", "depths")
-IMAGES = {"val_images": (360, 360)}
+IMAGES = {"val_images": (50, 50)}
 TOP1 = IMAGES | {"top1": (0.5, 1.0)}
 ROWS = [
     Row(f"knn {SCORED} --k 5", "top-1", (f"{AT}/knn-*.json",), TOP1),
@@ -123,10 +122,10 @@ ROWS = [
     Row(f"attentive_probe {SCORED} --epochs 1", "", (f"{AT}/attentive*.json",), IMAGES),
     Row(f"few_shot {SCORED}", "", (f"{AT}/few*.json",), IMAGES),
     Row(f"retrieval {SCORED}", "", (f"{AT}/retrieval-*.json",), {"mean_average_precision": (0.1, 1.0)}),
-    Row(f"corruptions {FEW}", "", (f"{AT}/corruptions-*.json",), {"top1": (0.1, 1.0)}),
+    Row(f"corruptions {SCORED}", "", (f"{AT}/corruptions-*.json",), {"top1": (0.1, 1.0)}),
     Row(f"ood {SCORED} --ood scenes/val", "", (f"{AT}/ood-*.json",), {"auroc": (0.0, 1.0)}),
-    Row("view_retrieval --checkpoint runs/mae --data digits/val", "", (f"{AT}/view*.json",)),
-    Row("correspondence --checkpoint runs/mae --data digits/val", "", (f"{AT}/corr*.json",)),
+    Row("view_retrieval --checkpoint runs/mae --data few/val", "", (f"{AT}/view*.json",)),
+    Row("correspondence --checkpoint runs/mae --data few/val", "", (f"{AT}/corr*.json",)),
     Row(f"segmentation {SCENES} --epochs 1 --batch_size 8", "", (f"{AT}/seg*.json",), {"mean_iou": (0.2, 1.0)}),
     Row(f"patch_knn {SCENES}", "", (f"{AT}/patch*.json",), {"mean_iou": (0.2, 1.0)}),
     Row(f"depth {DEPTHS} --epochs 1 --batch_size 8 --depth_scale 1", "", (f"{AT}/depth-*.json",)),
@@ -142,17 +141,17 @@ ROWS = [
         "with one seed", ("runs/both/compare.html", "runs/both/compare.json"),
     ),
     Row(
-        "explore pixels --image_size 16 --data digits/train --val digits/val --output found --workers 0", "near-copies",
+        "explore pixels --image_size 16 --data few/train --val few/val --output found --workers 0", "near-copies",
         ("found/index.html", "found/findings.parquet"),
     ),
-    Row("embed --checkpoint runs/mae --data digits/val --output features.npz", "", ("features.npz",)),
+    Row("embed --checkpoint runs/mae --data few/val --output features.npz", "", ("features.npz",)),
     Row("summary vit_micro vit_small --set depth=4", r"vit_small \| +224 x 224 \| +7,"),
     Row("runs runs", "mae"),
     Row("conformance", "(?s)dino_loss.*mae_loss"),
     Row(
-        "check_resume --kill_at 3 --train 'tessera pretrain --method mae --encoder vit_micro --batch_size 8 --workers 1"
-        " --evaluation.pictures 0 --evaluation.linear_iterations 0 --output {folder} --steps 5 --record_every 1"
-        " --checkpoint_every 2' --resume 'tessera pretrain --resume {folder}'",
+        "check_resume --kill_at 3 --train 'tessera pretrain --data few/train --method mae --encoder vit_micro "
+        "--batch_size 8 --workers 1 --evaluation.pictures 0 --evaluation.linear_iterations 0 --output {folder} "
+        "--steps 5 --record_every 1 --checkpoint_every 2' --resume 'tessera pretrain --resume {folder}'",
         "loss",
     ),
     Row("make_shards images/scenes/train made --name made", "20 ", ("made/made-000000.tar",)),
@@ -224,8 +223,8 @@ def typed(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         return int(server.stdout.readline()), (folder / "printed.txt").read_text()
 
     first = [
-        "pretrain --method mae --encoder vit_micro --steps 2 --batch_size 16 --workers 1 --checkpoint_every 2 "
-        "--evaluation.pictures 0 --output runs/mae",
+        "pretrain --data few/train --method mae --encoder vit_micro --steps 2 --batch_size 16 --workers 1 "
+        "--checkpoint_every 2 --evaluation.pictures 0 --output runs/mae",
         *(f"make_shards images/{name} {name} --name {name.replace('/', '-')}" for name in maps),
     ]
     for words in first:
