@@ -60,24 +60,24 @@ def build_method(config: RunConfig, *, fresh: bool, main: bool | None = None) ->
     return method
 
 
-def check_memory(config: RunConfig, accelerator: Accelerator, shards: Shards) -> None:
+def check_memory(empty: Method | None, config: RunConfig, accelerator: Accelerator, shards: Shards) -> None:
     """Check that weights, gradients and optimizer state fit in the memory of the device, before they are made.
 
     Without this check, the kernel kills a process that takes too much memory of the machine, without a message.
 
     Args:
+        empty: result of `build_on_meta`. There is no check without it.
         shards: result of `Engine.shards`.
 
     Raises:
         SettingsError: they do not fit.
     """
-    method = build_on_meta(config)
-    if method is None:
+    if empty is None:
         return
-    needed, device = state_bytes(method, shards), accelerator.device
+    needed, device = state_bytes(empty, shards), accelerator.device
     what = "Weights, gradients and optimizer state take"
     if config.gpu is not None:  # the plan compares the run with the GPU, and this machine only builds the weights
-        needed, what = sum(t.nbytes for t in [*method.parameters(), *method.buffers()]), "The weights take"
+        needed, what = sum(t.nbytes for t in [*empty.parameters(), *empty.buffers()]), "The weights take"
     if device.type == "cuda":
         size, where = torch.cuda.get_device_properties(device).total_memory, "a GPU"
     else:

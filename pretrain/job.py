@@ -24,7 +24,7 @@ from tessera.data.shards import ShardError, Source, Sources, WeightedShards, des
 from tessera.data.workers import free_cores
 from tessera.evaluation.features import EvaluationError
 from tessera.evaluation.splits import check_training_images
-from tessera.pretrain.build import build_method, check_memory
+from tessera.pretrain.build import build_method, build_on_meta, check_memory
 from tessera.pretrain.checkpoints.continuing import continue_run
 from tessera.pretrain.checkpoints.resume import Checkpoint, restore
 from tessera.pretrain.checkpoints.save import Saver
@@ -144,12 +144,13 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
     position = checkpoint.trainer.position if checkpoint else TrainState(step=0)
     check_profile(config.profile, position.step, config.steps)
     shards = engine_class.shards(accelerator)
-    check_memory(config, accelerator, shards)
+    empty = build_on_meta(config)
+    check_memory(empty, config, accelerator, shards)
     torch.manual_seed(config.seed)  # all processes use the same seed to build equal weights
     main = accelerator.is_main_process if engine_class.sends_weights else None
     if accelerator.is_main_process and emulates_bf16(config):
         log.warning(bf16.EMULATED, "Use --precision auto.")
-    for_method, recomputed = with_recomputation(config, accelerator, shards)
+    for_method, recomputed = with_recomputation(config, empty, accelerator, shards)
     method = build_method(for_method, fresh=checkpoint is None, main=main)
     batches = loader(config, method, prepared.sources, position.step, accelerator)
     plan = None

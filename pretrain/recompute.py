@@ -63,12 +63,13 @@ def device_memory(config: RunConfig, accelerator: Accelerator) -> DeviceMemory:
 
 
 def with_recomputation(
-    config: RunConfig, accelerator: Accelerator, shards: Shards
+    config: RunConfig, empty: Method | None, accelerator: Accelerator, shards: Shards
 ) -> tuple[RunConfig, Recomputation | None]:
     """Return settings to build the method with, whose `encoder.checkpoint_activations` is not auto. Collective.
 
     Also return the choice, or None if the setting is not auto. All processes choose the same, for the smallest memory.
-    config.yaml keeps auto, so a run that is resumed on another device chooses anew.
+    config.yaml keeps auto, so a run that is resumed on another device chooses anew. `empty` is the result of
+    `build_on_meta` for these settings.
     """
     if getattr(config.encoder, RECOMPUTE, None) != AUTO:
         return config, None
@@ -77,7 +78,7 @@ def with_recomputation(
     if accelerator.is_main_process:
         processes = config.gpus if config.gpu is not None else accelerator.num_processes
         on_gpu = config.gpu is not None or accelerator.device.type == "cuda"
-        chosen = choose(config, found.place, smallest, processes, shards, on_gpu=on_gpu)
+        chosen = choose(config, empty, found.place, smallest, processes, shards, on_gpu=on_gpu)
     chosen = broadcast_object(chosen)
     assert chosen is not None
     return recomputing(config, chosen.value), chosen
@@ -88,27 +89,40 @@ def recomputing(config: RunConfig, value: Any) -> RunConfig:
     return config.model_copy(update={"encoder": config.encoder.model_copy(update={RECOMPUTE: value})})
 
 
-def choose(config: RunConfig, place: str, size: int, processes: int, shards: Shards, *, on_gpu: bool) -> Recomputation:
+def choose(
+    config: RunConfig,
+    empty: Method | None,
+    place: str,
+    size: int,
+    processes: int,
+    shards: Shards,
+    *,
+    on_gpu: bool,
+) -> Recomputation:
     """Choose the parts that the backward pass recomputes, so that a step fits in the memory of a process.
 
     A CPU recomputes only if a run would otherwise end for lack of memory.
 
     Args:
+        empty: result of `build_on_meta` for these settings.
         place: name of the memory.
         size: size of the memory of a process, in bytes.
         processes: number of processes.
         shards: result of `Engine.shards`.
         on_gpu: True if the run is on a GPU.
     """
+    unknown = Recomputation(False, "the memory of this encoder or method is not known before it is built")
+    if empty is None:
+        return unknown
     limit, needed, block = round(HEADROOM * size) if on_gpu else size, list[str](), 0
+    _, images = share_bounds(config.batch_size, processes, config.accumulate, empty.together)
+    if not on_gpu and KEPT * images * _image_bytes(empty, config) < limit:
+        return Recomputation(False, f"{images} images a forward pass surely fit {place}")
     values = [value for value in NAMES if recomputes(config.encoder.variant, value)]
     for value in values:
         method = build_on_meta(recomputing(config, value).model_copy(update={"compile": False}))
         if method is None:
-            return Recomputation(False, "the memory of this encoder or method is not known before it is built")
-        _, images = share_bounds(config.batch_size, processes, config.accumulate, method.together)
-        if not on_gpu and KEPT * images * _image_bytes(method, config) < limit:
-            return Recomputation(False, f"{images} images a forward pass surely fit {place}")
+            return unknown
         try:
             found = activations(method, config.precision, images)
         except Exception as error:  # a method of the user may not run on fake tensors

@@ -10,8 +10,10 @@ import shutil
 import sys
 from pathlib import Path
 
+from tessera.pretrain import job
 from tessera.pretrain.run import main
 
+job.count_work = lambda *_: None  # a third of such a run; tests/pretrain/test_flop.py tests what it counts
 for arguments in json.loads(Path(sys.argv[1]).read_text()):
     if "--resume" in arguments:
         output = Path(arguments[arguments.index("--output") + 1])

@@ -13,6 +13,7 @@ from torch import Tensor
 from tessera import encoders
 from tessera.pretrain import recompute
 from tessera.pretrain.activations import Activations
+from tessera.pretrain.build import build_on_meta
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import AUTO, RunConfig, recomputes, to_yaml
 from tessera.pretrain.engines.engine import UNSHARDED, Shards
@@ -68,7 +69,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_memory_of_a_named_gpu_decides(gpu: str, images: int, value: Any, fits: bool) -> None:
     config = settings("--dry_run", "--gpu", gpu, "--batch_size", str(2 * images), "--gpus", "2")
     accelerator: Any = SimpleNamespace(num_processes=1, is_main_process=True)
-    built, chosen = with_recomputation(config, accelerator, UNSHARDED)
+    built, chosen = with_recomputation(config, build_on_meta(config), accelerator, UNSHARDED)
     assert chosen is not None
     assert (chosen.value, chosen.fits) == (value, fits)
     assert built.encoder_settings["checkpoint_activations"] == value
@@ -81,7 +82,7 @@ def test_state_blocks_and_the_largest_share_count() -> None:
     config, state = settings("--batch_size", "101"), 10**6
 
     def choice(size: float, processes: int = 1, shards: Shards = UNSHARDED) -> Any:
-        chosen = choose(config, "a GPU", round(size / 0.9), processes, shards, on_gpu=True)
+        chosen = choose(config, build_on_meta(config), "a GPU", round(size / 0.9), processes, shards, on_gpu=True)
         return chosen.value if chosen.fits else "nothing fits"
 
     assert choice(101 * 111e6 + state) is False
@@ -98,7 +99,7 @@ def test_a_cpu_recomputes_only_if_the_run_would_end(counts: None, monkeypatch: p
     config = settings("--batch_size", "100", "--dino.global_size", "224")
 
     def choice(size: int) -> Any:
-        return choose(config, "", size, 1, UNSHARDED, on_gpu=False).value
+        return choose(config, build_on_meta(config), "", size, 1, UNSHARDED, on_gpu=False).value
 
     assert choice(12 * 10**9) is False
     assert choice(11 * 10**9) == "selective"
@@ -126,7 +127,7 @@ def test_an_encoder_that_cannot_recompute_has_no_such_setting() -> None:
     assert not recomputes("timm:resnet10t", True)
     assert not hasattr(config.encoder, "checkpoint_activations")
     accelerator: Any = SimpleNamespace(num_processes=1, is_main_process=True)
-    assert with_recomputation(config, accelerator, UNSHARDED) == (config, None)
+    assert with_recomputation(config, build_on_meta(config), accelerator, UNSHARDED) == (config, None)
 
 
 def test_a_method_that_cannot_be_counted_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +135,8 @@ def test_a_method_that_cannot_be_counted_is_not_refused(monkeypatch: pytest.Monk
         raise RuntimeError("no values")
 
     monkeypatch.setattr(recompute, "activations", fail)
-    chosen = choose(settings(), "", 10**9, 1, UNSHARDED, on_gpu=True)
+    config = settings()
+    chosen = choose(config, build_on_meta(config), "", 10**9, 1, UNSHARDED, on_gpu=True)
     assert chosen == Recomputation(False, "the memory of the activations is not known: no values")
 
 
@@ -145,7 +147,7 @@ def _the_smallest_memory_counts(rank: int) -> None:
         num_processes=2, is_main_process=rank == 0, device=torch.device("cuda"), process_index=rank
     )
     config = settings("--batch_size", "100")
-    _, chosen = with_recomputation(config, accelerator, UNSHARDED)
+    _, chosen = with_recomputation(config, build_on_meta(config), accelerator, UNSHARDED)
     assert chosen is not None
     assert chosen.value is True
     dist.barrier()

@@ -2,6 +2,7 @@
 
 import io
 import json
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ from pyarrow import parquet
 from threadpoolctl import threadpool_limits
 
 pytest.importorskip("faiss")
-pytest.importorskip("umap")
 
 from tessera import encoders
 from tessera.data.exclude import read_names
@@ -25,7 +25,9 @@ from tessera.extras.explore.thumbnails import Thumbnails
 from tests.data.batches import write_tar
 from tests.pretrain.small import on_processes
 
-pytestmark = pytest.mark.medium
+# not importorskip: each worker that collects would import umap, which takes five seconds
+absent = pytest.mark.skipif(find_spec("umap") is None, reason="umap-learn is not installed (pip install umap-learn)")
+pytestmark = [pytest.mark.medium, absent]
 IMAGES, SIDE, PORT = 150, 16, 29871
 BLANK, COPY, MIRROR = 7, IMAGES, IMAGES + 1
 """Index of a blank image, and of copies of the images 3 and 5 at the end of the data set."""
