@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -78,8 +78,12 @@ def use(project: Path, deleted: set[str], trained: bool) -> int:
     assert all(name in help_text(commands) for name in commands)
     assert not any("cannot be imported" in purpose for _, purpose in commands.values()), commands
     with Path("log").open("w") as log, redirect_stdout(log), redirect_stderr(log):
-        with suppress(SystemExit):
+        code = "no exit"
+        try:
             load(["--help"])
+        except SystemExit as ended:
+            code = ended.code
+        assert not code, code
         if trained:
             small = {"encoder": "vit_micro", "batch_size": 8, "workers": 0}
             small |= {"evaluation": {"pictures": 0, "linear_iterations": 0}}
