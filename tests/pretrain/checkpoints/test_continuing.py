@@ -1,5 +1,6 @@
 """A run that continues is compared with its checkpoint: encoder, order of samples and settings."""
 
+import logging
 import tarfile
 from io import BytesIO
 from pathlib import Path
@@ -51,6 +52,7 @@ def test_other_pixels_are_refused() -> None:
 
 
 def test_the_section_of_a_method_that_only_one_start_knew_is_no_change(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)  # also if an earlier test of the process has disabled it
     other = {"ijepa": {"size": 64}}
     check_fits(checkpoint_of(settings() | other), settings())
     check_fits(checkpoint_of(settings()), settings() | other)
