@@ -1,7 +1,7 @@
 """Delete extras from a copy of the project, and use what is left: `python .ci/without_extras.py [NAME ...]`.
 
-Without names: each extra in turn, then all of them, with a small run and the fast tests of the rooms that open a door
-to extras. A deleted folder takes the extras along that need it (the line `Needs:` of their `__init__.py`).
+Without names: each extra in turn, then all of them, with a small run and the fast tests of the core. A deleted folder
+takes the extras along that need it (the line `Needs:` of their `__init__.py`).
 """
 
 import importlib
@@ -20,8 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 INSTALLED = ("configs", "data", "encoders", "evaluation", "extras", "launch", "pretrain", "runtime")
 """Folders that are installed inside `tessera/`."""
-TESTED = ("tests/pretrain", "tests/evaluation", "tests/launch", "tests/tessera")
-"""The other rooms import no room of these (tests/test_architecture.py), and take no part of an extra by name."""
+TESTED = [f"tests/{room}" for room in ("runtime", "encoders", "data", "evaluation", "pretrain", "launch", "tessera")]
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+"""Also the metadata of an example that was installed: a copy must not find it."""
 LARGE = ("torch", "torchvision", "accelerate", "timm", "transformers", "onnx", "pyarrow", "sklearn")
 """Packages that are imported once, before each extra is deleted in a process of its own."""
 
@@ -40,7 +41,7 @@ def copy(names: set[str], folder: Path) -> Path:
     """Copy the project without these extras."""
     project = folder / "project"
     for name in (*INSTALLED, "tessera", "tests", "examples", "benchmarks", "docs"):
-        shutil.copytree(ROOT / name, project / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, project / name, symlinks=True, ignore=LEFT_OUT)
     for file in (*ROOT.glob("*.md"), ROOT / "pyproject.toml"):
         shutil.copy(file, project)
     for name in names:

@@ -361,9 +361,9 @@ def shortened(words: list[str], trained: int) -> list[str]:
     words = list(words)
     if "--num_processes" in words:
         words[words.index("--num_processes") + 1] = "2"
-    if "--methods" in words:  # the first one; a flag at the end would add methods
+    if "--methods" in words:  # the first two; a flag at the end would add methods
         place = words.index("--methods") + 1
-        words[place] = words[place].partition(",")[0]
+        words[place] = ",".join(words[place].split(",")[:2])
     if words[1:3] == ["slurm", "submit"]:
         words.insert(3, "--dry_run")
     if words[1:2] == ["preview"] and {*OF_A_RUN} & {*words}:

@@ -103,8 +103,8 @@ class Row(NamedTuple):
 
 
 AT = "runs/mae/evaluation"
-SCENES = "--checkpoint runs/mae --train scenes/train --val scenes/val"
 SCORED = "--checkpoint runs/mae --train digits/train --val digits/val"
+SCENES = "--checkpoint runs/mae --train scenes/train --val scenes/val"
 FEW = "--checkpoint runs/mae --train few/train --val few/val"
 DEPTHS = SCENES.replace("scenes", "depths")
 IMAGES = {"val_images": (360, 360)}
@@ -150,9 +150,9 @@ ROWS = [
     Row("runs runs", "mae"),
     Row("conformance", "(?s)dino_loss.*mae_loss"),
     Row(
-        "check_resume --kill_at 3 --train 'tessera pretrain --method mae --encoder vit_micro "
-        "--batch_size 8 --workers 1 --evaluation.pictures 0 --evaluation.linear_iterations 0 --output {folder} "
-        "--steps 5 --record_every 1 --checkpoint_every 2' --resume 'tessera pretrain --resume {folder}'",
+        "check_resume --kill_at 3 --train 'tessera pretrain --method mae --encoder vit_micro --batch_size 8 --workers 1"
+        " --evaluation.pictures 0 --evaluation.linear_iterations 0 --output {folder} --steps 5 --record_every 1"
+        " --checkpoint_every 2' --resume 'tessera pretrain --resume {folder}'",
         "loss",
     ),
     Row("make_shards images/scenes/train made --name made", "20 ", ("made/made-000000.tar",)),
@@ -224,8 +224,8 @@ def typed(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         return int(server.stdout.readline()), (folder / "printed.txt").read_text()
 
     first = [
-        "pretrain --method mae --encoder vit_micro --steps 2 --batch_size 16 --workers 1 "
-        "--checkpoint_every 2 --evaluation.pictures 0 --output runs/mae",
+        "pretrain --method mae --encoder vit_micro --steps 2 --batch_size 16 --workers 1 --checkpoint_every 2 "
+        "--evaluation.pictures 0 --output runs/mae",
         *(f"make_shards images/{name} {name} --name {name.replace('/', '-')}" for name in maps),
     ]
     for words in first:

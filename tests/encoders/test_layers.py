@@ -62,6 +62,18 @@ def test_maps_are_resized_alike_by_deterministic_algorithms(monkeypatch, options
     torch.testing.assert_close(torch.autograd.grad(found, maps, upstream)[0], gradient, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [
+    {"size": (6, 5)}, {"size": (31, 20)}, {"scales": (6.1 / 14, 5.1 / 12)}, {"scales": (14.1 / 14, 13.1 / 12)},
+    {"size": (27, 1), "mode": "bilinear"},
+])  # fmt: skip
+def test_maps_on_the_meta_device_get_the_same_shape_and_a_gradient(options):
+    maps = torch.zeros(2, 8, 14, 12)
+    found = interpolate(maps.to("meta").requires_grad_(), **options)
+    assert found.shape == interpolate(maps, **options).shape
+    assert found.dtype == maps.dtype
+    assert found.requires_grad
+
+
 def test_sincos_table_is_the_formula():
     rows, columns, dim = 3, 5, 16
     expected = []
