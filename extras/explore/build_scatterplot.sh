@@ -8,7 +8,7 @@ cd "$work"
 # regl-scatterplot has copies of kdbush and of simplify-js in its source. They are installed for their licences.
 npm install --silent --ignore-scripts regl-scatterplot@1.16.0 kdbush@4.0.2 simplify-js@1.2.4
 npm install --silent --prefix esbuild esbuild@0.28.2
-echo 'export { default } from "regl-scatterplot";' > entry.js
+echo 'export { default, createRenderer } from "regl-scatterplot";' > entry.js
 esbuild/node_modules/.bin/esbuild entry.js --bundle --minify --format=iife --global-name=reglScatterplot \
     --legal-comments=none --outfile=bundle.js
 {

@@ -127,9 +127,12 @@ let plot = null;
 const size = N < 3000 ? 7 : N < 30000 ? 5 : 3;
 
 function start() {
+  // Without a canvas of ours the library would size its renderer by the window, which has no size in a hidden frame.
+  let renderer;
   try {
+    renderer = reglScatterplot.createRenderer({ canvas: make("canvas", {}) });
     plot = reglScatterplot.default({
-      canvas, colorBy: "valueA", sizeBy: "valueB", pointSize: [size, 1.8 * size], opacity: N < 30000 ? 0.8 : 0.6, pointSizeSelected: 2,
+      renderer, canvas, colorBy: "valueA", sizeBy: "valueB", pointSize: [size, 1.8 * size], opacity: N < 30000 ? 0.8 : 0.6, pointSizeSelected: 2,
       pointOutlineWidth: 2, deselectOnDblClick: false, deselectOnEscape: false, actionKeyMap: { lasso: "shift" },
       backgroundColor: background(), lassoColor: "#3b6fb6",
     });
@@ -155,11 +158,12 @@ function start() {
     else mark();
   });
   dark.addEventListener("change", () => { plot.set({ backgroundColor: background() }); draw(); });
-  // The library follows the window, and the map can change its size without the window.
   const resize = () => {
-    const { clientWidth: width, clientHeight: height } = $("map");
-    plot.get("renderer").resize(width, height);
+    // A hidden map has no size. Drawing it needs some pixels, also where the browser zooms out.
+    const width = Math.max(10, $("map").clientWidth), height = Math.max(10, $("map").clientHeight);
+    renderer.resize(width, height);
     plot.set({ width, height });
+    if (!fitted) fit();
     label();
   };
   new ResizeObserver(resize).observe($("map"));
@@ -180,7 +184,6 @@ function draw() {
   then(async () => {
     plot.set({ pointColor: colours, pointColorActive: ink, pointColorHover: ink });
     await plot.draw({ x, y, z, w: flagged }, { zDataType: groups ? "categorical" : "continuous", wDataType: "categorical", spatialIndex: plot.get("spatialIndex") ?? undefined });
-    if (!fitted) fit();
   });
   hide();
 }
@@ -203,8 +206,8 @@ function look_at(scale, right, up) {
   plot?.set({ cameraView: new Float32Array([scale, 0, 0, 0, 0, scale, 0, 0, 0, 0, 1, 0, right, up, 0, 1]) });
 }
 function fit() {
-  fitted = true;
-  look_at(0.92 * Math.min(1, aspect()), 0, 0);
+  fitted = $("map").clientWidth > 0 && $("map").clientHeight > 0; // a hidden map is fitted when it is shown
+  if (fitted) look_at(0.92 * Math.min(1, aspect()), 0, 0);
 }
 // `view` is that of the last frame. Two keys can come within one frame, so the camera itself is moved.
 function zoom(by) {

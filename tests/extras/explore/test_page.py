@@ -205,6 +205,31 @@ def test_the_page_in_chromium(browser: Any, tmp_path: Path, monkeypatch: pytest.
     assert outside == []
 
 
+@pytest.mark.slow
+def test_a_page_that_is_opened_and_zoomed_while_it_has_no_size(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, monkeypatch)
+    for style in ("display: none", "width: 0; height: 700px", "width: 900px; height: 0"):
+        frame = f'<iframe src="index.html" style="{style}; border: 0"></iframe>'
+        (tmp_path / "outer.html").write_text(frame)
+        outer, said = browser.new_page(), list[str]()
+        outer.on("pageerror", lambda error, said=said: said.append(str(error)))
+        outer.goto((tmp_path / "outer.html").as_uri())
+        inner = outer.frames[1]
+        inner.wait_for_function("plot?.get('points')?.length === 300")
+        for shown in ("width: 900px; height: 700px", style, "width: 900px; height: 700px"):
+            outer.locator("iframe").evaluate("(frame, style) => frame.style.cssText = style", f"{shown}; border: 0")
+            outer.wait_for_timeout(300)  # for frames, which draw
+            if shown != style:
+                inner.wait_for_function(f"Math.abs(plot.get('cameraView')[0] - {FITTED}) < 1e-6")
+            inner.evaluate("look_at(0.5, 0, 0)")
+            outer.wait_for_timeout(300)
+            inner.evaluate("fit()")
+        assert said == []
+        outer.close()
+
+
 def points_and_lasso(opened: Opened, places: np.ndarray, expect: Any) -> None:
     view = opened.view
     expect(view.locator("#shown")).to_have_text("300 of 300 images shown")
