@@ -21,6 +21,7 @@ from tessera.pretrain import run as _run  # noqa: F401, sets environment variabl
 # isort: on
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,10 +37,10 @@ from tessera.data.shards import open_shards
 from tessera.evaluation.results import data_name
 from tessera.evaluation.splits import check_training_images, open_labelled_splits
 from tessera.extras.adapt.verdict import GIVEN, Gain, Outcomes, Verdict, gains, verdict
-from tessera.extras.compare.cells import outcome_path
+from tessera.extras.compare.cells import FORGET, outcome_path
 from tessera.extras.compare.compare import check_launcher, make_plan, train_all
 from tessera.extras.compare.correct import Splits, correct
-from tessera.extras.compare.outcomes import read_outcomes, store_outcomes
+from tessera.extras.compare.outcomes import check_same_images, read_outcomes, store_outcomes
 from tessera.extras.compare.plan import Plan, TrainingSettings, cells, check, load_settings
 from tessera.extras.compare.results import Stopped
 from tessera.pretrain.config import RunConfig
@@ -105,11 +106,13 @@ def adapt(argv: Sequence[str], launcher: Sequence[str] = ()) -> None:
                 path = str(settings.output / cell.name)
                 rows = score(settings, cell.name, path, name, config, sets, accelerator)
                 after.setdefault(cell.method, []).append(rows)
+            names = [GIVEN, *(cell.name for cell in done)]
+            check_same_images(outcome_path(settings.output, f"{one}{name}") for one in names)
             methods = {
                 method: {one: np.concatenate([rows[one] for rows in all_rows]) for one in own}
                 for method, all_rows in after.items()
             }
-            found.append(gains(own, methods, tried=len(settings.methods)))
+            found.append(gains(own, methods, tried=len(plan.steps)))
         write_result(settings, config, plan, found, stopped)
 
 
@@ -128,7 +131,7 @@ def open_sets(
     names = ("--evaluation.train" if own.train else "--data", "--evaluation.val")
     sets: dict[str, Splits] = {"": (bank, own.val, names)}
     if settings.forget_val is not None:
-        sets["-forget"] = (settings.forget_train, settings.forget_val, ("--forget_train", "--forget_val"))
+        sets[FORGET] = (settings.forget_train, settings.forget_val, ("--forget_train", "--forget_val"))
     for train, val, flags in sets.values():
         open_labelled_splits(train, val, config.access, accelerator, flags)
         if flags[0] != "--data":  # otherwise, they were compared above
@@ -179,7 +182,7 @@ def write_result(
             score, sign = f"{one.score}, {name}" if name else one.score, "+" if one.gain >= 0 else "-"
             before, after = f"{100 * one.before:.1f} %", f"{100 * (one.before + one.gain):.1f} %"
             gain = f"{sign}{100 * abs(one.gain):.1f} ± {100 * one.error:.1f}"
-            table.add_row(one.method, score, before, after, gain, f"{one.p:.2g}")
+            table.add_row(one.method, score, before, after, gain, "–" if math.isnan(one.p) else f"{one.p:.2g}")
     Console().print(table)
     result = {
         "init_from": config.init_from,

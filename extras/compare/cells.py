@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 
 from tessera import encoders
 from tessera.encoders import WEIGHTS
-from tessera.extras.compare.compute import spent
+from tessera.extras.compare.compute import are_others, spent
 from tessera.extras.compare.plan import TRIALS, Cell, CompareSettings, Plan, TrainingSettings
 from tessera.extras.report.run_folders import read_lines
 from tessera.pretrain.build import build_method
@@ -24,13 +24,15 @@ from tessera.pretrain.config import RunConfig
 from tessera.pretrain.job import prepare
 from tessera.pretrain.resolve import with_precision
 from tessera.runtime import preemption
-from tessera.runtime.lock import holder
+from tessera.runtime.lock import check_free, holder
 from tessera.runtime.machine import signal_at_end_of_parent
 from tessera.runtime.processes import make_accelerator
 from tessera.runtime.user_error import UserError
 
 TRIAL = 16
 """Steps of the trial that measures the compute of a step."""
+FORGET = "-forget"
+"""End of the name of outcomes on other images, which `adapt --forget_val` scores."""
 DECIDING = ("linear_top1", "knn_top1", "view_retrieval")
 """Metrics of a run, of which the first one that it has decides."""
 PATIENCE = 120.0
@@ -85,11 +87,22 @@ def train(
         StoppedError: the training was stopped.
     """
     output = settings.output / cell.name
-    outcome_path(settings.output, cell.name).unlink(missing_ok=True)  # of a run whose folder was deleted
-    since = time.monotonic()
-    while output.is_dir() and holder(output) and time.monotonic() - since < PATIENCE:
-        time.sleep(0.2)
+    _forget_outcomes(output)
+    _wait_until_free(output)
     _call(command(cell, words, settings.points, output, launcher), output, until)
+
+
+def _forget_outcomes(run: Path) -> None:
+    """Remove the stored outcomes of an earlier run, whose folder was deleted."""
+    for name in (run.name, f"{run.name}{FORGET}"):
+        outcome_path(run.parent, name).unlink(missing_ok=True)
+
+
+def _wait_until_free(run: Path) -> None:
+    """Wait until no process writes to a run folder, at most `PATIENCE` seconds."""
+    since = time.monotonic()
+    while run.is_dir() and holder(run) and time.monotonic() - since < PATIENCE:
+        time.sleep(0.2)
 
 
 def train_other(name: str, seed: int, words: Sequence[str], settings: CompareSettings) -> None:
@@ -100,10 +113,14 @@ def train_other(name: str, seed: int, words: Sequence[str], settings: CompareSet
 
     Raises:
         CompareError: the adapter failed.
+        LockedError: another command trains there.
         StoppedError: the training was stopped.
     """
     output = settings.output / f"{name}-{seed}"
-    outcome_path(settings.output, output.name).unlink(missing_ok=True)
+    _wait_until_free(output)
+    if output.is_dir():
+        check_free(output)
+    _forget_outcomes(output)
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     before = settings.output / "before" / f"seed-{seed}.safetensors"
@@ -152,7 +169,7 @@ def _call(words: Sequence[str], output: Path, until: int | None = None) -> None:
                 process.send_signal(signal.SIGTERM)
                 stopped = True
             with suppress(subprocess.TimeoutExpired):
-                process.wait(1.0)
+                process.wait(0.1 if until is not None else 1.0)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -163,8 +180,38 @@ def _call(words: Sequence[str], output: Path, until: int | None = None) -> None:
     if code:
         raise CompareError(
             f"The training in {output} ended with exit code {code}; its message is above. To go on, start the same "
-            "command again."
+            "command again. To compare the others, start it without this method."
         )
+
+
+def check_device(plan: Plan, output: Path) -> None:
+    """Check that trainings here have the kind of compute that was planned.
+
+    Raises:
+        CompareError: the minutes are those of processors, and there is a GPU, or the reverse.
+    """
+    if plan.planned and plan.gpu != torch.cuda.is_available():
+        there, here = ("GPU", "no GPU") if plan.gpu else ("processor", "a GPU")
+        raise CompareError(
+            f"{output} was planned in minutes of {there} time, and this machine has {here}. Go on with a machine of "
+            "the first kind, or choose another --output."
+        )
+
+
+def check_data(output: Path, names: Iterable[str]) -> None:
+    """Check that cells were trained on the same images.
+
+    Raises:
+        CompareError: a cell saw other images, because the data have changed.
+    """
+    found = {name: run.samples for name in names if (run := spent(output / name)) and run.samples}
+    for name, samples in found.items():
+        first = next(iter(found))
+        if are_others(samples, found[first]):
+            raise CompareError(
+                f"{output / name} was trained on other images than {output / first}, because --data has changed. "
+                f"Restore the images and delete {output / name}, or choose another --output."
+            )
 
 
 def measure(settings: TrainingSettings, words: Mapping[str, Sequence[str]], launcher: Sequence[str] = ()) -> Plan:

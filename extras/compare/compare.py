@@ -20,7 +20,16 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from tessera.extras.compare.cells import StoppedError, is_done, measure, rung_score, train, train_other
+from tessera.extras.compare.cells import (
+    StoppedError,
+    check_data,
+    check_device,
+    is_done,
+    measure,
+    rung_score,
+    train,
+    train_other,
+)
 from tessera.extras.compare.jobs import submit
 from tessera.extras.compare.outcomes import score
 from tessera.extras.compare.page import render, table
@@ -71,7 +80,7 @@ def compare(argv: Sequence[str], launcher: Sequence[str] = ()) -> None:
         plan = make_plan(settings, words, launcher)
         if settings.only is None:
             stopped = train_all(settings, words, plan, launcher)
-            train_others(settings, words)
+            train_others(settings, words, plan)
             write_result(settings, words, plan, stopped, launcher)
 
 
@@ -86,15 +95,18 @@ def check_launcher(launcher: Sequence[str]) -> None:
 
 
 def make_plan(settings: TrainingSettings, words: Mapping[str, Sequence[str]], launcher: Sequence[str] = ()) -> Plan:
-    """Return the plan in the output folder. If there is none, measure the methods, and write it.
+    """Return the plan in the output folder. Measure the methods that it lacks, and write it.
 
     Raises:
         UserError: the folder holds a comparison with other settings, or a trial failed.
     """
-    plan = read_plan(settings, words)
-    if plan is None:
-        plan = measure(settings, words, launcher)
-        write_plan(settings, words, plan)
+    plan = read_plan(settings, words) or Plan({}, {}, gpu=False)
+    if new := {method: own for method, own in words.items() if method not in plan.steps}:
+        check_device(plan, settings.output)
+        measured = measure(settings, new, launcher)
+        write_plan(settings, words, measured)
+        gpu = plan.gpu if plan.steps else measured.gpu
+        plan = Plan(plan.steps | measured.steps, plan.planned | measured.planned, gpu)
     return plan
 
 
@@ -105,13 +117,15 @@ def train_only(settings: CompareSettings, words: Mapping[str, Sequence[str]], la
         SettingsError: there is no plan yet.
     """
     plan = read_plan(settings, words)
-    if plan is None:
-        raise SettingsError(f"--only: {settings.output} has no plan yet. Start with --only {TRIALS}.")
+    if plan is None or not {*words} <= plan.steps.keys():
+        raise SettingsError(f"--only: {settings.output} has no plan of all methods yet. Start with --only {TRIALS}.")
     for cell in cells(settings, plan):
         if cell.name == settings.only and not is_done(settings.output / cell.name):
+            check_device(plan, settings.output)
             train(cell, words[cell.method], settings, launcher=launcher)
     for name, seed in other_cells(settings):
         if f"{name}-{seed}" == settings.only and not is_done(settings.output / settings.only):
+            check_device(plan, settings.output)
             train_other(name, seed, next(iter(words.values())), settings)
 
 
@@ -130,8 +144,10 @@ def train_all(
             planned = plan.planned.get(cell.method)
             length = f", about {planned * share / 60:.1f} minutes of compute" if planned else ""
             head = f"{number} of {len(alive)}: {cell.method}, seed {cell.seed}"
+            check_device(plan, settings.output)
             print(f"\n{head}, {rung or cell.steps} steps{length}", flush=True)
             train(cell, words[cell.method], settings, rung, launcher)
+            check_data(settings.output, [one.name for one in cells(settings, plan)])
         if share < 1:
             scores = dict[str, list[float]]()
             for cell in alive:
@@ -143,10 +159,11 @@ def train_all(
     return stopped
 
 
-def train_others(settings: CompareSettings, words: Mapping[str, Sequence[str]]) -> None:
+def train_others(settings: CompareSettings, words: Mapping[str, Sequence[str]], plan: Plan) -> None:
     """Train with all other libraries whose trainings are not done."""
     for name, seed in other_cells(settings):
         if not is_done(settings.output / f"{name}-{seed}"):
+            check_device(plan, settings.output)
             print(f"\n{name}, seed {seed}", flush=True)
             train_other(name, seed, next(iter(words.values())), settings)
 
@@ -170,6 +187,7 @@ def write_result(
 ) -> None:
     """Score the encoders, and write compare.json, compare.md and compare.html."""
     done = [cell for cell in cells(settings, plan) if cell.method not in stopped]
+    check_data(settings.output, [cell.name for cell in done])
     scored, config = score(settings, done, make_accelerator())
     found = results(settings, words, plan, done, scored, config, stopped, launcher)
     write(settings.output / "compare.json", json.dumps(found, indent=1) + "\n")

@@ -10,14 +10,14 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from tessera.pretrain.monitoring.sinks import Record, Sink, append_line, keep_lines
-from tessera.runtime.machine import process_fields
+from tessera.runtime.machine import process_fields, start_time
 
 FILE = "compute.jsonl"
 EVALUATED = ("knn_top1", "view_retrieval", "patch_miou", "val_top1")
@@ -33,12 +33,14 @@ class Compute(Sink):
         self.path, self.start = output / FILE, time.time()
         self.processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.root = os.getppid() if self.processes > 1 else os.getpid()  # the launcher of all processes
+        self.began, self.samples = time.monotonic() - seconds_since_start(), settings.get("samples")
         keep_lines(self.path, step)
 
     def write(self, step: int, record: Record) -> None:
         line = {"step": step, "start": self.start, "evaluated": any(name in record for name in EVALUATED)}
         line |= {"cpu": processor_seconds(self.root), "wall": time.monotonic(), "gpu": torch.cuda.is_available()}
         line |= {"images": record.get("images"), "processes": self.processes}
+        line |= {"began": self.began, "samples": self.samples}
         append_line(self.path, line)
 
 
@@ -55,6 +57,21 @@ class Spent(NamedTuple):
     images: int | None
     """Images of all recorded steps."""
     processes: int
+    samples: list[str] | None
+    """Hashes of the images of each source; None if the run did not record them."""
+
+
+def are_others(samples: Sequence[str], before: Sequence[str]) -> bool:
+    """Return True if hashes of sources (`Source.samples_hash`) say that the images are others. Hashes of different
+    kinds say nothing."""
+    known = [(one, two) for one, two in zip(samples, before, strict=False) if one.split(":")[0] == two.split(":")[0]]
+    return len(samples) != len(before) or any(one != two for one, two in known)
+
+
+def seconds_since_start() -> float:
+    """Return the time since this process was started, or 0 without /proc."""
+    started = start_time(os.getpid())
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK") if started else 0.0
 
 
 def processor_seconds(root: int | None = None) -> float:
@@ -91,10 +108,11 @@ def spent(run: Path) -> Spent | None:
     seconds, steps, total = 0.0, 0, 0.0
     for _, group in itertools.groupby(lines, lambda line: line["start"]):
         own = list(group)
-        total += own[-1]["cpu"] if clock == "cpu" else own[-1]["wall"] - own[0]["wall"]
+        total += own[-1]["cpu"] if clock == "cpu" else own[-1]["wall"] - own[0].get("began", own[0]["wall"])
         for before, after in itertools.pairwise(own):
             if not after["evaluated"] and before["step"] >= SETTLED:
                 seconds += after[clock] - before[clock]
                 steps += after["step"] - before["step"]
     per_step = factor * seconds / steps if steps else None
-    return Spent(per_step, factor * total, last["gpu"], last["step"], last.get("images"), processes)
+    facts = (last["gpu"], last["step"], last.get("images"), processes, last.get("samples"))
+    return Spent(per_step, factor * total, *facts)

@@ -1,7 +1,7 @@
 """Which images the evaluation of a run gets right, image by image."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -21,10 +21,19 @@ Splits = tuple[Any, Any, Flags]
 """Labelled SHARDS of the k-NN bank, labelled SHARDS that are scored, and the flags of both for messages."""
 
 
+class Outcomes(NamedTuple):
+    """Which images an encoder gets right."""
+
+    right: Tensor
+    """1 for an image that it gets right, else 0, over the images of all processes: (M,) float64."""
+    images: list[str]
+    """Hashes of the images that are scored, and of those of the k-NN bank."""
+
+
 def correct(
     checkpoint: str | Path, shards: Splits, config: RunConfig, accelerator: Accelerator, *, own_size: bool = False
-) -> dict[str, Tensor]:
-    """Return which images of all processes k-NN and the linear probe classify correctly: name -> (M,) float64.
+) -> dict[str, Outcomes]:
+    """Return which images k-NN and the linear probe classify correctly, by the name of the classifier.
 
     The classifiers are those of the evaluation during a run, and so is the size of the images. With `own_size`, it is
     that of the encoder. Collective.
@@ -41,13 +50,14 @@ def correct(
     if own.linear_iterations:
         places = logistic.probe_ranks(data.train, data.val, own.linear_iterations, accelerator.device)
         ranks[PROBE] = torch.cat(all_gather(places))
-    return {name: (places < 1).double() for name, places in ranks.items()}
+    images = [data.val_shards.samples_hash(), data.train_shards.samples_hash()]
+    return {name: Outcomes((places < 1).double(), images) for name, places in ranks.items()}
 
 
 def views_found(
     checkpoint: str | Path, data: Any, config: RunConfig, accelerator: Accelerator, *, own_size: bool = False
-) -> dict[str, Tensor]:
-    """Return which images of the SHARDS `data` find their own crop (`evaluation.view_retrieval`): name -> (M,) float64.
+) -> dict[str, Outcomes]:
+    """Return which images of the SHARDS `data` find their own crop (`evaluation.view_retrieval`).
 
     Collective.
 
@@ -61,7 +71,8 @@ def views_found(
     subject = open_subject(settings, accelerator)
     options = settings.options() | {"images": images, "progress": False}
     features = crop_features(subject.encoder, subject.val_shards, accelerator, **options)
-    return {VIEWS: own_crop_found(features, accelerator.device).double().cpu()}
+    found = own_crop_found(features, accelerator.device).double().cpu()
+    return {VIEWS: Outcomes(found, [subject.val_shards.samples_hash()])}
 
 
 def _settings(checkpoint: str | Path, config: RunConfig, *, own_size: bool) -> dict[str, Any]:

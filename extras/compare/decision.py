@@ -6,10 +6,10 @@ is a sum of two terms:
     seeds:   max(s^2 / k_a + s^2 / k_b, s_a^2 / k_a + s_b^2 / k_b)
     images:  var_i(d_i) / n
 
-s_a^2 is the variance of the accuracy over the k_a seeds of an arm, and s^2 that of all arms, pooled with sum(k - 1)
-degrees of freedom, because a few seeds say little of one arm. d_i is the difference of the mean outcomes of image i;
-its variance also holds some of the randomness of training, so the sum is rather too large than too small. The
-difference is compared with Cochran's critical value: the mean of Student's t of both terms, weighted by the terms.
+s_a^2 is the variance of the accuracy over the k_a seeds of an arm, and s^2 that of all trained arms, pooled with sum(k
+- 1) degrees of freedom, because a few seeds estimate that of one arm poorly. d_i is the difference of the mean outcomes
+of image i; its variance also holds some of the randomness of training, so the sum is rather too large than too small.
+The difference is compared with Cochran's critical value: the mean of Student's t of both terms, weighted by the terms.
 Holm's procedure corrects the p values of all pairs, so that the probability of one or more wrong differences is at most
 `LEVEL`. Simulated 300 times: if one of four methods differs ten times more between its seeds than the others, it is 6 %
 with three seeds and 10 % with two.
@@ -37,6 +37,8 @@ class Arm(NamedTuple):
     """1 for an image that is classified correctly, else 0: (k, n) float64."""
     random: bool = True
     """False if nothing is random, as for raw pixels and published weights, so that one row is enough."""
+    trained: bool = True
+    """False for an encoder before training, whose variance over the seeds says nothing of that of trainings."""
 
     @property
     def mean(self) -> float:
@@ -98,7 +100,7 @@ def compare_arms(arms: Mapping[str, Arm], stopped: int = 0) -> list[Comparison]:
 
 def differences(arms: Mapping[str, Arm], pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
     """Return the comparisons of pairs of arms, with p values that are not corrected."""
-    trained = [arm for arm in arms.values() if arm.random and arm.seeds > 1]
+    trained = [arm for arm in arms.values() if arm.random and arm.trained and arm.seeds > 1]
     freedom = sum(arm.seeds - 1 for arm in trained)
     squares = sum(arm.outcomes.mean(1).var(ddof=1) * (arm.seeds - 1) for arm in trained)
     pooled = squares / freedom if freedom else math.nan

@@ -36,14 +36,15 @@ def _submit(
         raise LaunchError("SLURM is not installed here (no sbatch). Start on a machine with SLURM, or remove --jobs.")
     check_queue(settings.output)
     plan = read_plan(settings, words)
-    if plan is None and settings.steps is not None:
-        plan = measure(settings, words, launcher)  # nothing is measured
-        write_plan(settings, words, plan)
+    planned = plan is not None and {*words} <= plan.steps.keys()
+    if not planned and settings.steps is not None:
+        write_plan(settings, words, measure(settings, words, launcher))  # nothing is measured
+        planned = True
     command = [*launcher, "compare", *without_jobs(argv)]
     names = [f"{name}-{seed}" for seed in range(settings.seeds) for name in words]
     names += [f"{name}-{seed}" for name, seed in other_cells(settings)]
     left = [name for name in names if not is_done(settings.output / name)]
-    stages = [[_job(TRIALS, [*command, "--only", TRIALS], settings)]] if plan is None else []
+    stages = [[_job(TRIALS, [*command, "--only", TRIALS], settings)]] if not planned else []
     stages += [[_job(name, [*command, "--only", name], settings) for name in left]] if left else []
     stages += [[_job("result", command, settings)]]
     jobs = [job for stage in stages for job in stage]

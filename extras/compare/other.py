@@ -38,6 +38,7 @@ from tessera.pretrain.job import workers
 from tessera.pretrain.monitoring.sinks import append_line
 from tessera.pretrain.resolve import with_precision
 from tessera.runtime import stdio
+from tessera.runtime.lock import locked
 from tessera.runtime.processes import exit_on_user_error, make_accelerator
 from tessera.runtime.settings import Settings, flags, validate
 from tessera.runtime.user_error import UserError
@@ -94,9 +95,10 @@ def run(settings: OtherSettings, config: RunConfig) -> None:
         ShardError: the shards cannot be read.
     """
     precision = with_precision(config).precision
-    if precision == "fp16" or isinstance(config.data.shards, dict) or config.data.shards is None:
+    if precision == "fp16" or isinstance(config.data.shards, dict) or not config.data.shards or config.data.exclude:
         raise AdapterError(
-            "Adapters support neither --precision fp16 nor a mixture of data sets. Change it, or remove --others."
+            "Adapters support no --precision fp16, no mixture of data sets and no --data.exclude. Change it, or remove "
+            "--others."
         )
     accelerator = make_accelerator(mixed_precision="bf16" if precision == "bf16" else "no")
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
@@ -111,8 +113,11 @@ def run(settings: OtherSettings, config: RunConfig) -> None:
     loader = DataLoader(Views(source, adapter.views), adapter.batch_size, **options)
     if not len(loader):
         raise AdapterError(f"A batch of the adapter has {adapter.batch_size} images, and the data {source.images}.")
-    train(settings, adapter, loader, Path(config.output))
-    encoders.save(adapter.encoder, Path(config.output) / WEIGHTS)
+    output = Path(config.output)
+    output.mkdir(parents=True, exist_ok=True)
+    with locked(output):
+        train(settings, adapter, loader, output)
+        encoders.save(adapter.encoder, output / WEIGHTS)
 
 
 def train(settings: OtherSettings, adapter: Any, loader: DataLoader[list[Tensor]], output: Path) -> None:

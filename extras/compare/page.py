@@ -9,7 +9,7 @@ from jinja2 import ChoiceLoader, Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
 
-from tessera.extras.compare.outcomes import RAW
+from tessera.extras.compare.plan import RAW
 from tessera.extras.report import page as report_page
 from tessera.extras.report.curves import INK, PALETTE, axes_to_svg
 
@@ -59,7 +59,8 @@ def table(found: Mapping[str, Any]) -> str:
         cells += [f"{row['images']:,}" if row["trained"] else "", f"{seconds / 60:.1f}" if seconds else ""]
         lines.append(" | ".join([f"| {arm}", *cells]) + " |")
     seeds = f"{found['seeds']} seed{'' if found['seeds'] == 1 else 's'}"
-    note = f"{found['encoder']}, {seeds}, {found['scored_images']:,} scored images; ± twice the standard error."
+    only = "" if found["seeds"] > 1 else " over the images alone"
+    note = f"{found['encoder']}, {seeds}, {found['scored_images']:,} scored images; ± twice the standard error{only}."
     return "\n".join([*lines, "", f"{note} {found['verdict']}"]) + "\n"
 
 
@@ -92,7 +93,6 @@ def curves(found: Mapping[str, Any], colors: Mapping[str, str]) -> str:
             axes.fill_between(places, values.min(0), values.max(0), color=color, alpha=0.2, linewidth=0)
             axes.plot(places, values.mean(0), color=color, linewidth=1.8, marker="o", markersize=3.5)
             ends[name] = places[-1], float(values.mean(0)[-1])
-        _label(axes, ends)
         if RAW in found["arms"]:
             pixels = 100 * found["arms"][RAW]["mean"]
             axes.axhline(pixels, color=INK, linewidth=0.9, linestyle=(0, (2, 3)))
@@ -100,6 +100,7 @@ def curves(found: Mapping[str, Any], colors: Mapping[str, str]) -> str:
                 f"raw pixels {pixels:.1f}", (1, pixels), (0, -11), xycoords=("axes fraction", "data"),
                 textcoords="offset points", ha="right", fontsize=9, color=INK,
             )  # fmt: skip
+        _label(axes, ends)  # after all that is drawn, which sets the limits of the axes
         axes.set_title(f"{found['score']}, %", pad=10)
         axes.set_xlabel(f"minutes of {found['cost']['unit']} time" if found["minutes"] else "step")
 

@@ -4,6 +4,7 @@ The steps are decided once, from the measured compute of a few steps, and writte
 starts. The cells are then a function of plan.json and of the settings.
 """
 
+import hashlib
 import json
 import re
 import shlex
@@ -11,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
+from tessera.encoders import WEIGHTS
+from tessera.pretrain.checkpoints.continuing import NOT_COMPARED
 from tessera.pretrain.command_line import load
 from tessera.pretrain.config import RunConfig
 from tessera.pretrain.methods import METHODS
@@ -26,6 +29,8 @@ RUNGS = (1 / 4, 1 / 2)
 """Shares of the steps after which `halve` stops methods."""
 TRIALS = "trials"
 """Folder of the trials, and value of `only`."""
+BEFORE, RAW = "before training", "raw pixels"
+"""Names of the encoder before training and of the pixels in the result."""
 LEAST_POINTS = 4
 """Number of evaluations of which one is at each of `RUNGS`."""
 
@@ -44,7 +49,8 @@ class TrainingSettings(Settings):
     steps: int | None = Field(None, ge=1)
     """steps of each training, in place of minutes: equal steps, not equal compute"""
     size: int | None = Field(None, ge=1)
-    """side of the global crops of all methods in pixels; default: that of each method"""
+    """side of the global crops of all methods in pixels, except of those with a flag of their own, such as --mae.size;
+    default: that of each method"""
     points: int = Field(8, ge=1)
     """number of evaluations of each training, without the one before the first step"""
     halve: bool = False
@@ -147,6 +153,12 @@ def check_own(settings: CompareSettings) -> None:
             raise SettingsError(
                 f"--others: {command!r} does not end with an adapter that exists. Give `PYTHON ADAPTER.py` for {name}."
             )
+    taken = [*settings.methods, *settings.others, BEFORE, RAW]
+    for number, name in enumerate(settings.beside):
+        if name in (*taken, *settings.beside[:number]):
+            raise SettingsError(f"--beside: {name} is given twice, or is the name of a method. Give the path of a run.")
+        if ":" not in name and not Path(name).exists():
+            raise SettingsError(f"--beside: there is no {name}. Give a run folder, a weight file or timm:NAME.")
     names = [f"{name}-{seed}" for name in (*settings.methods, *settings.others) for seed in range(settings.seeds)]
     if settings.only not in (None, TRIALS, *names):
         raise SettingsError(f"--only: there is no cell {settings.only}. Choose {TRIALS} or any of {', '.join(names)}.")
@@ -168,7 +180,8 @@ def _words(rest: Sequence[str], method: str, size: int | None) -> list[str]:
         name = next((name for name in ("global_size", "size") if name in fields), None)
         if name is None:
             raise SettingsError(f"--size: {method} has no setting for the size of its crops. Remove --size.")
-        words += [f"--{method}.{name}", str(size)]
+        if not any(word.partition("=")[0] == f"--{method}.{name}" for word in words):
+            words += [f"--{method}.{name}", str(size)]
     return words
 
 
@@ -181,6 +194,10 @@ def check(words: Mapping[str, Sequence[str]]) -> RunConfig:
     found = [load(list(one)) for one in words.values()]
     if found[0].data.shards is None:
         raise SettingsError("--data SHARDS is missing. It names the images to train on.")
+    if found[0].evaluation.val is None and not found[0].evaluation.view_images:
+        raise SettingsError(
+            "Nothing would be scored. Give labelled images as --evaluation.val, or an --evaluation.view_images above 0."
+        )
     if found[0].data.exclude is not None and found[0].evaluation.train is None:
         raise SettingsError(
             "--data.exclude leaves images out of the trainings only, and scores would use all images of --data. Give "
@@ -200,7 +217,7 @@ def other_cells(settings: CompareSettings) -> list[tuple[str, int]]:
 
 
 def read_plan(settings: TrainingSettings, words: Mapping[str, Sequence[str]]) -> Plan | None:
-    """Return the plan in the output folder, or None if it has none, or lacks a method.
+    """Return the plan in the output folder, or None if it has none. It may lack a method.
 
     Raises:
         SettingsError: the folder holds a comparison with other settings.
@@ -209,17 +226,25 @@ def read_plan(settings: TrainingSettings, words: Mapping[str, Sequence[str]]) ->
     if not path.exists():
         return None
     stored = json.loads(path.read_text())
-    for name, value in _fixed(settings, words).items():
-        before = stored["settings"].get(name)
-        if isinstance(value, dict):
-            value, before = ({m: one[m] for m in value if m in before} for one in (value, before))
-        if value != before:
-            raise SettingsError(
-                f"{settings.output} holds a comparison with other settings: {name} is {before} there, and {value} now. "
-                "Give these settings again, or choose another --output."
-            )
-    steps, planned = stored["steps"], stored["planned"]
-    return Plan(steps, planned, stored["gpu"]) if all(method in steps for method in settings.methods) else None
+    own, fixed = stored["settings"], _fixed(settings, words)
+    if not {*MERGED} <= own.keys():
+        raise SettingsError(f"{path} was written by another version of Tessera. Choose another --output.")
+    pairs = [("", own, {name: value for name, value in fixed.items() if name not in MERGED})]
+    for name in MERGED:
+        pairs += [(f"{key}: ", own[name][key], now) for key, now in fixed[name].items() if key in own[name]]
+    differing = [
+        f"{group}{name} is {before.get(name)} there, and {value} now"
+        for group, before, now in pairs
+        for name, value in now.items()
+        if before.get(name) != value and (name in before or not group)  # only a newer version has the setting
+    ]
+    if differing:
+        more = f" ({len(differing) - 1} more differ)" if len(differing) > 1 else ""
+        raise SettingsError(
+            f"{settings.output} holds a comparison with other settings: {differing[0]}{more}. Give the settings from "
+            "there again, or choose another --output."
+        )
+    return Plan(stored["steps"], stored["planned"], stored["gpu"])
 
 
 def write_plan(settings: TrainingSettings, words: Mapping[str, Sequence[str]], plan: Plan) -> None:
@@ -227,19 +252,59 @@ def write_plan(settings: TrainingSettings, words: Mapping[str, Sequence[str]], p
     path = settings.output / FILE
     old: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     fixed = _fixed(settings, words)
-    fixed["flags"] = old.get("settings", {}).get("flags", {}) | fixed["flags"]
+    fixed |= {name: old.get("settings", {}).get(name, {}) | fixed[name] for name in MERGED}
     entries = {
         "settings": fixed,
         "steps": plan.steps | old.get("steps", {}),
         "planned": plan.planned | old.get("planned", {}),
-        "gpu": plan.gpu,
+        "gpu": old.get("gpu", plan.gpu),
     }
     with atomic_write(path, sync=True) as part:
         part.write_text(json.dumps(entries, indent=1) + "\n")
+
+
+MERGED = ("runs", "others")
+"""Settings in plan.json that may get more entries: those of the runs of each method, and of other libraries."""
 
 
 def _fixed(settings: TrainingSettings, words: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Return the settings that must not change. Methods, seeds and encoders beside them may be added."""
     found: dict[str, Any] = {"minutes": None if settings.steps else settings.minutes, "steps": settings.steps}
     found |= {name: getattr(settings, name) for name in settings.fixed}
-    return found | {"flags": {method: list(one) for method, one in words.items()}}
+    found["runs"] = {method: _of_run(load(list(one)), method) for method, one in words.items()}
+    found["others"] = {}
+    for name, command in settings.others.items() if isinstance(settings, CompareSettings) else ():
+        content = Path(shlex.split(command)[-1]).read_bytes()
+        found["others"][name] = {"command": command, "sha256": hashlib.sha256(content).hexdigest()}
+    return found
+
+
+def _of_run(config: RunConfig, method: str) -> dict[str, Any]:
+    """Return the settings that decide what a run of a method learns, by dotted name. A settings file that changes is
+    seen by its values."""
+    left_out = (*DECIDED, *NOT_COMPARED, "steps", "checkpoint_every")
+
+    def flat(model: BaseModel, prefix: str = "") -> dict[str, Any]:
+        values, found = model.model_dump(mode="json"), dict[str, Any]()
+        for name, value in values.items():
+            own = getattr(model, name)
+            if isinstance(own, BaseModel):
+                if prefix or name not in METHODS.names() or name == method:
+                    found |= flat(own, f"{prefix}{name}.")
+            elif prefix + name not in left_out:
+                found[prefix + name] = value
+        return found
+
+    start = {} if config.init_from is None else {"weights of init_from": identity(config.init_from)}
+    return flat(config) | start
+
+
+def identity(name: str) -> str:
+    """Return a hash of the name of an encoder and of its weight file, if it has one, so that other weights are scored
+    anew."""
+    found, path = hashlib.sha256(name.encode()), Path(name)
+    file = path / WEIGHTS if path.is_dir() else path
+    if file.is_file():
+        with file.open("rb") as opened:
+            found.update(hashlib.file_digest(opened, "sha256").digest())
+    return found.hexdigest()[:16]

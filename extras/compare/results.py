@@ -1,6 +1,5 @@
 """The result of a comparison: accuracies with errors, differences, a verdict, and the compute. It is compare.json."""
 
-import itertools
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -14,18 +13,18 @@ from tessera.extras.compare.cells import other_command, outcome_path
 from tessera.extras.compare.compute import spent
 from tessera.extras.compare.correct import PROBE, VIEWS
 from tessera.extras.compare.decision import Arm, Comparison, best, compare_arms
-from tessera.extras.compare.outcomes import BEFORE, RAW, Scored, read_outcomes
-from tessera.extras.compare.plan import Cell, CompareSettings, Plan, other_cells
+from tessera.extras.compare.outcomes import Scored, read_outcomes
+from tessera.extras.compare.plan import BEFORE, RAW, Cell, CompareSettings, Plan, other_cells
 from tessera.extras.report.run_folders import read_run
 from tessera.pretrain.config import RunConfig
 
 TOLERATED = 0.1
 """Relative difference of planned and true compute above which the result says so."""
 WITHOUT_LABELS = (
-    "Without labels, the score is view retrieval: how often an image is found again from another crop. It orders the "
-    "checkpoints of one method well, and methods less well: at equal accuracy, a method that learns to match crops, "
-    "such as DINO, is ahead of one that is not, such as MAE. So no method is recommended. Label a few hundred images, "
-    "and give them as --evaluation.val."
+    "Without labels, the score is view retrieval: how often an image is found again from another crop. It ranks the "
+    "checkpoints of one method well, and different methods poorly: at equal accuracy, a method that learns to match "
+    "crops, such as DINO, is ahead of one that is not, such as MAE. So no method is recommended. Label a few hundred "
+    "images, and give them as --evaluation.val."
 )
 HALVED = (
     "{} was stopped after {:.0f} % of its steps, where it had {:.1f} % and was in the lower half (--halve). It might "
@@ -73,14 +72,12 @@ def results(
     labels = config.evaluation.val is not None
     decides = PROBE if PROBE in names else names[0]
     of_arm = {one.arm: [other for other in scored if other.arm == one.arm] for one in scored}
-    scores: dict[str, dict[str, Arm]] = {name: {} for name in names}
-    for name, arm in itertools.product(names, of_arm):
-        if all(name in outcomes[one.name] for one in of_arm[arm]):
-            own = np.stack([outcomes[one.name][name] for one in of_arm[arm]])
-            scores[name][arm] = Arm(own, random=of_arm[arm][0].random)
+    scores = {name: _arms(outcomes, of_arm, name) for name in names}
     arms = scores[decides]
-    comparisons = compare_arms(arms, len(stopped))
+    left_out = len(stopped) + len(plan.steps.keys() - words.keys())  # and methods of an earlier command
+    comparisons = compare_arms(arms, left_out)
     top, equal = best(arms, comparisons)
+    idle = not_better(comparisons, top, equal) if labels else []
     rows, trained = {}, [method for method in words if method not in stopped]
     for arm in of_arm:
         rows[arm] = _row(arms[arm]) | {"method": arm in trained, "trained": arm in trained or arm in settings.others}
@@ -98,16 +95,29 @@ def results(
         "minutes": None if settings.steps else settings.minutes,
         "encoder": config.encoder.variant,
         "arms": rows,
+        "corrected_for": math.comb(len(arms) + left_out, 2),
         "comparisons": [one._asdict() | {"p": _number(one.p), "different": one.different} for one in comparisons],
         "best": top,
         "not_different": equal,
-        "verdict": verdict(decides, arms, comparisons, top, equal, {*words, *settings.others}, labels=labels),
+        "verdict": verdict(decides, arms, comparisons, top, equal, {*words, *settings.others}, idle),
         "limits": limits,
         "stopped": {name: one._asdict() for name, one in stopped.items()},
         "without_labels": agreement(outcomes, decides) if labels else None,
-        "command": command(top, words, plan, settings, launcher) if labels else None,
+        "command": command(top, words, plan, settings, launcher) if labels and not idle else None,
         "cost": _cost(settings, plan, done),
     }
+
+
+def _arms(
+    outcomes: Mapping[str, Mapping[str, np.ndarray]], of_arm: Mapping[str, Sequence[Scored]], score: str
+) -> dict[str, Arm]:
+    """Return the arms whose encoders all have a score."""
+    found = dict[str, Arm]()
+    for arm, encoders in of_arm.items():
+        if all(score in outcomes[one.name] for one in encoders):
+            rows = np.stack([outcomes[one.name][score] for one in encoders])
+            found[arm] = Arm(rows, random=encoders[0].random, trained=arm != BEFORE)
+    return found
 
 
 def _of_runs(settings: CompareSettings, plan: Plan, cells: Sequence[Cell], decides: str) -> dict[str, Any]:
@@ -165,27 +175,34 @@ def verdict(
     top: str,
     equal: Sequence[str],
     methods: set[str],
-    *,
-    labels: bool,
+    idle: Sequence[str],
 ) -> str:
-    """Return one or two sentences that say which arm is best, or that there is no difference."""
+    """Return one or two sentences that say which arm is best, or that there is no difference.
+
+    `idle` is the result of `not_better`.
+    """
     shown = f"{top} has the highest {score}, {100 * arms[top].mean:.1f} %"
     if any(math.isnan(one.p) for one in comparisons):
         text = f"{shown}, with one seed."
     elif equal:
-        text = f"No difference: {shown}, but {_listed(equal)} {'is' if len(equal) == 1 else 'are'} not worse by more "
-        text += "than chance."
+        text = f"No difference: {shown}, but its lead over {_listed(equal)} can be chance."
     else:
         lead = min((one for one in comparisons if top in (one.first, one.second)), key=lambda one: abs(one.difference))
         second = lead.second if lead.first == top else lead.first
         text = f"{top} is best: its {score} is {100 * arms[top].mean:.1f} %, {100 * abs(lead.difference):.1f} ± "
         text += f"{100 * lead.error:.1f} points above {second}."
-    idle = [name for name in (BEFORE, RAW) if name == top or name in equal]
-    if labels and idle:
+    if idle:
         text += f" No method is better than {_listed(idle)}: train longer, or on more images."
     elif top not in methods:
         text += f" No method is better than {top} as it is."
     return text
+
+
+def not_better(comparisons: Sequence[Comparison], top: str, equal: Sequence[str]) -> list[str]:
+    """Return the encoder before training and the raw pixels if the best arm is not better than they are. With one seed,
+    return them only if they are the best arm, because no difference can be told from chance."""
+    unknown = any(math.isnan(one.p) for one in comparisons)
+    return [name for name in (BEFORE, RAW) if name == top or (name in equal and not unknown)]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -220,7 +237,7 @@ def _of_user(launcher: Sequence[str]) -> list[str]:
 
 def _cost(settings: CompareSettings, plan: Plan, done: Sequence[Cell]) -> dict[str, Any]:
     """Return planned and true compute in seconds. All times of compare.json are here."""
-    runs, arms, apart, processes = {}, dict[str, list[float]](), [], 1
+    runs, arms, apart, processes, gpu = {}, dict[str, list[float]](), [], 1, plan.gpu
     planned = {cell.name: (cell.method, cell.steps, plan.planned.get(cell.method)) for cell in done}
     wanted = None if settings.steps else 60 * settings.minutes
     planned |= {f"{name}-{seed}": (name, None, wanted) for name, seed in other_cells(settings)}
@@ -228,7 +245,7 @@ def _cost(settings: CompareSettings, plan: Plan, done: Sequence[Cell]) -> dict[s
         run = spent(settings.output / name)
         training = run.per_step * (steps or run.step) if run and run.per_step else None
         runs[name] = {"planned": seconds, "training": training, "total": run.total if run else None}
-        processes = max(processes, run.processes if run else 1)
+        processes, gpu = max(processes, run.processes if run else 1), gpu or bool(run and run.gpu)
         if training:
             arms.setdefault(arm, []).append(training)
         if seconds and training and abs(training / seconds - 1) > TOLERATED:
@@ -237,10 +254,9 @@ def _cost(settings: CompareSettings, plan: Plan, done: Sequence[Cell]) -> dict[s
     if apart:
         (least, first), (most, last) = min(apart), max(apart)
         problems.append(
-            f"{len(apart)} of {len(runs)} trainings took more than {100 * TOLERATED:.0f} % more or less compute than "
-            f"planned, from {100 * least:+.0f} % ({first}) to {100 * most:+.0f} % ({last}). Other work on the machine "
-            "changes the speed of its cores."
+            f"The compute of {len(apart)} of {len(runs)} trainings differs from the plan by more than "
+            f"{100 * TOLERATED:.0f} %: from {100 * least:+.0f} % ({first}) to {100 * most:+.0f} % ({last}). Other work "
+            "on the machine changes the speed of its cores."
         )
     means = {arm: float(np.mean(seconds)) for arm, seconds in arms.items()}
-    unit = "GPU" if plan.gpu else "CPU"
-    return {"unit": unit, "processes": processes, "runs": runs, "arms": means, "problems": problems}
+    return {"unit": "GPU" if gpu else "CPU", "processes": processes, "runs": runs, "arms": means, "problems": problems}

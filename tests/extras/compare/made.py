@@ -8,8 +8,8 @@ import numpy as np
 
 from tessera.extras.compare.cells import outcome_path
 from tessera.extras.compare.compute import FILE
-from tessera.extras.compare.outcomes import BEFORE, RAW, Scored
-from tessera.extras.compare.plan import CompareSettings, Plan, cells
+from tessera.extras.compare.outcomes import Scored
+from tessera.extras.compare.plan import BEFORE, RAW, CompareSettings, Plan, cells
 from tessera.extras.compare.results import results
 from tessera.pretrain.command_line import load
 from tessera.runtime.settings import validate
@@ -19,17 +19,26 @@ IMAGES = 400
 STEPS = 40
 
 
-def made(folder: Path, shares: dict[str, float], *, labels: bool = True, seeds: int = 3, slow: float = 1.0) -> Any:
+def made(
+    folder: Path,
+    shares: dict[str, float],
+    *,
+    labels: bool = True,
+    seeds: int = 3,
+    slow: float = 1.0,
+    earlier: tuple[str, ...] = (),
+) -> Any:
     """Return the result of a comparison of methods, given the share of images that each of them gets right.
 
     Args:
         slow: true compute of a training, as a multiple of the planned one.
+        earlier: methods that an earlier command compared.
     """
     settings = validate(CompareSettings, {"methods": list(shares), "seeds": seeds, "minutes": 1, "output": str(folder)})
     words = {method: ["--method", method, "--data", "my photos/*.tar"] for method in shares}
     if labels:
         words = {method: [*own, "--evaluation.val", "val.tar"] for method, own in words.items()}
-    plan = Plan(dict.fromkeys(shares, STEPS), dict.fromkeys(shares, 60.0), gpu=False)
+    plan = Plan(dict.fromkeys((*shares, *earlier), STEPS), dict.fromkeys(shares, 60.0), gpu=False)
     done, metric = cells(settings, plan), "linear_top1" if labels else "view_retrieval"
     names = ("20-NN", "linear probe") if labels else ("view retrieval",)
     rng = np.random.default_rng(0)

@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from tessera.extras.compare.cells import fitting, rung_score
-from tessera.extras.compare.compare import compare, worse_half
-from tessera.extras.compare.compute import spent
-from tessera.extras.compare.plan import Plan, load_settings, read_plan, write_plan
+from tessera.extras.compare import cells as compare_cells
+from tessera.extras.compare.cells import CompareError, check_data, check_device, fitting, rung_score, train_other
+from tessera.extras.compare.compare import compare, train_all, train_others, worse_half
+from tessera.extras.compare.compute import FILE, spent
+from tessera.extras.compare.correct import Outcomes
+from tessera.extras.compare.outcomes import check_same_images, store_outcomes
+from tessera.extras.compare.plan import Cell, Plan, identity, load_settings, read_plan, write_plan
+from tessera.runtime.lock import LockedError, locked
 from tessera.runtime.settings import SettingsError
 from tests.launched import ROOT, records
 from tests.pretrain.small import flags, scored_shards
@@ -87,14 +92,12 @@ def test_a_killed_comparison_goes_on_to_the_same_result(tmp_path: Path) -> None:
         file.unlink()
     for folder in killed.glob("*/checkpoints"):
         shutil.rmtree(folder)
-    assert start(words(killed), log).wait() == 0, log.read_text()
-    assert json.loads(json.dumps(result(killed)).replace(str(killed), str(whole))) == result(whole)
-    assert not (killed / "mae-0" / "encoder.safetensors").exists()
     shutil.rmtree(killed / "mae-0")  # is trained again, and its stored outcomes are not used
     stored = killed / "outcomes" / "mae-0.json"
     stored.write_text(stored.read_text().replace("1", "0"))
     assert start(words(killed), log).wait() == 0, log.read_text()
     assert json.loads(json.dumps(result(killed)).replace(str(killed), str(whole))) == result(whole)
+    assert not (killed / "lejepa-0" / "encoder.safetensors").exists()
 
 
 @pytest.mark.slow
@@ -148,21 +151,21 @@ class Adapter:
 def test_halving_stops_one_method_and_another_library_is_scored_beside(tmp_path: Path) -> None:
     output, log, adapter = tmp_path / "halved", tmp_path / "log", tmp_path / "my adapter.py"
     adapter.write_text(ADAPTER)
-    own = ["--evaluation.val", scored_shards()[1], "--steps", "12", "--seeds", "1", "--points", "4", "--halve"]
+    own = ["--evaluation.val", scored_shards()[1], "--steps", "24", "--seeds", "1", "--points", "4", "--halve"]
     mine = shlex.join([sys.executable, str(adapter)])
     assert start(words(output, *own, "--others", json.dumps({"mine": mine})), log).wait() == 0, log.read_text()
     found = json.loads((output / "compare.json").read_text())
-    scores = {method: rung_score(output / f"{method}-0", 3) for method in METHODS}
+    scores = {method: rung_score(output / f"{method}-0", 6) for method in METHODS}
     (worse,) = found["stopped"]
     assert worse == min(scores, key=lambda name: scores[name] or 0)
     assert found["stopped"][worse] == {"share": 0.25, "score": scores[worse]}
     (left,) = {*METHODS} - {worse}
     assert list(found["arms"]) == [left, "mine", "before training", "raw pixels"]
-    assert records(output / f"{worse}-0")[-1]["step"] < 12 == records(output / f"{left}-0")[-1]["step"]
+    assert records(output / f"{worse}-0")[-1]["step"] < 24 == records(output / f"{left}-0")[-1]["step"]
     assert f"{worse} was stopped after 25 % of its steps" in found["limits"][0]
-    assert log.read_text().count("step at") == 12
+    assert log.read_text().count("step at") == 24
     row = found["arms"]["mine"]
-    assert (row["steps"], row["images"], row["method"], row["trained"]) == (12, 96, False, True)
+    assert (row["steps"], row["images"], row["method"], row["trained"]) == (24, 192, False, True)
     assert 0 < found["cost"]["arms"]["mine"] < found["cost"]["runs"]["mine-0"]["total"]
     trained, before = (load_file(output / path) for path in ("mine-0/encoder.safetensors", "before/seed-0.safetensors"))
     assert all(trained[name].shape == value.shape for name, value in before.items())
@@ -206,6 +209,9 @@ def test_the_worse_half_is_stopped() -> None:
         (["--others", '{"mae": "python a.py"}'], "'mae' is not a new name"),
         (["--others", '{"mine": "python missing.py"}'], "does not end with an adapter that exists"),
         (["--only", "mae-9"], "there is no cell mae-9. Choose trials or any of lejepa-0"),
+        (["--beside", "mae"], "mae is given twice, or is the name of a method"),
+        (["--beside", "timm:a,timm:a"], "timm:a is given twice"),
+        (["--beside", "runs/missing"], "there is no runs/missing"),
         (["--jobs=", "--halve", "--points", "4"], "which --jobs and --only keep apart"),
     ],
 )
@@ -220,6 +226,11 @@ def test_missing_data_are_named(tmp_path: Path) -> None:
         compare(["--methods", "mae", "--output", str(tmp_path / "out")])
 
 
+def test_without_a_score_nothing_is_trained(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="Nothing would be scored"):
+        compare(words(tmp_path / "out", "--steps", "6", "--evaluation.view_images", "0"))
+
+
 def test_each_method_gets_its_own_flags() -> None:
     given = ["--size", "64", "--mae.mask_ratio", "0.5", "--data", "a.tar", "b.tar", "--lejepa.output_dim", "16"]
     settings, found = load_settings(["--methods", "lejepa,mae", "--minutes", "5", *given], "tessera compare")
@@ -228,6 +239,8 @@ def test_each_method_gets_its_own_flags() -> None:
     assert found["mae"] == ["--method", "mae", "--mae.mask_ratio", "0.5", *data, "--mae.size", "64"]
     lejepa = ["--method", "lejepa", *data, "--lejepa.output_dim", "16", "--lejepa.global_size", "64"]
     assert found["lejepa"] == lejepa
+    _, found = load_settings(["--methods", "lejepa,mae", "--size", "64", "--mae.size", "96"], "tessera compare")
+    assert found["mae"] == ["--method", "mae", "--mae.size", "96"]
 
 
 def test_methods_and_seeds_can_be_added_to_a_plan(tmp_path: Path) -> None:
@@ -239,12 +252,130 @@ def test_methods_and_seeds_can_be_added_to_a_plan(tmp_path: Path) -> None:
     assert read_plan(*first) is None
     write_plan(*first, Plan({"mae": 100}, {"mae": 3600.0}, gpu=False))
     assert read_plan(*first) == read_plan(*loaded("mae", 2)) == Plan({"mae": 100}, {"mae": 3600.0}, gpu=False)
-    assert read_plan(*more) is None  # dino has to be measured
+    assert read_plan(*more) == read_plan(*first)  # dino has to be measured
     write_plan(*more, Plan({"mae": 90, "dino": 50}, {"mae": 3500.0, "dino": 3600.0}, gpu=False))
     found = read_plan(*more)
     assert found is not None
     assert found.steps == {"mae": 100, "dino": 50}
     assert read_plan(*first) is not None
+
+
+def test_a_plan_sees_other_values_of_a_settings_file_and_another_adapter(tmp_path: Path) -> None:
+    file, adapter = tmp_path / "mine.yaml", tmp_path / "adapter.py"
+    file.write_text("optim: {lr: 1e-3}\nworkers: 1\n")
+    adapter.write_text("1")
+
+    def loaded(*more: str) -> Any:
+        given = ["--config", str(file), "--others", json.dumps({"own": f"python {adapter}"}), *more]
+        given += ["--methods", "mae", "--minutes", "5", "--output", str(tmp_path)]
+        return load_settings(given, "tessera compare")
+
+    one = loaded("--data", "a.tar", "--batch_size", "64")
+    write_plan(*one, Plan({"mae": 100}, {"mae": 300.0}, gpu=False))
+    file.write_text("optim: {lr: 1e-3}\nworkers: 2\n")  # decides nothing
+    assert read_plan(*one) == read_plan(*loaded("--batch_size=64", "--data=a.tar"))
+    with pytest.raises(SettingsError, match=r"mae: batch_size is 64 there, and 32 now\. Give"):
+        read_plan(*loaded("--data", "a.tar", "--batch_size", "32"))
+    adapter.write_text("2")
+    with pytest.raises(SettingsError, match="own: sha256 is "):
+        read_plan(*one)
+    adapter.write_text("1")
+    file.write_text("optim: {lr: 2e-3}\n")
+    with pytest.raises(SettingsError, match=r"mae: optim\.lr is 0\.001 there, and 0\.002 now"):
+        read_plan(*one)
+
+
+def test_a_plan_sees_other_weights_of_the_start(tmp_path: Path) -> None:
+    weights = tmp_path / "given.safetensors"
+    weights.write_text("1")
+    given = ["--methods", "mae", "--data", "a.tar", "--init_from", str(weights), "--output", str(tmp_path)]
+    one = load_settings(given, "tessera compare")
+    write_plan(*one, Plan({"mae": 100}, {"mae": 300.0}, gpu=False))
+    assert read_plan(*one) is not None
+    weights.write_text("2")
+    with pytest.raises(SettingsError, match="mae: weights of init_from is "):
+        read_plan(*one)
+
+
+def test_minutes_of_a_gpu_are_not_mixed_with_those_of_processors(tmp_path: Path) -> None:
+    given = ["--methods", "mae", "--minutes", "5", "--data", "a.tar", "--output", str(tmp_path)]
+    settings, found = load_settings(given, "tessera compare")
+    other = Plan({"mae": 100}, {"mae": 300.0}, gpu=not torch.cuda.is_available())
+    with pytest.raises(CompareError, match=r"was planned in minutes of .* time, and this machine has "):
+        train_all(settings, found, other)
+    with_other = settings.model_copy(update={"others": {"mine": "python a.py"}})
+    with pytest.raises(CompareError, match="was planned in minutes of"):
+        train_others(with_other, found, other)
+    check_device(other._replace(gpu=not other.gpu), tmp_path)
+    check_device(other._replace(planned={}), tmp_path)  # equal steps
+
+
+def test_cells_that_were_trained_on_other_images_are_named(tmp_path: Path) -> None:
+    def trained(name: str, samples: list[str] | None) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        line = {"step": 1, "start": 1.0, "evaluated": False, "cpu": 1.0, "wall": 1.0, "gpu": False, "samples": samples}
+        (tmp_path / name / FILE).write_text(json.dumps(line) + "\n")
+
+    for name, samples in (("mae-0", ["samples:1"]), ("mae-1", None), ("mae-2", ["checksums:2"])):
+        trained(name, samples)
+    names = ("mae-0", "mae-1", "mae-2", "mae-3")
+    check_data(tmp_path, names)  # unknown, or not comparable
+    trained("mae-3", ["samples:2"])
+    with pytest.raises(CompareError, match=r"mae-3 was trained on other images than .*mae-0, because --data"):
+        check_data(tmp_path, names)
+
+
+def test_scores_on_other_images_are_named(tmp_path: Path) -> None:
+    def scored(name: str, count: int, *images: str) -> Path:
+        path = tmp_path / f"{name}.json"
+        store_outcomes(path, name, {"20-NN": Outcomes(torch.ones(count), [*images])})
+        return path
+
+    first = scored("mae-0", 5, "samples:1")
+    check_same_images([first, scored("mae-1", 5, "samples:1")])
+    for count, images in ((6, "samples:1"), (5, "samples:2")):
+        with pytest.raises(CompareError, match="hold scores on different images"):
+            check_same_images([first, scored("mae-1", count, images)])
+    check_same_images([first, scored("mae-1", 5, "checksums:2")])  # not comparable
+    stored = json.loads(first.read_text())
+    del stored["images"]  # of an older version
+    first.write_text(json.dumps(stored))
+    check_same_images([first, scored("mae-1", 5, "samples:2")])
+
+
+def test_encoders_beside_keep_their_scores_in_another_order(tmp_path: Path) -> None:
+    file = tmp_path / "encoder.safetensors"
+    file.write_text("1")
+    before = identity(str(tmp_path))
+    assert before == identity(str(tmp_path))
+    assert before != identity("timm:a") != identity("timm:b")
+    file.write_text("2")  # the run was trained further
+    assert identity(str(tmp_path)) != before
+
+
+def test_outcomes_of_a_run_that_is_trained_again_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_cells, "_call", lambda *_: None)
+    settings, found = load_settings(words(tmp_path, "--steps", "6"), "tessera compare")
+    for name in ("mae-1", "mae-1-forget", "mae-10", "given encoder-forget"):
+        store_outcomes(tmp_path / "outcomes" / f"{name}.json", name, {})
+    compare_cells.train(Cell("mae", 1, 6), found["mae"], settings)
+    left = sorted(path.stem for path in (tmp_path / "outcomes").iterdir())
+    assert left == ["given encoder-forget", "mae-10"]
+
+
+def test_an_adapter_that_trains_is_not_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = tmp_path / "adapter.py"
+    adapter.write_text("")
+    own = json.dumps({"mine": f"python {adapter}"})
+    given = words(tmp_path, "--steps", "6", "--seeds", "1", "--others", own)
+    settings, found = load_settings(given, "tessera compare")
+    run = tmp_path / "mine-0"
+    run.mkdir()
+    (run / FILE).write_text("")
+    monkeypatch.setattr(compare_cells, "PATIENCE", 0.5)
+    with locked(run), pytest.raises(LockedError):
+        train_other("mine", 0, found["mae"], settings)
+    assert (run / FILE).exists()
 
 
 @pytest.mark.parametrize(("steps", "points", "whole"), [(1003.9, 8, 1000), (8.2, 8, 8), (7.9, 8, 7), (0.3, 8, 1)])

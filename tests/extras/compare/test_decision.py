@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import t, ttest_ind, ttest_rel
 
-from tessera.extras.compare.decision import Arm, best, compare_arms, holm
+from tessera.extras.compare.decision import Arm, best, compare_arms, differences, holm
 
 CASES = 200
 
@@ -114,6 +114,18 @@ def test_arms_that_were_stopped_count_as_compared() -> None:
     (alone,), (of_three,) = compare_arms(arms), compare_arms(arms, stopped=1)
     assert of_three == alone._replace(p=pytest.approx(min(3 * alone.p, 1)))
     assert alone.p < 1 / 3
+
+
+def test_encoders_beside_the_methods_do_not_change_their_differences() -> None:
+    """The encoder before training varies less over the seeds, and its variance is not pooled with that of trainings."""
+    rng = np.random.default_rng(0)
+    arms, pairs = simulated(rng, 2, 2, 1000, (0.1, 0.1)), [("m0", "m1")]
+    before = Arm(np.repeat(np.eye(1, 1000), 2, 0), trained=False)
+    pixels = Arm(np.eye(1, 1000), random=False)
+    beside = arms | {"before training": before, "raw pixels": pixels}
+    assert differences(beside, pairs) == differences(arms, pairs)
+    pooled = differences(arms | {"before training": before._replace(trained=True)}, pairs)
+    assert pooled[0].p < differences(arms, pairs)[0].p
 
 
 def test_one_seed_decides_nothing() -> None:

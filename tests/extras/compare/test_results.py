@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tessera.extras.compare.page import render
+from tessera.extras.compare.compute import FILE, spent
+from tessera.extras.compare.page import render, table
+from tessera.extras.compare.plan import Cell, CompareSettings, Plan
+from tessera.extras.compare.results import _cost
+from tessera.runtime.settings import validate
 from tests.extras.compare.made import IMAGES, STEPS, made
 
 
@@ -62,6 +66,7 @@ def test_equal_methods_are_called_equal(tmp_path: Path) -> None:
 
 def test_methods_that_learn_nothing_are_not_called_better_than_no_training(tmp_path: Path) -> None:
     found = made(tmp_path, {"lejepa": 0.3, "mae": 0.3})
+    assert found["command"] is None  # the same training again would learn nothing either
     assert "No method is better than before training and raw pixels" in found["verdict"].replace(
         "raw pixels and before training", "before training and raw pixels"
     )
@@ -80,8 +85,10 @@ def test_without_labels_no_method_is_recommended(tmp_path: Path) -> None:
 
 def test_one_seed_is_said_to_decide_nothing(tmp_path: Path) -> None:
     found = made(tmp_path, {"lejepa": 0.8, "mae": 0.5}, seeds=1)
-    assert found["verdict"].startswith("lejepa has the highest linear probe")
-    assert "with one seed" in found["verdict"]
+    mean = 100 * found["arms"]["lejepa"]["mean"]
+    assert found["verdict"] == f"lejepa has the highest linear probe, {mean:.1f} %, with one seed."
+    assert "--method lejepa" in found["command"]
+    assert "± twice the standard error over the images alone." in table(found)
     assert "no difference can be told from chance" in found["limits"][0]
     assert found["arms"]["lejepa"]["error"] is None
     assert "not known" in Text(render(found)).texts
@@ -96,8 +103,31 @@ def test_the_true_compute_stands_beside_the_planned_one(slow: float, said: bool,
     assert run["total"] == pytest.approx(5 + 25 * 1.5 * slow + 100)
     assert bool(found["cost"]["problems"]) == said
     if said:
-        assert found["cost"]["problems"][0].startswith("6 of 6 trainings took more than 10 % more or less compute")
+        assert found["cost"]["problems"][0].startswith("The compute of 6 of 6 trainings differs from the plan by more")
         assert f"{100 * slow - 100:+.0f} %" in found["cost"]["problems"][0]
+
+
+def test_compute_of_gpus_is_called_so_and_counts_from_the_start_of_the_process(tmp_path: Path) -> None:
+    run = tmp_path / "mae-0"
+    run.mkdir()
+    lines = [
+        {"step": s, "start": 1.0, "evaluated": False, "cpu": 0.0, "wall": 130.0 + s, "gpu": True, "began": 100.0}
+        for s in (0, 10, 20)
+    ]
+    (run / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = spent(run)
+    assert found is not None
+    assert (found.per_step, found.total) == (1.0, 50.0)
+    settings = validate(CompareSettings, {"methods": ["mae"], "seeds": 1, "steps": 20, "output": str(tmp_path)})
+    cost = _cost(settings, Plan({"mae": 20}, {}, gpu=False), [Cell("mae", 0, 20)])
+    assert (cost["unit"], cost["arms"]) == ("GPU", {"mae": 20.0})
+
+
+def test_methods_of_an_earlier_command_count_as_compared(tmp_path: Path) -> None:
+    found = made(tmp_path, {"lejepa": 0.8, "mae": 0.5}, earlier=("dino",))
+    assert len(found["comparisons"]) == 6
+    assert found["corrected_for"] == 10
+    assert any("for 10 comparisons" in text for text in Text(render(found)).texts)
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
