@@ -22,6 +22,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from accelerate import Accelerator
 
+from tessera import encoders
 from tessera.data.shards import Source, describe_remote, open_shards
 from tessera.encoders.base import Encoder
 from tessera.evaluation.features import (
@@ -184,6 +185,7 @@ def evaluate(
     accelerator = make_accelerator()
     check_output(settings.output)
     data = prepare(settings, accelerator)
+    step = None if data.file is None else encoders.read_step(data.file)
     result = score(settings, data, accelerator)
     counts = data.counts()
     if not accelerator.is_main_process:
@@ -195,7 +197,7 @@ def evaluate(
         "settings": settings.model_dump(mode="json") | facts,
     }
     content = data.val_shards.content()
-    evaluation = Evaluation(name, data.file, settings.val or settings.train, settings.output, content)
+    evaluation = Evaluation(name, data.file, settings.val or settings.train, settings.output, step, content)
     return write_result(evaluation, result.entries | entries, result.columns, result.rows)
 
 

@@ -189,7 +189,7 @@ def claim(
 ) -> None:
     """Check that the files of an earlier command belong to this one, or write the description of new files.
 
-    Files are kept only if settings, weights, and the names and sizes of the shards are equal.
+    Files are kept only if settings, weights, and the names, sizes and labels of the images are equal.
 
     Args:
         description: JSON file beside the files.
@@ -210,6 +210,9 @@ def claim(
     shards_of = zip(shards.shards, shards.counts, shards.sizes, strict=True)
     own["shards"] = [[shard.name, int(count), int(size)] for shard, count, size in shards_of]
     own["images"] = shards.content()
+    own["preprocessing"] = str(encoder.preprocessing)
+    own["encoder"] = json.loads(json.dumps(encoder.settings, default=str))
+    own["samples"] = shards.samples_hash()  # names and labels too, which the files hold
     if description.exists() and _read(description) != own:
         raise EvaluationError(
             f"{description} does not belong to these settings and images. Choose another --output, or delete this "

@@ -208,6 +208,7 @@ def load_encoder(settings: EncoderSettings) -> tuple[Encoder, Path | None]:
     if encoders.backbone(settings.checkpoint):
         return encoders.load(settings.checkpoint), None
     file = resolve_checkpoint(settings.checkpoint)
+    file = file.parent.resolve() / file.name  # `latest` may point to another step before the evaluation ends
     try:
         steps = sorted((int(one.name[5:]), one) for one in file.parent.glob("checkpoints/step-*[0-9]"))
         if steps and (step := encoders.read_step(file)) is not None and step < steps[-1][0]:

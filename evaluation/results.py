@@ -12,7 +12,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tessera import encoders
 from tessera.runtime.files import atomic_write
 from tessera.runtime.machine import versions
 from tessera.runtime.user_error import UserError
@@ -36,6 +35,8 @@ class Evaluation(NamedTuple):
     """SHARDS of the images that are scored."""
     output: str | None
     """Path of the result file (`--output`). None selects the path that `result_path` returns."""
+    step: int | None = None
+    """Step of the encoder, read when it was loaded: its file may be replaced or removed before the evaluation ends."""
     content: str | None = None
     """Hash of the images that are scored (`Source.content`), by which reports recognise a data set; None if unknown."""
 
@@ -65,8 +66,8 @@ def result_path(evaluation: Evaluation, time: datetime.datetime) -> Path | None:
     """
     if evaluation.encoder is None:
         return None
-    encoder = evaluation.encoder.resolve()  # `latest` is a symbolic link to the folder of a step
-    step = encoders.read_step(encoder)
+    # `latest` is a symbolic link to the folder of a step; a link to the file itself, as in caches, keeps its name
+    encoder, step = evaluation.encoder.parent.resolve() / evaluation.encoder.name, evaluation.step
     parts = [evaluation.name, data_name(evaluation.data), *([] if step is None else [f"step-{step:08d}"])]
     stem = "-".join([*parts, time.strftime("%Y%m%dT%H%M%SZ")])
     folder = encoder.parent
@@ -95,7 +96,7 @@ def data_name(shards: str | Sequence[str]) -> str:
 
 def _pattern_name(pattern: str) -> str:
     folder, _, file = pattern.rpartition("/")
-    beginning = re.sub(r"\.(tar|tar\.gz|tgz|json|parquet)$", "", re.split(r"[*?\[{]", file)[0])
+    beginning = re.sub(r"\.(tar|tar\.gz|tgz|json|parquet|csv)$", "", re.split(r"[*?\[{]", file)[0])
     beginning = re.sub(r"([-_.]\d*)?$", "", beginning)  # remove the index of the shard
     if beginning in ("", "index", *SPLITS):
         named = [part for part in re.split(r"[/:]", folder) if part and not re.search(r"[*?\[{]", part)]
@@ -132,7 +133,7 @@ def write_result(
         "evaluation": evaluation.name,
         "data": data_name(evaluation.data),
         "data_content": evaluation.content,
-        "step": None if evaluation.encoder is None else encoders.read_step(evaluation.encoder),
+        "step": evaluation.step,
         **result,
         "time": time.isoformat(timespec="seconds"),
         "versions": versions(),
@@ -143,10 +144,14 @@ def write_result(
         console.print("The result was not written to a file. Give --output FILE to keep it.")
         return content
     text = json.dumps(content, indent=2) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
     in_run = not evaluation.output and path.parent.name == "evaluation"
-    for file in (path, path.with_name(f"{evaluation.name}.json")) if in_run else (path,):
-        with atomic_write(file) as temporary:
-            temporary.write_text(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for file in (path, path.with_name(f"{evaluation.name}.json")) if in_run else (path,):
+            with atomic_write(file) as temporary:
+                temporary.write_text(text)
+    except OSError as error:
+        print(text, flush=True)  # the evaluation may have taken hours
+        raise ResultError(f"Cannot write {path}: {error.strerror}. The result is printed above.") from error
     console.print(f"Result written to {path}", soft_wrap=True)
     return content

@@ -216,13 +216,14 @@ def shared_classes(train: Source, val: Source) -> int:
     """Return the number of classes of both sets.
 
     Raises:
-        EvaluationError: the validation set has more classes than the training set.
+        EvaluationError: the validation set has more classes than the training set, or another number without names.
     """
     classes, others = (count_classes(Sources([one], [1.0])) for one in (train, val))
-    if others > classes:
+    if others > classes or (train.classes is None and others != classes):
         raise EvaluationError(
-            f"--val has a label above {classes - 1}, the largest label of --train. Check that both belong to the same "
-            "data set."
+            f"The largest label is {classes - 1} in --train, but {others - 1} in --val. The sets may number their "
+            "classes differently. Write the class names of each set to a classes.json beside its shards, or give "
+            "--classes if both number the classes alike."
         )
     return classes
 

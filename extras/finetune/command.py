@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from tessera.runtime.settings import SettingsError
+from tessera.runtime.settings import SettingsError, read_yaml
 
 TIME_LIMIT = "24:00:00"
 SCRIPT = "pretrain.sbatch"
@@ -46,11 +46,17 @@ def command(argv: Sequence[str]) -> list[str]:
     for name in FLAGS:
         if name not in given and not {"--resume", "--config"} & {*given}:
             raise SettingsError(f"{name} is missing. Give --checkpoint PATH, --train SHARDS and --val SHARDS.")
-    if "--output" not in given:
+    if "--output" not in given and not _output_of_file(argv):
         if "--checkpoint" not in given:
             raise SettingsError("--output is missing. Give --output FOLDER or --checkpoint PATH.")
         flags += ["--output", str(default_output(Path(_value(argv, "--checkpoint"))))]
     return flags
+
+
+def _output_of_file(argv: Sequence[str]) -> str | None:
+    """Return the run folder that the settings file of `--config` names, if there is one. Presets name none."""
+    file = _value(argv, "--config") if any(word.partition("=")[0] == "--config" for word in argv) else ""
+    return read_yaml(file).get("output") if file and Path(file).is_file() else None
 
 
 def default_output(checkpoint: Path) -> Path:

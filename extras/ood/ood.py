@@ -30,6 +30,7 @@ from tessera.evaluation.features import (
 )
 from tessera.evaluation.knn import neighbours
 from tessera.evaluation.results import data_name
+from tessera.evaluation.splits import check_disjoint
 from tessera.runtime.collectives import all_reduce_sum
 
 TIME_LIMIT = "02:00:00"
@@ -95,6 +96,9 @@ def score(settings: OODSettings, subject: Subject, accelerator: Accelerator) -> 
     """
     access = describe_remote([settings.ood], settings.access)
     other = open_shards(settings.ood, source=access, progress=accelerator.is_main_process)
+    if not settings.source.allow_overlap:
+        check_disjoint(subject.train_shards, other, ("--train", "--ood"))
+        check_disjoint(subject.val_shards, other, ("--val", "--ood"))
     opened, options = (subject.train_shards, subject.val_shards, other), settings.options() | {"labels": False}
     bank, *sets = (extract(subject.encoder, shards, accelerator, **options) for shards in opened)
     known, unknown = (similarities(bank, one, settings.k, accelerator.device) for one in sets)

@@ -3,6 +3,7 @@
 A missing or damaged file raises no error. `RunFolder.problems` names the files that could not be read.
 """
 
+import glob
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -302,10 +303,12 @@ def read_results(folder: Path, problems: list[str]) -> Iterator[tuple[str, Test,
     for path in sorted((folder / "evaluation").rglob("*.json")):
         if path.with_suffix(WEIGHTS.removeprefix("encoder")).exists():
             continue  # the file contains the settings of an encoder and no result
-        if any(path.parent.glob(f"{path.stem}-*.json")):
-            continue  # the file is a copy of the newest result, such as knn.json for knn-....json
         try:
-            found = parse_json(read_bounded(path, RESULT_BYTES))
+            text = read_bounded(path, RESULT_BYTES)
+            others = path.parent.glob(f"{glob.escape(path.stem)}-*.json")
+            if any(one.stat().st_size == len(text) and read_bounded(one, RESULT_BYTES) == text for one in others):
+                continue  # the file is a copy of the newest result, such as knn.json for knn-....json
+            found = parse_json(text)
         except (OSError, ValueError) as error:
             problems.append(f"{path} is not a JSON file: {error}. The result is left out.")
             continue
@@ -322,6 +325,8 @@ def read_results(folder: Path, problems: list[str]) -> Iterator[tuple[str, Test,
             problems.append(f"{path}: the score {printable(key[:100])} is not from 0 to 1. The result is left out.")
             continue
         protocol = str(found.get("protocol") or found.get("evaluation") or path.stem)
+        if is_number(train := found.get("train_images")):
+            protocol += f" of {int(train):,} images"
         data, content = (one if isinstance(one, str) else "" for one in (found.get("data"), found.get("data_content")))
         test = Test(protocol + (f" ({key})" if own else SCORES[key]), data, content or None)
         yield str(found.get("time", "")), test, _step(found, path), float(found[key])

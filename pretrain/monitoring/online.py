@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.crops import CenterCrop
 from tessera.data.loader import Reading, evaluation_batches
@@ -287,6 +288,7 @@ def write_accuracy(config: RunConfig, output: Path, scores: Scores, content: str
     own = source is None or not source.with_suffix(".json").is_file()
     file = str(output / "evaluation" / f"{config.method}.json") if own else None
     assert config.evaluation.val is not None
-    evaluation = Evaluation(config.method, None if own else source, config.evaluation.val, file, content)
+    step = None if own else encoders.read_step(source)
+    evaluation = Evaluation(config.method, None if own else source, config.evaluation.val, file, step, content)
     rows = [["last", config.steps, last["val_top1"], last["val_top5"]], ["best", best.step, best.accuracy, ""]]
     write_result(evaluation, result, ["", "step", "top-1", "top-5"], rows)

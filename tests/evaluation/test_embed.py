@@ -2,6 +2,7 @@ import json
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,19 @@ def test_tokens_and_blocks_are_those_of_the_encoder(ending, settings, tmp_path):
         np.testing.assert_allclose(found["registers"][:, n], registers[n].numpy(), atol=4e-3)
 
 
+def test_files_of_other_labels_are_not_kept(settings, tmp_path):
+    given, folder = settings[0], tmp_path / "images"
+    for number in range(6):
+        path = folder / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((16, 16, 3), number, np.uint8)).save(path)
+    given = given | {"data": str(folder), "images_per_file": 5, "output": str(tmp_path / "part.npz")}
+    run(EmbedSettings(**given))
+    (folder / "a" / "0.png").rename(folder / "b" / "0.png")  # as many images of the same sizes
+    with pytest.raises(EvaluationError, match=r"does not belong to these"):
+        run(EmbedSettings(**given))
+
+
 def test_several_files_hold_the_same_and_a_stopped_command_goes_on(settings, tmp_path):
     given, encoder, _ = settings
     run(EmbedSettings(output=str(tmp_path / "one.npz"), **given))
@@ -130,6 +144,12 @@ def test_several_files_hold_the_same_and_a_stopped_command_goes_on(settings, tmp
     for data in (others[:1], [given["data"], others[1]]):
         with pytest.raises(EvaluationError, match=r"does not belong to these"):
             run(EmbedSettings(output=str(output), images_per_file=5, **given | {"data": data}))
+    preprocessing = encoder.preprocessing
+    encoder.preprocessing = replace(preprocessing, mean=(0.1,) * 3)
+    encoders.save(encoder, given["checkpoint"])
+    with pytest.raises(EvaluationError, match=r"does not belong to these"):
+        run(EmbedSettings(output=str(output), images_per_file=5, **given))
+    encoder.preprocessing = preprocessing
     (tmp_path / "foreign.json").write_text("not JSON")
     with pytest.raises(EvaluationError, match=r"foreign\.json does not belong to these"):
         run(EmbedSettings(output=str(tmp_path / "foreign.npz"), images_per_file=5, **given))

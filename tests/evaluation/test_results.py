@@ -33,7 +33,8 @@ def run_folder(tmp_path):
 
 def test_a_name_holds_evaluation_data_step_and_time(run_folder):
     def name(encoder):
-        evaluation = Evaluation("knn", encoder, ["shards/cifar10-test-{0..3}.tar", "shards/cifar10-test-4.tar"], None)
+        data = ["shards/cifar10-test-{0..3}.tar", "shards/cifar10-test-4.tar"]
+        evaluation = Evaluation("knn", encoder, data, None, encoders.read_step(encoder))
         return str(result_path(evaluation, TIME).relative_to(run_folder.parent))
 
     steps = run_folder / "checkpoints"
@@ -46,6 +47,18 @@ def test_a_name_holds_evaluation_data_step_and_time(run_folder):
     assert name(saved(run_folder.parent / "vit.safetensors")) == "vit-knn-cifar10-test-20261124T101530Z.json"
     assert name(saved(run_folder.parent / "b" / "vit.safetensors", 7)).endswith("-step-00000007-20261124T101530Z.json")
     assert result_path(Evaluation("knn", None, "x.tar", None), TIME) is None
+    link = run_folder.parent / "cache" / "encoder.safetensors"  # of a cache that stores files by their hash
+    link.parent.mkdir()
+    link.symlink_to(run_folder / "encoder.safetensors")
+    link.with_suffix(".json").symlink_to(run_folder / "encoder.json")
+    assert name(link) == "cache/encoder-knn-cifar10-test-step-00000030-20261124T101530Z.json"
+
+
+def test_a_result_that_cannot_be_written_is_printed(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(ResultError, match=r"Cannot write .*x\.json: .*The result is printed above"):
+        show(Evaluation("knn", None, "x.tar", str(tmp_path / "file" / "x.json")), 0.5)
+    assert '"top1": 0.5' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -62,6 +75,7 @@ def test_a_name_holds_evaluation_data_step_and_time(run_folder):
         ("photos-val/index.json", "photos-val"),
         ("my photos: a & b-*.tar", "my-photos-a-b"),
         (["a-0.tar", "a-1.tar", "b-0.tar"], "a+b"),
+        ("textures/val.csv", "textures-val"),
     ],
 )
 def test_data_sets_are_named_after_their_shards(shards, name):
@@ -73,7 +87,7 @@ def show(evaluation, top1):
 
 
 def test_a_repeated_evaluation_replaces_nothing(run_folder, capsys):
-    evaluation = Evaluation("knn", run_folder / "encoder.safetensors", "shards/val-*.tar", None)
+    evaluation = Evaluation("knn", run_folder / "encoder.safetensors", "shards/val-*.tar", None, step=30)
     accuracies = [0.25, 0.5, 0.75]
     for top1 in accuracies:  # probably within one second
         show(evaluation, top1)

@@ -89,8 +89,11 @@ def test_mistakes_end_with_a_message(shards: Any, tmp_path: Any) -> None:
     with pytest.raises(EvaluationError, match=r"holds out 0 of 31 training images\. Some images must"):
         run(AttentiveSettings(**given | {"holdout": 0.0}))
     more = write_shard(tmp_path / "more.tar", np.zeros((5, 16, 16, 3), np.uint8), [0, 1, 2, 3, 4], "more")
-    with pytest.raises(EvaluationError, match=r"--val has a label above 2, the largest label of --train"):
+    with pytest.raises(EvaluationError, match=r"The largest label is 2 in --train, but 4 in --val"):
         run(AttentiveSettings(**given | {"val": str(more)}))
+    fewer = write_shard(tmp_path / "fewer.tar", np.zeros((2, 16, 16, 3), np.uint8), [0, 1], "fewer")
+    with pytest.raises(EvaluationError, match=r"The largest label is 2 in --train, but 1 in --val"):
+        run(AttentiveSettings(**given | {"val": str(fewer)}))
     train = str(write_shard(tmp_path / "two.tar", np.zeros((8, 16, 16, 3), np.uint8), [0, 1] * 4, "two"))
     with pytest.raises(EvaluationError, match=r"An image has the label 2, but there are 2 classes"):
         run(AttentiveSettings(**given | {"classes": 2, "rates": [1e-3], "train": train}))

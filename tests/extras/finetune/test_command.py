@@ -38,6 +38,16 @@ def test_the_run_folder_is_that_of_the_encoder(tmp_path: Path) -> None:
     assert command(["--checkpoint", str(run), "--resume"])[-2:] == ["--output", str(run / "finetune")]
 
 
+def test_a_settings_file_may_name_the_run_folder(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("output: runs/mine\n")
+    assert "--output" not in command(["--checkpoint", "RUN", "--config", str(file)])
+    assert command([f"--config={file}"])[-1] == f"--config={file}"
+    file.write_text("steps: 5\n")
+    assert command(["--checkpoint", "RUN", "--config", str(file)])[-2] == "--output"
+    assert command(["--checkpoint", "RUN", "--config", "preset"])[-2] == "--output"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -70,3 +70,7 @@ def test_too_few_images_are_refused(shards, tmp_path):
         run(OODSettings(**given))
     with pytest.raises(EvaluationError, match="is in both --train and --val"):
         run(OODSettings(**given | {"val": train}))
+    with pytest.raises(EvaluationError, match="is in both --val and --ood"):
+        run(OODSettings(**given | {"ood": val}))
+    with pytest.raises(EvaluationError, match="is in both --train and --ood"):
+        run(OODSettings(**given | {"ood": train}))

@@ -48,6 +48,23 @@ def test_results_of_all_layouts_are_read_by_step(tmp_path: Path) -> None:
     assert run.problems == []
 
 
+def test_results_of_another_bank_or_of_another_name_are_kept(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", [record(20, 1.0)])
+    small = {"protocol": "20-NN", "step": 20, "top1": 0.5, "train_images": 500}
+    add_result(folder, "knn-1.json", time="2026-11-22T10:00:00+00:00", **small | {"top1": 0.8, "train_images": 50_000})
+    add_result(folder, "knn-2.json", time="2026-11-22T11:00:00+00:00", **small)
+    add_result(folder, "knn.json", time="2026-11-22T11:00:00+00:00", **small)  # a copy of the newest
+    add_result(folder, "probe.json", protocol="probe", step=20, top1=0.1)
+    add_result(folder, "probe-low.json", protocol="low probe", step=20, top1=0.2)
+    (run,), _ = read_runs([folder])
+    assert run.scores == {
+        "20-NN of 50,000 images": {20: 0.8},
+        "20-NN of 500 images": {20: 0.5},
+        "probe": {20: 0.1},
+        "low probe": {20: 0.2},
+    }
+
+
 def test_an_evaluation_may_name_its_score(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a", [record(20, 1.0)])
     add_result(folder, "a.json", protocol="classes", score="silhouette", silhouette=0.25, top1=0.5, step=20)
