@@ -22,7 +22,10 @@ import yaml
 LAUNCH = Path(__file__).resolve().parent
 ENGINES = LAUNCH.parent / "configs" / "accelerate"
 """Folder of the engine files of this project, which `--config_file` takes by name."""
-FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
+FINAL_STATES = (
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"),
+    *("PREEMPTED", "LAUNCH_FAILED", "RECONFIG_FAIL", "REVOKED"),
+)
 """Final states of a SLURM job."""
 MAX_SETTINGS_BYTES = 2**18
 """Largest size of a settings file in bytes."""

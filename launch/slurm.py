@@ -255,6 +255,9 @@ def settings_of_run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         print(f"# settings: {quoted(str(own))}, and the flags after --")
         return saved, True
     print(f"# settings: {quoted(str(own))}, {quoted(str(options.config))} over it, and the flags after --")
+    scores = [one.get("evaluation") for one in (saved, settings)]
+    if all(isinstance(one, dict) for one in scores):  # a file that changes one set of images keeps the other
+        settings = settings | {"evaluation": scores[0] | scores[1]}
     return saved | settings, False
 
 

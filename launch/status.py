@@ -6,7 +6,13 @@ from typing import Any
 
 from tessera.launch.jobs import Job, is_over, quoted, read_jobs, read_settings, states
 
-METRICS = {"top1": "top-1", "mean_average_precision": "mAP", "mean_iou": "mean IoU"}
+METRICS = {
+    "top1": "top-1",
+    "mean_average_precision": "mAP",
+    "mean_iou": "mean IoU",
+    "delta1": "delta1",
+    "auroc": "AUROC",
+}
 """Map from the key of the main metric in a result file to its displayed name."""
 MEANINGS = {
     "PENDING (Dependency)": "starts after pretraining has succeeded",
@@ -19,6 +25,7 @@ MEANINGS = {
     "COMPLETED": "done",
     "CANCELLED": "cancelled",
     "TIMEOUT": "ended at its time limit",
+    "PREEMPTED": "ended, because another job took its nodes",
     "OUT_OF_MEMORY": "failed: it used more memory than it had asked for (--mem)",
     "NODE_FAIL": "failed: its node was lost",
     "FAILED": "failed; its log says why",
@@ -104,7 +111,11 @@ def _results(output: Path) -> list[list[str]]:
     """
     rows = []
     for path in sorted((output / "evaluation").glob("*-*.json")):
-        result = json.loads(path.read_text())
+        try:
+            result = json.loads(path.read_text())
+        except ValueError:
+            rows.append([path.stem, "not a JSON file", ""])
+            continue
         rows += [[path.stem, name, f"{100 * result[key]:.2f} %"] for key, name in METRICS.items() if key in result]
     return rows
 

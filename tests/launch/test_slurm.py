@@ -302,12 +302,18 @@ def test_a_run_that_continues_keeps_its_settings(slurm: Slurm) -> None:
     assert "x.yaml over it" in slurm.accepted("--resume")
     assert flags_of(slurm.submitted()[-1]) == ["--config", f"{run}/submitted/config.yaml", *own]
     assert (run / "submitted" / "config.yaml").read_text().endswith("seed: 7\n")
+    (run / "config.yaml").write_text("data: {shards: d.tar}\nevaluation: {train: labelled.tar, val: v.tar}\n")
+    (slurm.folder / "x.yaml").write_text("evaluation: {val: new.tar}\n")
+    slurm.accepted("--resume", "--after-pretraining", "knn")
+    assert flags_of(slurm.submitted()[-1])[-4:] == ["--train", "labelled.tar", "--val", "new.tar"]
 
 
 def test_a_chain_in_the_queue_is_not_replaced(slurm: Slurm) -> None:
     slurm.accepted("--after-pretraining", "knn")
     slurm.commands.answer({"squeue --noheader": [(0, "101|COMPLETED|None\n102|PENDING|Priority\n", "")]})
     assert "102 PENDING (Priority)" in slurm.refused()
+    slurm.commands.answer({"squeue --noheader": [(0, "101|PREEMPTED|None\n102|CANCELLED|None\n", "")]})
+    slurm.accepted("--after-pretraining", "knn")
 
 
 def checkpoint(run: Path, step: int) -> str:
@@ -331,6 +337,8 @@ def test_status(slurm: Slurm) -> None:
     (run / "evaluation" / step / "encoder.json").write_text("{}")
     (run / "evaluation" / f"knn-v-{step}-20261124T101530Z.json").write_text('{"top1": 0.125}')
     (run / "evaluation" / "retrieval-v-20261124T101530Z.json").write_text('{"mean_average_precision": 0.75}')
+    (run / "evaluation" / "ood-v-20261124T101530Z.json").write_text('{"auroc": 0.5}')
+    (run / "evaluation" / "depth-v-20261124T101530Z.json").write_text('{"del')
     shown = slurm.does("status", "run")
     lines = [line.split() for line in shown.splitlines()]
     assert "training: step 120 of 500, newest checkpoint at step 100" in shown
@@ -342,6 +350,8 @@ def test_status(slurm: Slurm) -> None:
     assert "To continue" not in shown
     assert [f"knn-v-{step}-20261124T101530Z", "top-1", "12.50", "%"] in lines
     assert ["retrieval-v-20261124T101530Z", "mAP", "75.00", "%"] in lines
+    assert ["ood-v-20261124T101530Z", "AUROC", "50.00", "%"] in lines
+    assert ["depth-v-20261124T101530Z", "not", "a", "JSON", "file"] in lines
     assert "999" not in shown
     assert "encoder" not in shown
 
