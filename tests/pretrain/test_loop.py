@@ -445,11 +445,11 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     original, ahead = save.write, []
 
     def slow(pieces: Any, folder: Path, group: Any) -> None:
-        step, end = run.state.step, time.monotonic() + 2
+        step, end = int(folder.name[6:-5]), time.monotonic() + 2
         while run.state.step == step and time.monotonic() < end:
             time.sleep(0.01)
         original(pieces, folder, group)
-        ahead.append((int(folder.name[6:-5]), run.state.step > step))
+        ahead.append((step, run.state.step > step))
 
     monkeypatch.setattr(save, "write", slow)
 

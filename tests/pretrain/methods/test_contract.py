@@ -84,10 +84,12 @@ def test_a_skipped_step_leaves_no_trace(name: str) -> None:
     assert {key for key in trace if not key.endswith(statistics)} == set()
 
 
+WARM = {"teacher_temperature": 0.1, "teacher_temperature_start": 0.1}
+"""The default, 0.04, would multiply the rounding of cosines by 25, on some processors to more than the tests allow."""
 TWO: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in METHODS.names()),
-    ("dino", {"centering": "sinkhorn"}),
-    ("dinov2", {"centering": "sinkhorn"}),
+    *((name, WARM if "teacher_temperature" in METHODS[name].Config.model_fields else {}) for name in METHODS.names()),
+    ("dino", WARM | {"centering": "sinkhorn"}),
+    ("dinov2", WARM | {"centering": "sinkhorn"}),
     *([("distill", {"students": ["swin_micro"]})] if "distill" in METHODS else []),
 ]
 
