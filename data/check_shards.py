@@ -36,6 +36,7 @@ from tessera.data.shards.access import Access, SourceConfig
 from tessera.data.shards.index import (
     CLASSES,
     FOLDER_INDEX,
+    STORED,
     TABLE,
     FolderIndex,
     ShardEntry,
@@ -317,6 +318,8 @@ def _check_samples(facts: Facts, shard: Shard, index: Index, settings: CheckShar
             try:
                 label = shard.label(index, sample)
                 facts.classes[label] += 1
+                if label < 0:
+                    facts.bad_labels.append(f"the label of {name} is {label}. Number the classes from 0")
                 if label > LARGEST_LABEL:
                     facts.bad_labels.append(f"the label of {name} is {label}, but the maximum is {LARGEST_LABEL}")
             except SampleError as error:
@@ -367,7 +370,8 @@ def _check_table(facts: Facts, index: Index, write: bool) -> None:
         write_table(facts.path, index)
     elif beside.exists():
         stored = parse_table(beside.read_bytes(), str(beside))
-        if not all(np.array_equal(a, b) for a, b in zip(stored[:-1], index[:-1], strict=True)):  # without notes
+        places = (name for name in STORED if name != "notes")
+        if not all(np.array_equal(getattr(stored, name), getattr(index, name)) for name in places):
             raise ShardError(f"{beside} belongs to another shard. {REPLACE_INDEX}")
 
 

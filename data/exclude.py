@@ -45,19 +45,19 @@ def read_names(given: str) -> dict[str, None]:
         raise ShardError(f"Only a .parquet has flags, not {path}. Remove :{','.join(flags)}.")
     try:
         if suffix == ".parquet":
-            return dict.fromkeys(_flagged(path, flags))
+            return dict.fromkeys(name for name in _flagged(path, flags) if name)
         with path.open(newline="", encoding="utf-8-sig") as file:
             if suffix == ".txt":
                 return dict.fromkeys(line for line in file.read().splitlines() if line)
             rows = csv.DictReader(file)
             if KEY not in (rows.fieldnames or ()):
                 raise ShardError(f"{path} has no column `{KEY}`. Name the column with the images so.")
-            return dict.fromkeys(row[KEY] for row in rows)
+            return dict.fromkeys(row[KEY] for row in rows if row[KEY])
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ShardError(f"Cannot read {path}: {error}. Correct the path or the file.") from error
 
 
-def _flagged(path: Path, flags: Sequence[str]) -> list[str]:
+def _flagged(path: Path, flags: Sequence[str]) -> list[str | None]:
     """Return the names in the rows of a Parquet file in which a flag is true; without flags, those of all rows."""
     try:
         import pyarrow

@@ -26,6 +26,10 @@ class SampleError(ShardError):
     """Raised if a label or a map is missing or wrong."""
 
 
+class NoLabelError(SampleError):
+    """Raised if an image has no label."""
+
+
 class DroppedError(Exception):
     """Raised if a stage of the user drops a sample. A sample of a later batch takes its place."""
 

@@ -37,7 +37,17 @@ from rich.filesize import decimal
 from tessera.data.exclude import leave_out
 from tessera.data.failures import ShardError
 from tessera.data.shards.access import DEFAULT
-from tessera.data.shards.index import CLASSES, LARGEST_CLASSES, FolderIndex, ShardEntry, parse_classes, write_folder
+from tessera.data.shards.index import (
+    CLASSES,
+    LARGEST_CLASSES,
+    LEFT_OUT,
+    PLAN,
+    WORK,
+    FolderIndex,
+    ShardEntry,
+    parse_classes,
+    write_folder,
+)
 from tessera.data.shards.listing import NO_LABEL, REASONS, Listing, list_folder
 from tessera.data.shards.manifest import MANIFESTS, add_labels, list_file
 from tessera.data.shards.open import ENDINGS
@@ -54,8 +64,6 @@ from tessera.runtime.settings import Positional, flags, validate
 
 PROGRAM = "tessera make_shards"
 MEGABYTE = 10**6
-LEFT_OUT = "left_out.csv"
-WORK = ".make_shards"
 """Name of the subfolder for the settings, and for the records of finished shards."""
 PROBED = 64  # number of images that are encoded to estimate the encoded size of all images
 MOST_SHOWN = 3  # maximum number of reasons, and of kinds of other files, that are printed
@@ -101,7 +109,7 @@ class Folder:
     def __init__(self, path: Path, name: str):
         self.path, self.name = path, name
         self.work = self.path / WORK
-        self.plan = self.work / "plan.json"
+        self.plan = self.path / PLAN
 
     def shard(self, number: int) -> Path:
         """Return the path of the shard with this number."""

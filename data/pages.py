@@ -36,7 +36,7 @@ def count_pages(encoded: bytes) -> int:
         return 1
 
 
-def single_page(encoded: bytes, pages: int | Literal["first", "max"]) -> bytes:
+def single_page(encoded: bytes, pages: int | Literal["first", "max"], max_pixels: int = MAX_PIXELS) -> bytes:
     """Return a file of one page: page number `pages`, the first page, or the maximum of all pages.
 
     Raises:
@@ -47,7 +47,7 @@ def single_page(encoded: bytes, pages: int | Literal["first", "max"]) -> bytes:
         return encoded
     number = 0 if pages == "first" else pages
     try:
-        return decoder.single(encoded, number, most_bands=MOST_BANDS, max_pixels=MAX_PIXELS)
+        return decoder.single(encoded, number, most_bands=MOST_BANDS, max_pixels=max_pixels)
     except HeaderError as error:
         raise ImageError(str(error)) from error
 

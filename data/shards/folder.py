@@ -5,7 +5,6 @@ is stored in the cache under a hash of these values. If a file changes, the hash
 """
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ from tessera.data.shards.listing import Listing, list_folder
 from tessera.data.shards.manifest import add_labels, list_file
 from tessera.data.shards.samples import SampleKeys
 from tessera.data.shards.shard import Shard
-from tessera.data.shards.tar_index import ARRAYS, IMAGES, Index
+from tessera.data.shards.tar_index import Index
 from tessera.runtime.user_error import printable
 
 
@@ -123,12 +122,6 @@ class ImageFolder(Shard):
                 "train.csv for a run, --train train.csv for an evaluation."
             )
         return label
-
-
-def holds_images(folder: str, extensions: Sequence[str] = (*IMAGES, *ARRAYS)) -> bool:
-    """Return True if a folder or one of its subfolders holds a file with the extension of an image."""
-    endings = tuple(f".{extension}" for extension in extensions)
-    return any(name.lower().endswith(endings) for _, _, names in os.walk(folder) for name in names)
 
 
 def _list(path: str, keys: SampleKeys) -> Listing:

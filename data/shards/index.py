@@ -56,6 +56,10 @@ STORED = tuple(name for name in Index._fields if name != "pages")
 OPTIONAL = ("maps", "notes")
 """Names of the arrays that a table may lack."""
 CLASSES = "classes.json"
+WORK = ".make_shards"
+PLAN = f"{WORK}/plan.json"
+"""File that `make_shards` writes before the first shard. It writes `LEFT_OUT` and `FOLDER_INDEX` after the last one."""
+LEFT_OUT = "left_out.csv"
 LARGEST_CLASSES = 2**26  # Maximum size of a classes.json in bytes. The names of 22,000 classes take about 0.5 MB.
 
 

@@ -20,6 +20,7 @@ from tessera.data.shards.index import composed
 from tessera.data.shards.notes import (
     BARE,
     HIDDEN,
+    LOCKED,
     LOST,
     MASK,
     OTHER_IMAGES,
@@ -290,6 +291,12 @@ def class_order(name: str) -> tuple[bool, int, str]:
     return not name.isdecimal(), int(name) if name.isdecimal() and len(name) < 20 else 0, name
 
 
+def holds_files(folder: str, extensions: Sequence[str]) -> bool:
+    """Return True if a folder or one of its subfolders has a file with one of these extensions. Links are followed."""
+    walk = _Walk(os.path.realpath(os.fsencode(folder)), extensions, None, None)
+    return next(walk.files(), None) is not None
+
+
 class _Walk:
     """Walk through a folder of images, and count the files that are not images.
 
@@ -353,6 +360,7 @@ class _Walk:
     def _refuse(self, error: OSError) -> None:
         _refuse_exhausted(error)
         self.other_files["folders that cannot be read"] += 1
+        self._note(LOCKED, os.path.relpath(error.filename, self._root), None)
 
     def _note_images(self, prefix: bytes, images: list[bytes], label: str | None, masks: bool) -> None:
         """Note the images of one folder that may be maps of other images, by their names."""

@@ -28,6 +28,7 @@ OTHER_IMAGES = ("bmp", "dib", "gif", "heic", "heif", "avif", "jp2", "jxl", "j2k"
 """File name extensions of images that are not supported. Such images in a shard cause a warning."""
 NAME, LINK, ORPHAN, TWICE, REST, CHOSEN, MAPPED = "name", "link", "orphan", "twice", "rest", "chosen", "maps"
 LOST, MASK, PARTS, UNUSABLE, LABELS, HIDDEN, BARE = "class", "mask", "parts", "unusable", "labels", "hidden", "bare"
+LOCKED, ABSENT = "locked", "absent"
 DAMAGE = (ORPHAN, TWICE, REST)
 """Kinds that a tar has if it was joined, updated or sorted wrongly. A run warns of them, and a check fails."""
 SENTENCES = {
@@ -54,6 +55,8 @@ SENTENCES = {
     LABELS: "{count} [sample is|samples are] used without a label: {groups}",
     HIDDEN: "{count} hidden [file or folder is|files or folders are] left out, because [its name begins|their names "
     "begin] with a dot",
+    LOCKED: "{count} [folder|folders] cannot be read, and [its|their] images are left out",
+    ABSENT: "{count} [shard|shards] that index.json lists [does|do] not exist",
     BARE: "{count} [file|files] without an extension [is|are] left out",
 }
 """Maps the kind of a note to its sentence. `[one|several]` is the text for a count of one, and for other counts.

@@ -30,13 +30,34 @@ from tessera.data.python_objects import naming
 from tessera.data.sampler import Weight
 from tessera.data.shards import index, remote
 from tessera.data.shards.access import DEFAULT, Access, SourceConfig
-from tessera.data.shards.folder import ImageFolder, holds_images
-from tessera.data.shards.index import FOLDER_INDEX, MOST_SHARDS, FolderIndex, ShardEntry, Statistics, parse_folder
+from tessera.data.shards.folder import ImageFolder
+from tessera.data.shards.index import (
+    FOLDER_INDEX,
+    LEFT_OUT,
+    MOST_SHARDS,
+    PLAN,
+    WORK,
+    FolderIndex,
+    ShardEntry,
+    Statistics,
+    parse_folder,
+)
+from tessera.data.shards.listing import holds_files
 from tessera.data.shards.manifest import MANIFESTS
-from tessera.data.shards.notes import OTHER_IMAGES, PARTS, Note, describe, named_notes, shown_classes, valid_notes
+from tessera.data.shards.notes import (
+    ABSENT,
+    OTHER_IMAGES,
+    PARTS,
+    Note,
+    describe,
+    named_notes,
+    shown_classes,
+    valid_notes,
+)
 from tessera.data.shards.registry import OBJECTS, SOURCES, endings, scheme_of, source_of
 from tessera.data.shards.shard import Shard
 from tessera.data.shards.source import Source
+from tessera.data.shards.tar_index import ARRAYS, IMAGES
 from tessera.data.shards.tar_shard import GZIPPED, LocalTar, PackedTar, RemoteTar, Tar, folder_of
 from tessera.runtime import collectives
 from tessera.runtime.progress import track
@@ -46,6 +67,8 @@ ENDINGS = (".tar", ".tar.gz", ".tgz")
 """File name endings of tars."""
 MOST_BRACES = 16  # maximum number of opening braces in a pattern, because each brace adds to the expansion time
 THREADS = 16
+IMAGE_FILES = (*IMAGES, *ARRAYS)
+IMAGE_ENDINGS = tuple(f".{extension}" for extension in IMAGE_FILES)
 _PART = re.compile(r"(.*-)([0-9]{1,9})-of-([0-9]{1,9})(\..*)")
 _RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?\}")
 
@@ -184,7 +207,7 @@ def _open_patterns(shards: Shards, progress: bool, source: Access) -> Source:
     # The source has statistics only if all folders of its shards have the same statistics.
     kinds = {one.pixel_type for one in statistics}
     own = statistics.pop() if len(statistics) == 1 else Statistics(pixel_type=kinds.pop() if len(kinds) == 1 else None)
-    notes = (*missing_parts(paths), *itertools.chain.from_iterable(one.notes for one in found))
+    notes = (*missing_parts(paths), *indices.absent(paths), *itertools.chain.from_iterable(one.notes for one in found))
     if os.environ.get("RANK", "0") == "0":
         for line in describe(notes):
             warn_once(f"{shown_paths(paths)}: {line}")
@@ -559,15 +582,22 @@ def _shards_in(folder: str) -> list[str]:
             f"{folder} holds shards of several sets: {listed}. Give one set, for example "
             f"'{os.path.join(folder, patterns[0])}', or all shards with '{os.path.join(folder, '*.tar')}'."
         )
-    if not names:
-        within = os.path.join(glob.escape(folder), "*", "*")
+    within = os.path.join(glob.escape(folder), "*", "*")
+    if names:
+        beside = (*os.listdir(folder), *glob.iglob(within))
+        if any(name.lower().endswith(IMAGE_ENDINGS) for name in beside):
+            warn_once(f"{folder} holds shards ({names[0]}) and images. Only the shards are read.")
+    else:
         below = {os.path.dirname(path) for end in (".tar*", ".tgz", *endings()) for path in glob.glob(within + end)}
         if below:
             listed = ", ".join(sorted(below)[:MOST_LISTED])
-            raise ShardError(f"{folder} holds no shards, but its subfolders may: {listed}. Give one of these.")
-        if holds_images(folder):
+            raise ShardError(
+                f"{folder} holds no shards, but its subfolders may: {listed}. Give one of these. To read the images of "
+                f"{folder} instead, move the shards away."
+            )
+        if holds_files(folder, IMAGE_FILES):
             return [os.path.join(folder, "")]
-        cure = "Convert its images to PNG." if holds_images(folder, OTHER_IMAGES) else "Correct the path."
+        cure = "Convert its images to PNG." if holds_files(folder, OTHER_IMAGES) else "Correct the path."
         known = ", ".join((*ENDINGS, *endings()))
         raise ShardError(f"{folder} holds no shards ({known}) and no images. {cure}")
     return [os.path.join(folder, name) for name in names]
@@ -597,6 +627,12 @@ class _FolderIndices:
         """Maps the path or URL of each listed shard to its entry."""
         self._visited: set[str] = set()
 
+    def absent(self, paths: Sequence[str]) -> list[Note]:
+        """Return a note on local shards that an `index.json` lists, but that do not exist."""
+        others = sorted(path for path in self.entries.keys() - {*paths} if not remote.is_remote(path))
+        gone = [path for path in others if not os.path.exists(path)]
+        return [Note(ABSENT, len(gone), gone[0])] if gone else []
+
     def read(self, path: str) -> list[str]:
         """Return the shards that the index at `path` lists.
 
@@ -614,7 +650,7 @@ class _FolderIndices:
         An invalid file, such as the `index.json` of another tool, is ignored with a warning.
 
         Raises:
-            ShardError: the file cannot be read.
+            ShardError: the file cannot be read, or `make_shards` was interrupted before it wrote the file.
         """
         folder = folder_of(shard)
         path = f"{folder}/{FOLDER_INDEX}" if folder else FOLDER_INDEX
@@ -635,6 +671,15 @@ class _FolderIndices:
             if remote.is_remote(shard):
                 raise type(error)(f"{shard} cannot be used, because its folder cannot be read. {error}") from error
             raise
+        if (
+            found is None
+            and os.path.exists(os.path.join(folder, PLAN))
+            and not os.path.exists(os.path.join(folder, LEFT_OUT))
+        ):
+            raise ShardError(
+                f"{folder or os.curdir} is not complete, because `tessera make_shards` was interrupted. Start the same "
+                f"command again. To use the shards as they are, remove {os.path.join(folder, WORK)}."
+            )
         try:
             if found is not None:
                 self._add(path, found)

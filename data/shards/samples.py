@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tessera.data.decode import Undecoded, check_kind
-from tessera.data.failures import SampleError, ShardError
+from tessera.data.failures import NoLabelError, SampleError, ShardError
 from tessera.data.pages import Pages
 from tessera.data.shards.tar_index import ARRAYS, IMAGES, LABEL, whole_number
 from tessera.data.user_code import named_errors
@@ -91,10 +91,11 @@ def label_number(label: Any, name: str) -> int:
     """Return a label as a number.
 
     Raises:
-        SampleError: the label is None or not an integer.
+        NoLabelError: the label is None.
+        SampleError: the label is not an integer.
     """
     if label is None:
-        raise SampleError(
+        raise NoLabelError(
             f"{name} has no label, but labels are needed. Let the data set return (image, label), or name the key of "
             "the label with data.label."
         )

@@ -17,6 +17,7 @@ from tessera.data.decode import Undecoded
 from tessera.data.failures import (
     CORRECT_INDEX,
     DroppedError,
+    NoLabelError,
     SampleError,
     ShardError,
     warn_once,
@@ -227,8 +228,13 @@ class Source:
         elif self.optional_labels and self._index(shard).labels[sample, 0] < 0:
             return -1
         else:
-            with self._seeded(shard, (0, number)):
-                label = self.shards[shard].label(self._index(shard), sample)
+            try:
+                with self._seeded(shard, (0, number)):
+                    label = self.shards[shard].label(self._index(shard), sample)
+            except NoLabelError:
+                if self.optional_labels:
+                    return -1
+                raise
         if self.numbers is None:
             if label > LARGEST_LABEL:
                 raise SampleError(

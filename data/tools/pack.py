@@ -126,12 +126,15 @@ def prepare(content: bytes, recipe: Recipe, encoded_map: bytes | None = None) ->
     """
     found = _format(content)
     try:
+        kind = stored_type(content, max_pixels=recipe.max_pixels) if found in EXTENSIONS or recipe.resize else "uint8"
+        if recipe.resize is not None and kind != "uint8":
+            raise LeftOut(f"an image of the type {kind}, but --resize makes images of 8 bits. Leave --resize out")
         if found not in EXTENSIONS and recipe.resize is None:
-            page = single_page(content, "first")  # a run says which pages are samples
+            page = single_page(content, "first", recipe.max_pixels)  # a run says which pages are samples
             image = decoders.read(found, page, channels=None, max_pixels=recipe.max_pixels)
             size = image.values.shape[:2] if image.orientation < 5 else image.values.shape[1::-1]  # upright (H, W)
             return Prepared(content, _extension(found), None, _prepare_map(encoded_map, size, size[::-1]))
-        if recipe.resize is None and (kind := stored_type(content)) != "uint8":
+        if kind != "uint8":
             size = Picture(content, max_pixels=recipe.max_pixels, pixel_type=kind).size
             return Prepared(content, _extension(found), None, _prepare_map(encoded_map, size, (size[1], size[0])))
         pixels = decode(content, max_pixels=recipe.max_pixels)  # (3, H, W)

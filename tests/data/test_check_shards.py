@@ -19,8 +19,8 @@ from tessera.data import make_shards
 from tessera.data.check_shards import main
 from tessera.data.failures import warn_once
 from tessera.data.shards import ShardError, open_shards
-from tessera.data.shards.index import FolderIndex, parse_folder, parse_table, write_folder
-from tessera.data.shards.notes import CHOSEN, Note, describe
+from tessera.data.shards.index import FolderIndex, parse_folder, parse_table, write_folder, write_table
+from tessera.data.shards.notes import CHOSEN, Note, describe, packed_notes
 from tessera.data.shards.tar_index import scan_tar
 from tests.data.batches import tiff
 
@@ -82,6 +82,9 @@ def test_labels(write_tar, png, report, capsys):
     found = report(path)
     assert (found["labelled"], found["classes"], found["good"]) == (6, {"2": 2, "5": 3, "9": 1}, True)
     assert "6 images, 3 classes from 2 to 9" in capsys.readouterr().out
+    path = write_tar("u.tar", [("0.png", png(0)), ("0.cls", b"-1")])
+    assert report(path, status=1)["good"] is False
+    assert "the label of u.tar/0 is -1. Number the classes from 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -324,6 +327,9 @@ def test_an_index_or_a_table_that_is_none(write_shards, report):
     (folder / "index.json").write_text("{}")
     assert "not an index of shards" in report(*paths, status=1)["refused"][0]
     (folder / "index.json").unlink()
+    older = parse_table(Path(f"{paths[0]}.index").read_bytes(), "table")._replace(notes=packed_notes([Note(CHOSEN, 9)]))
+    write_table(paths[0], older)
+    assert report(*paths)["good"]
     Path(f"{paths[0]}.index").write_bytes(Path(f"{paths[1]}.index").read_bytes())
     assert "belongs to another shard" in report(*paths, status=1)["refused"][0]
     Path(f"{paths[0]}.index").write_bytes(pickle.dumps(Harm(folder / "ran")))

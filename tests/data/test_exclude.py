@@ -166,6 +166,11 @@ def test_wrong_lists_are_refused(folders, tmp_path):
         without(sources, every)
 
 
+def test_rows_without_a_key_are_no_names(tmp_path):
+    (tmp_path / "list.csv").write_text("label,key\n0,q/1.png\n1\n1,\n")
+    assert list(read_names(str(tmp_path / "list.csv"))) == ["q/1.png"]
+
+
 def test_a_list_without_names_leaves_nothing_out(folders, tmp_path):
     """Such a list is that of a search without findings."""
     sources = open_sources(folders[0])

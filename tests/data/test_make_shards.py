@@ -11,11 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tessera.data import make_shards
 from tessera.data.make_shards import main
+from tessera.data.shards import ShardError, open_shards, open_sources
 from tessera.data.shards.index import parse_folder, parse_table
 from tessera.data.shards.tar_index import scan_tar
+from tessera.data.statistics import found_type
 from tessera.data.tools import pack
 from tests.data.made import CLASSES, SMALL, content, make, picture, samples, shards
 
@@ -89,11 +92,14 @@ def test_ctrl_c_says_how_to_go_on(animals, tmp_path, capfd, monkeypatch):
     assert "Traceback" not in text
     # A shard counts as finished if its record exists. A stop can come between the two files.
     before = len(list(tmp_path.glob("out/.make_shards/shard-*.json")))
+    for given in (tmp_path / "out", tmp_path / "out" / "*.tar"):
+        with pytest.raises(ShardError, match=r"out is not complete.*Start the same command again"):
+            open_shards(given)
     assert not list((tmp_path / "out").glob(".shard*"))
     monkeypatch.setattr(pack, "prepare", fast)
     make(*words)
     assert f"{before:,} exist already" in capfd.readouterr().out
-    assert len(samples(tmp_path / "out")) == 60
+    assert len(samples(tmp_path / "out")) == open_shards(tmp_path / "out").images == 60
 
 
 def test_a_shard_that_is_gone_or_cut_is_made_again(animals, tmp_path):
@@ -183,6 +189,20 @@ def test_a_worker_that_is_killed(animals, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(make_shards, "write_shard", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     make(animals, tmp_path / "out", SMALL, status=2)
     assert "use fewer --workers. The same command continues" in capsys.readouterr().err
+
+
+def test_images_of_16_bits_are_not_resized(tmp_path, capsys):
+    (tmp_path / "images").mkdir()
+    for number in range(4):
+        Image.new("I;16", (32 + 64 * (number % 2), 40), 257 * number).save(tmp_path / "images" / f"{number}.png")
+    (tmp_path / "images" / "4.jpg").write_bytes(picture(4))
+    make(tmp_path / "images", tmp_path / "out", "--resize=48")
+    assert [key for key, *_ in samples(tmp_path / "out")] == ["4"]
+    assert "4: an image of the type uint16, but --resize makes images of 8 bits" in capsys.readouterr().out
+    (tmp_path / "images" / "4.jpg").unlink()
+    make(tmp_path / "images", tmp_path / "whole")
+    assert open_shards(tmp_path / "whole").images == 4
+    assert found_type(open_sources(str(tmp_path / "whole"))) == "uint16"
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,26 @@ def test_names_that_are_not_utf8_and_links(tmp_path):
         reader.label(0)
 
 
+def test_links_to_class_folders_are_followed(photos, tmp_path, monkeypatch, caplog):
+    (tmp_path / "subset").mkdir()
+    for name in ("ant", "bee"):
+        (tmp_path / "subset" / name).symlink_to(photos / name)
+    (photos / "ant" / "loop").symlink_to(photos / "ant")
+    found = open_shards(tmp_path / "subset")
+    assert count_classes(open_sources(str(tmp_path / "subset"))) == 2
+    assert found.images == 16
+    scandir = os.scandir
+
+    def locked(path):
+        if os.fsencode(path).endswith(b"bee"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", locked)
+    assert open_shards(tmp_path / "subset").images == 8
+    assert "1 folder cannot be read, and its images are left out" in caplog.text
+
+
 def test_folders_that_are_refused(photos, tmp_path, capsys):
     (tmp_path / "sets").mkdir()
     shutil.copytree(photos, tmp_path / "sets" / "train")

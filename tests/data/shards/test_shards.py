@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tessera.data import dataset
+from tessera.data.check_shards import main as check_shards
 from tessera.data.sampler import ShuffledSampler
 from tessera.data.shards import ShardError, Source, expand, open_shards, open_sources, source, tar_shard
 from tessera.data.shards.access import Access, SourceConfig
@@ -37,6 +38,19 @@ def test_a_folder_is_its_shards(write_shards, tmp_path):
     assert open_sources({str(tmp_path): 1, str(tmp_path / "more"): 3}).lists[0].images == 11
 
 
+def test_images_beside_shards_and_shards_that_are_gone_are_said(write_shards, tmp_path, png, caplog):
+    paths = write_shards([2, 3])
+    check_shards([*paths, "--write_index=true"])
+    (tmp_path / "ant").mkdir()
+    assert open_shards(tmp_path).notes == ()
+    assert "Only the shards are read" not in caplog.text
+    (tmp_path / "ant" / "1.PNG").write_bytes(png(0))
+    os.remove(paths[1])
+    assert open_shards(tmp_path).images == 2
+    assert f"{tmp_path} holds shards (data-000000.tar) and images. Only the shards are read." in caplog.text
+    assert "1 shard that index.json lists does not exist" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -47,6 +61,7 @@ def test_a_folder_is_its_shards(write_shards, tmp_path):
         (["in1k-train-0.tar", "in1k-val-0.tar"], r"several sets: in\*k-train-\*.tar, in\*k-val-\*.tar"),
         (["a.tar", "b.tar.gz"], r"several sets: a.tar, b.tar.gz"),
         (["train/a.tar", "val/b.tar.gz"], r"no shards, but its subfolders may: .*/train, .*/val. Give one of these"),
+        (["ant/1.jpg", "ant/old.tar"], r"To read the images of .*/my data instead, move the shards away"),
         (["notes.txt"], r"holds no shards \(.tar, .tar.gz, .tgz.*\) and no images"),
     ],
 )
