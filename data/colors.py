@@ -56,6 +56,10 @@ BANDS_DEFAULTS = {"brightness": 0.2, "contrast": 0.2, "noise": 0.05, "band_drop"
 in which spectral images hold their content. They are therefore half as strong as those of RGB images."""
 
 
+ALL_BANDS = 2**30
+"""Number of bands of an image that has all channels."""
+
+
 def ascending(pair: tuple[float, float]) -> tuple[float, float]:
     """Check that `pair` is a range (low, high), and return `pair` unchanged.
 
@@ -79,7 +83,7 @@ class ColorConfig(Section, frozen=True):
 
     colors: Literal["auto", "rgb", "bands"] = "auto"
     """rgb: the colour changes of DINO; bands: brightness and contrast of each band alone, blur, noise and dropped
-    bands, without hue, saturation, gray and solarisation; auto: rgb for 3 channels, else bands"""
+    bands, without hue, saturation, gray and solarisation; auto: rgb for 3 channels if no image has fewer, else bands"""
     brightness: Strength = 0.4
     """strength of the brightness change: the brightness factor is drawn from 1 - strength to 1 + strength; default:
     0.4, or 0.2 if colors is bands"""
@@ -105,15 +109,17 @@ class ColorConfig(Section, frozen=True):
 ColorConfigT = TypeVar("ColorConfigT", bound=ColorConfig)
 
 
-def colors_for(config: ColorConfigT, channels: int) -> ColorConfigT:
+def colors_for(config: ColorConfigT, channels: int, fewer: bool = False) -> ColorConfigT:
     """Return the colour settings for images of `channels` channels, in which `colors` is `rgb` or `bands`.
+
+    Images that may have fewer channels (`data.fewer_channels`) are not RGB images, unless `colors` says so.
 
     Settings that do not fit the images, or have another default for bands, get their values, unless they are given.
 
     Raises:
         ValueError: a given setting does not fit the images.
     """
-    kind = config.colors if config.colors != "auto" else "rgb" if channels == 3 else "bands"
+    kind = config.colors if config.colors != "auto" else "rgb" if channels == 3 and not fewer else "bands"
     off = BANDS_OFF if kind == "bands" else RGB_ONLY if channels != 3 else ()
     off = [name for name in off if getattr(config, name, 0) > 0]
     if given := [name for name in off if name in config.model_fields_set]:
@@ -395,26 +401,33 @@ def _with_noise(crops: Crops, sigma: Tensor, seeds: Tensor) -> Crops:
 
 @dataclass(frozen=True)
 class BandDrop(Operation):
-    """Sets bands to 0. The parameter of a crop is a seed, which determines the bands. At least one band is kept."""
+    """Sets bands to 0. At least one band is kept. The parameters of a crop are a seed, which determines the bands, and
+    the number of bands that its image has (`of_bands`)."""
 
     probability: float
 
     def draw(self, u: np.ndarray) -> np.ndarray:
-        return seeds(u[:, 0])
+        return np.stack([seeds(u[:, 0]), np.full(len(u), ALL_BANDS)], axis=1)
 
     def prepare(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        return numbers.int(), torch.full((len(numbers),), self.probability)
+        return numbers[:, 0].int(), torch.full((len(numbers),), self.probability), numbers[:, 1].int()
 
     @staticmethod
-    def apply(crops: Crops, seeds: Tensor, probability: Tensor) -> Crops:
+    def apply(crops: Crops, seeds: Tensor, probability: Tensor, own: Tensor) -> Crops:
         bands = crops.shape[1] if isinstance(crops, Tensor) else len(crops)
         device = crops.device if isinstance(crops, Tensor) else crops[0].device
         places = torch.arange(bands, dtype=torch.int32, device=device)
         u = seeded_uniform(copy_to_device(seeds, device)[:, None], places)  # (N, bands)
+        u = u.masked_fill(places >= copy_to_device(own, device)[:, None], -1)  # a band that an image lacks is not kept
         kept = (u >= copy_to_device(probability, device)[:, None]) | (u == u.amax(1, keepdim=True))
         if isinstance(crops, Tensor):
             return crops.mul_(kept[:, :, None, None])
         return tuple(x * per_crop(one, x) for x, one in zip(crops, kept.unbind(1), strict=True))
+
+
+def of_bands(colors: Colors, bands: int) -> Colors:
+    """Return colour changes of the crops of an image that has only the first `bands` channels."""
+    return [(one, np.where([False, True], bands, n) if isinstance(one, BandDrop) else n) for one, n in colors]
 
 
 def seeds(u: np.ndarray) -> np.ndarray:

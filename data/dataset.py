@@ -7,7 +7,7 @@ the samples of a batch in advance. A sample is decoded only when the collator re
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from tessera.data.batch import SampleParameters, largest_shrink
 from tessera.data.collate import Sample, Skipped, Transform
+from tessera.data.colors import of_bands
 from tessera.data.crops import MixedCrops, avoid_nodata
 from tessera.data.decode import MAX_PIXELS, ImageError, Picture, Undecoded
 from tessera.data.failures import DroppedError, ResourceError
@@ -341,6 +342,8 @@ def _draw(
         key = source.name(number)
         picture = decoding.picture(source.image(number, at))
         views = transform.draw(picture.size, rng)
+        if picture.bands < decoding.channels:
+            views = [replace(view, colors=of_bands(view.colors, picture.bands)) for view in views]
         label = source.label(number) if labels else None
         encoded_map = None if decoding.maps is None else source.target(number)
         return _Drawn(key, picture, views, label, encoded_map)

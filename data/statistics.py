@@ -213,7 +213,12 @@ def pixel_statistics(sources: Sources, channels: int, images: int = SAMPLED, *, 
     """
     found = [_source_statistics(source, channels, images, fewer) for source in sources.lists]
     means, stds = (np.array(values) for values in zip(*found, strict=True))  # (S, C) each
-    weights = _weights(sources)
+    weights = np.array(_weights(sources))[:, None] * ~np.isnan(means)  # (S, C)
+    if not weights.any(0).all():
+        raise ShardError(
+            f"no sampled image has {channels} channels. Give data.channels the largest number of channels."
+        )
+    means, stds = np.nan_to_num(means), np.nan_to_num(stds)
     mean = np.average(means, axis=0, weights=weights)
     std = np.sqrt(np.average(stds**2 + (means - mean) ** 2, axis=0, weights=weights))
     return Preprocessing(tuple(mean.tolist()), tuple(np.maximum(std, LEAST_STD).tolist()))
@@ -256,7 +261,7 @@ def _weights(sources: Sources) -> list[float]:
 
 def _source_statistics(
     source: Source, channels: int, images: int, fewer: bool
-) -> tuple[Sequence[float], Sequence[float]]:
+) -> Sequence[Sequence[float]] | np.ndarray:
     """Return the mean and the standard deviation of each channel of one source of uint8."""
     mean, std, kind, low, _, nodata = source.statistics
     usual = kind in (None, "uint8") and low is nodata is None
@@ -266,10 +271,8 @@ def _source_statistics(
     for pixels, absent in _sampled(source, channels, "uint8", None, images, fewer=fewer):
         own = channels if absent is None else int((~absent).flatten(1).any(1).sum())
         counts[:own] += histogram(pixels[:own])
-    if (found := moments(counts)) is None:
-        raise ShardError(
-            f"no sampled image has {channels} channels. Give data.channels the largest number of channels."
-        )
+    known, found = counts.any(1), np.full((2, channels), np.nan)  # NaN for channels that no image of the source has
+    found[:, known] = moments(counts[known])
     return found
 
 

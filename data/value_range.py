@@ -120,10 +120,12 @@ def range_of(
     """
     total = ValueCounts(counted[0].pixel_type)
     for one in counted:
-        if one.counts is None or not one.counts.shape[1] or not one.counts.sum(axis=1).all():
+        if one.counts is None or not one.counts.shape[1]:
             return None
         total.merge(one)
     assert total.counts is not None
+    if not total.counts.sum(axis=1).all():
+        return None
     codes = np.arange(total.first, total.first + total.counts.shape[1])
     values = _values(codes, total.pixel_type)  # (codes,) float64
     shares: np.ndarray = total.counts  # integers, whose sums are exact
@@ -132,7 +134,9 @@ def range_of(
         for one, weight in zip(counted, weights, strict=True):
             assert one.counts is not None
             start = one.first - total.first
-            shares[:, start : start + one.counts.shape[1]] += weight * one.counts / one.counts.sum(1, keepdims=True)
+            shares[:, start : start + one.counts.shape[1]] += (
+                weight * one.counts / np.maximum(one.counts.sum(1, keepdims=True), 1)
+            )
     bounds = given or tuple(zip(*(_bounds(channel, values) for channel in shares), strict=True))
     low, high = (np.array(bound, dtype=np.float64)[:, None] for bound in bounds)
     x = np.clip((values - low) / (high - low), 0, 1)  # (C, codes)

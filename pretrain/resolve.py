@@ -85,7 +85,7 @@ def resolve(
         )
     if isinstance(method_config, ColorConfig):
         try:
-            method_config = colors_for(method_config, data.channels)
+            method_config = colors_for(method_config, data.channels, data.fewer_channels)
         except ValueError as error:
             raise SettingsError(f"{config.method}: {error}") from error
     defaults = method.encoder_defaults(method_config, config.encoder.variant, size)

@@ -12,7 +12,7 @@ from torchvision.transforms.v2 import functional as tv
 from tessera.data import augment
 from tessera.data.augment import augment_colors, to_model_input
 from tessera.data.batch import Batch, Colors, View
-from tessera.data.colors import ColorConfig
+from tessera.data.colors import BandDrop, ColorConfig
 from tessera.data.pixels import BAND, normal_noise
 from tessera.encoders.base import IMAGENET, Preprocessing
 from tessera.encoders.images import PackedImages, pack
@@ -226,7 +226,9 @@ def changed_bands(x: np.ndarray, p: dict[str, np.ndarray], config: ColorConfig) 
     sigma, seed = p["Noise"]
     quantiles = (np.floor(hashed(int(seed), np.arange(x.size)) / 512) + 0.5) / 2**23
     x = np.clip(x + sigma * stats.norm.ppf(quantiles).reshape(x.shape), 0, 1)
-    u = np.floor(hashed(int(p["BandDrop"]), np.arange(len(x))) / 256) / 2**24
+    seed, own = p["BandDrop"]
+    u = np.floor(hashed(int(seed), np.arange(len(x))) / 256) / 2**24
+    u[int(own) :] = -1  # bands that the image lacks
     x[(u < config.band_drop) & (u < u.max())] = 0
     return x
 
@@ -236,12 +238,14 @@ def test_changes_of_bands(channels, colors_of):
     config = ColorConfig(colors="bands", brightness=0.6, contrast=0.9, jitter=0.7, noise=0.3, band_drop=0.6)
     images = torch.from_numpy(rng().integers(0, 256, (40, channels, 20, 24), dtype=np.uint8))
     colors, preprocessing = drawn(40, config), Preprocessing((0.0,) * channels, (1.0,) * channels)
+    (drop,) = (numbers for operation, numbers in colors if isinstance(operation, BandDrop))
+    drop[30:, 1] = rng().integers(1, channels + 1, 10)  # these images have only so many bands
     found = colors_of(images, colors, preprocessing)
     for i, image in enumerate(images):
         p = {type(operation).__name__: numbers[i] for operation, numbers in colors}
         expected = changed_bands(image.double().numpy() / 255, p, config)
         torch.testing.assert_close(found[i].double(), torch.from_numpy(expected), rtol=0, atol=5e-5)
-    dropped = (found == 0).all((2, 3)).sum(1)
+    dropped = (found[:30] == 0).all((2, 3)).sum(1)
     assert dropped.max() == channels - 1
     assert dropped.float().mean() >= 0.4 * (channels - 1)
 

@@ -164,6 +164,8 @@ def test_colour_settings_of_bands():
     assert [getattr(found, name) for name in names] == ["bands", 0.2, 0.7, 0.05, 0.1, 0, 0]
     assert colors_for(found, 13) == found  # as read from the config.yaml of a run
     assert colors_for(MultiCropConfig(colors="bands"), 3).hue == 0
+    assert colors_for(MultiCropConfig(), 3, fewer=True).colors == "bands"
+    assert colors_for(MultiCropConfig(colors="rgb"), 3, fewer=True).colors == "rgb"
     assert colors_for(ColorConfig(), 1).band_drop == 0
     with pytest.raises(ValueError, match=r"channels is 13 and colors is bands.*: solarize_global2\."):
         colors_for(MultiCropConfig(solarize_global2=0.1), 13)
@@ -187,7 +189,7 @@ def test_operations_of_bands_draw_from_streams_of_their_own():
             assert [type(one) for one, _ in view.colors] == [BandJitter, Blur, Noise, BandDrop]
     jitter, noise, drop = (np.concatenate(one) for one in found.values())
     assert (jitter >= 0).mean() == pytest.approx(0.8, abs=0.05)
-    uniform = [jitter[jitter >= 0] / 2**32, noise[:, 0] / 0.2, noise[:, 1] / 2**32, drop / 2**32]
+    uniform = [jitter[jitter >= 0] / 2**32, noise[:, 0] / 0.2, noise[:, 1] / 2**32, drop[:, 0] / 2**32]
     for values in uniform:
         assert stats.kstest(values, "uniform").pvalue > 1e-3
     assert len(np.unique(np.concatenate(uniform[2:]))) == 2 * len(drop)

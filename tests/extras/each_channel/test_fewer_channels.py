@@ -13,10 +13,11 @@ import tessera
 from tessera import encoders
 from tessera.data.augment import to_model_input
 from tessera.data.collate import Collator, Sample
+from tessera.data.colors import BandDrop, of_bands
 from tessera.data.crops import CenterCrop
 from tessera.data.decode import Picture
-from tessera.data.shards import open_sources
-from tessera.data.statistics import pixel_statistics
+from tessera.data.shards import ShardError, open_sources
+from tessera.data.statistics import PixelSettings, measure_pixels, pixel_statistics
 from tessera.encoders.base import Preprocessing
 from tests.launched import records, same_encoder
 
@@ -80,6 +81,39 @@ def test_statistics_of_a_channel_are_those_of_the_images_that_have_it(folder: Pa
         values = np.concatenate(own) / 255
         assert found.mean[channel] == pytest.approx(values.mean(), abs=1e-9)
         assert found.std[channel] == pytest.approx(values.std(), abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["uint8", "uint16"])
+def test_a_mixture_may_have_a_source_without_some_channels(kind: str, tmp_path: Path) -> None:
+    tifffile = pytest.importorskip("tifffile", reason="tifffile is not installed (pip install tessera-ssl[tiff])")
+    values = {bands: np.random.default_rng(bands).integers(0, 200, (6, 16, 16, bands)).astype(kind) for bands in (2, 5)}
+    for bands, images in values.items():
+        (tmp_path / str(bands)).mkdir()
+        for number, image in enumerate(images):
+            file = tmp_path / str(bands) / f"{number}.tif"
+            tifffile.imwrite(file, image, photometric="minisblack", planarconfig="contig")
+    given, both = PixelSettings(5, fewer_channels=True, moments=True), str(tmp_path)
+    mixture = measure_pixels(open_sources({f"{both}/2": 0.5, f"{both}/5": 0.5}), given)
+    one_list = measure_pixels(open_sources([f"{both}/2", f"{both}/5"]), given)
+    assert mixture is not None
+    assert one_list is not None
+    np.testing.assert_allclose(mixture.preprocessing.mean, one_list.preprocessing.mean, atol=1e-9)
+    np.testing.assert_allclose(mixture.preprocessing.std, one_list.preprocessing.std, atol=1e-9)
+    with pytest.raises(ShardError, match=r"largest number of channels|no data"):
+        measure_pixels(open_sources({f"{both}/2": 0.5}), given)
+
+
+def test_an_image_keeps_one_of_its_own_bands() -> None:
+    bands = torch.tensor([1, 2, 5] * 400)
+    crops = (torch.arange(5) < bands[:, None]).float()[..., None, None].expand(-1, 5, 2, 2)
+    drop = BandDrop(0.9)
+    drawn = [(drop, drop.draw(np.random.default_rng(0).random((len(bands), 1))))]
+    own = np.concatenate(
+        [of_bands([(drop, drawn[0][1][number, None])], int(b))[0][1] for number, b in enumerate(bands)]
+    )
+    kept = drop.apply(crops.clone(), *drop.prepare(torch.from_numpy(own))).flatten(1).sum(1)
+    assert kept.min() > 0
+    assert drop.apply(crops.clone(), *drop.prepare(torch.from_numpy(drawn[0][1]))).flatten(1).sum(1).min() == 0
 
 
 def run(data: Path, output: Path, **options: Any) -> Any:
