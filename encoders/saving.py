@@ -154,8 +154,12 @@ def places(folder: Path) -> list[Path]:
     checkpoints = folder / "checkpoints"
     # On a disk without symlinks, `latest` does not exist. The newest step has the longest name, or sorts last among the
     # longest names.
-    steps = sorted(checkpoints.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
-    return [place / WEIGHTS for place in (folder, checkpoints / "latest", *steps)]
+    steps = sorted(checkpoints.glob("step-[0-9]*[0-9]"), key=lambda path: (len(path.name), path.name), reverse=True)
+    own, saved = folder / WEIGHTS, [place / WEIGHTS for place in (checkpoints / "latest", *steps)]
+    newest = int(steps[0].name.removeprefix("step-")) if steps else 0
+    # A run that is continued with more steps keeps the encoder of its earlier end until it ends again.
+    step = read_step(own) if own.is_file() and own.with_suffix(".json").is_file() else None
+    return [own, *saved] if step is None or step >= newest else [*saved, own]
 
 
 def read_description(path: str | Path) -> tuple[dict[str, Any], Preprocessing]:

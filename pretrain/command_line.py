@@ -262,6 +262,9 @@ def from_folder(file: Mapping[str, Any], machine: Path) -> dict[str, Any]:
     for section, names in SHARDS.items():
         if isinstance(given := file.get(section), Mapping):
             found[section] = {name: absolute(value) if name in names else value for name, value in given.items()}
+    if isinstance(data := found.get("data"), dict) and isinstance(given := data.get("exclude"), str):
+        names, colon, flags = given.partition(":")  # the flags of a .parquet
+        data["exclude"] = absolute(names) + colon + flags
     return found
 
 

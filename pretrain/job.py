@@ -160,9 +160,6 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         log.log(logging.INFO if recomputed.fits else logging.WARNING, "the backward pass recomputes %s", recomputed)
     counted = accelerator.is_main_process and plan is None
     work = count_work(method, accelerator.device, config.precision) if counted else None
-    accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
-    if config.overwrite and not config.dry_run:
-        run_on_all_ranks(lambda: delete_run(output) if accelerator.is_main_process else None)
     # The steps of a named GPU are counted without tensors, so this machine needs no memory for the optimizer state.
     engine = engine_class(accelerator, method, config.optim) if checkpoint or config.gpu is None else None
     # Methods that draw from torch's generator need different random numbers on each process. Drop path does not use
@@ -181,6 +178,9 @@ def run_job(accelerator: Accelerator, engine_class: type[Engine], given: RunConf
         dry_run(prepared, accelerator, engine, config, method, plan)
         return
     assert engine is not None
+    accelerator.wait_for_everyone()  # no process may write before all processes have checked the folder
+    if config.overwrite:  # only now, because a run that is refused must not delete another one
+        run_on_all_ranks(lambda: delete_run(output) if accelerator.is_main_process else None)
     recorder, other = None, False
     if accelerator.is_main_process:
         contents = scored_contents(config, online or accuracy, dense)
@@ -495,7 +495,7 @@ def finish_run(run: TrainingRun) -> None:
         shards if isinstance(shards, str) and not is_name(shards) else "SHARDS" for shards in (train_shards, val_shards)
     )
     if scores.history:
-        after = f"{100 * scores.history[-1].accuracy:.1f} % after {run.steps} steps"
+        after = f"{100 * scores.history[-1].accuracy:.1f} % after {scores.history[-1].step} steps"
         name = f"{evaluation.k}-NN accuracy on held-out images" if evaluation.val else OnlineViews.name
         print(f"\n{name}: {after} ({baselines(scores)}){linear(scores)}")
     form: dict[str, Any] = {"checkpoint": run.output, "train": train, "val": val}

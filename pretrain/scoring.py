@@ -24,11 +24,11 @@ def due(every: int | None, step: int) -> bool:
 def record_and_score(run: TrainingRun, record: dict[str, Any], batch: Batch | None, alarm: CollapseAlarm) -> None:
     """Write the metrics of a step.
 
-    Before the first step, after the last step and every `evaluate_every` steps, also run the evaluation, print its
-    verdict, and draw pictures.
+    Before the first step, after the last step, every `evaluate_every` steps, and if there are no scores yet, also run
+    the evaluation, print its verdict, and draw pictures.
     """
     step = run.state.step
-    if step in (0, run.steps) or due(run.config.evaluate_every, step):
+    if step in (0, run.steps) or due(run.config.evaluate_every, step) or not record:
         shown: dict[str, np.ndarray | None] = {}
         if run.config.evaluation.pictures and batch is not None:
             shown |= _pictures(run, to_device(run, batch))

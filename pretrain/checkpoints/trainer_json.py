@@ -29,6 +29,11 @@ def _checked(kind: Any) -> GetPydanticSchema:
     return GetPydanticSchema(lambda _, handler: handler.generate_schema(kind))
 
 
+def _numbers_but_the_rank(record: dict[str, Any]) -> dict[str, Any]:
+    TypeAdapter(Numbers).validate_python({name: value for name, value in record.items() if name != "slowest_rank"})
+    return record
+
+
 def _valid_ranges(text: str | None) -> str | None:
     batch_ranges(text)
     return text
@@ -46,6 +51,15 @@ class Alarm(TypedDict, total=False):
     in_a_row: Numbers
     largest_rank: Number
     rung: list[str]
+
+
+class _SlowestRank(TypedDict, total=False):
+    __pydantic_config__ = ConfigDict(extra="allow")  # pyright: ignore[reportGeneralTypeIssues]
+    slowest_rank: str
+
+
+Metrics = Annotated[_SlowestRank, AfterValidator(_numbers_but_the_rank)]
+"""Metrics of a step: numbers, and the name of the slowest rank."""
 
 
 class SavedScores(TypedDict, total=False):
@@ -101,7 +115,7 @@ class TrainState:
     """State of the collapse alarm."""
     scores: Annotated[dict[str, Any], _checked(SavedScores)] = field(default_factory=dict)
     """Accuracies so far (`monitoring.verdict.Scores`) of k-NN, or of the classifier if the method is supervised."""
-    unscored: Annotated[dict[str, Any], _checked(Numbers)] = field(default_factory=dict)
+    unscored: Annotated[dict[str, Any], _checked(Metrics)] = field(default_factory=dict)
     """Metrics of the last step if the run was stopped before it evaluated this step, else empty. The resumed run
     evaluates the step, and then writes its metrics."""
 

@@ -275,7 +275,7 @@ def write_accuracy(config: RunConfig, output: Path, scores: Scores, content: str
         "top5": last["val_top5"],
         "best_top1": best.accuracy,
         "best_step": best.step,
-        "steps": config.steps,
+        "steps": scores.history[-1].step,
         "classes": getattr(config.method_config, "classes", None),
         "val_images": round(last["val_images"]),
         "checkpoint": config.init_from,
@@ -290,5 +290,8 @@ def write_accuracy(config: RunConfig, output: Path, scores: Scores, content: str
     assert config.evaluation.val is not None
     step = None if own else encoders.read_step(source)
     evaluation = Evaluation(config.method, None if own else source, config.evaluation.val, file, step, content)
-    rows = [["last", config.steps, last["val_top1"], last["val_top5"]], ["best", best.step, best.accuracy, ""]]
+    rows = [
+        ["last", scores.history[-1].step, last["val_top1"], last["val_top5"]],
+        ["best", best.step, best.accuracy, ""],
+    ]
     write_result(evaluation, result, ["", "step", "top-1", "top-5"], rows)

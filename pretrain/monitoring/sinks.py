@@ -63,8 +63,14 @@ class JSONLines(Sink):
     def __init__(self, output: Path, step: int, settings: Mapping[str, Any]) -> None:
         self.path = output / "metrics.jsonl"
         keep_lines(self.path, step)
+        lines = self.path.read_bytes().splitlines() if step and self.path.exists() else []
+        self.last: dict[str, Any] = json.loads(lines[-1]) if lines else {}
 
     def write(self, step: int, record: Record) -> None:
+        if self.last.get("step") == step:  # a resumed run evaluates the step of its checkpoint, which has a line
+            keep_lines(self.path, step - 0.5)
+            record = self.last | record
+        self.last = {}
         append_line(self.path, {"step": step, **record})
 
 
@@ -99,13 +105,20 @@ class CSV(Sink):
     def __init__(self, output: Path, step: int, settings: Mapping[str, Any]) -> None:
         self.path = output / "metrics.csv"
         self.columns: list[str] = []
+        self.last = -1
         if self.path.exists():
-            self._rewrite([row for row in self._rows() if step and int(row["step"]) <= step])
+            kept = [row for row in self._rows() if step and int(row["step"]) <= step]
+            self.last = int(kept[-1]["step"]) if kept else -1
+            self._rewrite(kept)
 
     def write(self, step: int, record: Record) -> None:
         row = {"step": str(step)} | {name: "" if value is None else str(value) for name, value in record.items()}
-        if set(row) - set(self.columns):
-            self._rewrite([*self._rows(), row])
+        if set(row) - set(self.columns) or step == self.last:
+            rows = self._rows()
+            if rows and step == self.last:  # as in `JSONLines`
+                row = rows.pop() | row
+            self.last = -1
+            self._rewrite([*rows, row])
             return
         with self.path.open("a", newline="") as file:
             csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
@@ -249,7 +262,7 @@ def append_line(path: Path, value: Mapping[str, Any]) -> None:
         file.write(json.dumps(value) + "\n")
 
 
-def keep_lines(path: Path, step: int) -> None:
+def keep_lines(path: Path, step: float) -> None:
     """Remove the lines of all steps after `step` from a JSON lines file. Remove all lines if `step` is 0.
 
     Damaged lines are removed with a warning. A partial last line, which a killed process may have left, is removed

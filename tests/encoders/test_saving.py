@@ -46,6 +46,13 @@ def test_an_encoder_is_found_in_the_folder_of_a_run(tmp_path):
     assert load(tmp_path).settings["depth"] == load(latest).settings["depth"] == 1
     save(build("vit_micro", depth=2), tmp_path / "encoder.safetensors")
     assert load(str(tmp_path)).settings["depth"] == 2
+    step = latest.parent / "step-00000040"
+    step.mkdir()
+    assert load(tmp_path).settings["depth"] == 2  # a file without a step
+    save(build("vit_micro", depth=2), tmp_path / "encoder.safetensors", step=40)
+    assert load(tmp_path).settings["depth"] == 2
+    save(build("vit_micro", depth=2), tmp_path / "encoder.safetensors", step=20)
+    assert load(tmp_path).settings["depth"] == 1  # the run was continued after step 20
     with pytest.raises(ValueError, match=r"must end in \.safetensors\. The folder holds no encoder"):
         load(tmp_path / "checkpoints")
 

@@ -160,7 +160,7 @@ def checkpoints(folder: Path) -> Callable[..., None]:
     accelerator, engine = make()
     found = {"history": [[0, 0.1]], "linear": [[0, 0.1]], "pixels": 0.2, "newest": {"step": 0, "knn_top1": 0.1}}
     alarm = {"in_a_row": {"rank": 1}, "largest_rank": 1.0, "rung": ["rank"]}
-    state = TrainState(STEPS, 12, alarm=alarm, scores=found, unscored={"loss": 1.0})
+    state = TrainState(STEPS, 12, alarm=alarm, scores=found, unscored={"loss": 1.0, "slowest_rank": "node-1 rank 3"})
     saver(folder / "run", accelerator, engine).save(state, engine.method.trained_encoder())
     good = folder / "run" / "checkpoints" / f"step-{STEPS:08d}"
     trainer = json.loads((good / "trainer.json").read_text())
@@ -194,7 +194,7 @@ def train_states(folder: Path) -> Callable[..., None]:
     accelerator, engine = make()
     found = {"history": [[0, 0.1]], "linear": [[0, 0.1]], "pixels": 0.2, "newest": {"step": 0, "knn_top1": 0.1}}
     alarm = {"in_a_row": {"rank": 1}, "largest_rank": 1.0, "rung": ["rank"]}
-    state = TrainState(STEPS, 12, alarm=alarm, scores=found, unscored={"loss": 1.0})
+    state = TrainState(STEPS, 12, alarm=alarm, scores=found, unscored={"loss": 1.0, "slowest_rank": "node-1 rank 3"})
     saver(folder / "run", accelerator, engine).save(state, engine.method.trained_encoder())
     (step,) = (folder / "run" / "checkpoints").glob("step-*")
     content = (step / "trainer.json").read_text()

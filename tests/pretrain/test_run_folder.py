@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tessera.data.demo import demo_shards
 from tessera.pretrain.command_line import load
 from tessera.pretrain.resolve import resolve
 from tessera.pretrain.run import main
@@ -13,6 +14,7 @@ from tessera.pretrain.run_folder import claimed, delete_run, newest_checkpoint
 from tessera.runtime.lock import LockedError, locked
 from tessera.runtime.settings import SettingsError
 from tests.launched import TINY, records
+from tests.pretrain.small import few_digits
 
 
 def settings(*arguments: str):
@@ -55,7 +57,26 @@ def test_overwriting_starts_from_the_beginning(tmp_path: Path) -> None:
     assert main([*words, "--steps", "2", "--overwrite"]) == 0
     assert [record["step"] for record in records(tmp_path / "run")] == [0, 1, 2]
     assert main([*words, "--steps", "2", "--overwrite", "--encoder.heads", "5"]) == 2
+    assert main([*words, "--steps", "2", "--overwrite", "--evaluation.val", "/nowhere/val"]) == 2
     assert records(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_other_images_are_scored_when_the_run_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train, val = few_digits()
+    run, other = tmp_path / "run", demo_shards()[1].replace("{000000..", "{000001..")
+    assert (
+        main([*TINY, "--steps", "4", "--output", str(run), "--evaluation.train", train, "--evaluation.val", val]) == 0
+    )
+    before = records(run)[-1]
+    assert main(["--resume", str(run), "--steps", "6", "--evaluation.val", other]) == 0
+    assert "evaluation.val names other images" in caplog.text
+    found = records(run)
+    assert [record["step"] for record in found] == list(range(7))
+    scores = {name: value for name, value in found[4].items() if name.startswith(("knn_", "linear_"))}
+    assert found[4] == before | scores
+    assert found[4]["knn_top1"] != before["knn_top1"]
+    assert not (run / "metrics.csv").exists()
 
 
 @pytest.mark.slow

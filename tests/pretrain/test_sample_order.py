@@ -155,7 +155,11 @@ def test_new_weights_an_added_shard_and_skipped_batches_at_a_resume_are_those_of
 
 
 def test_a_run_without_named_images_is_that_of_shards_without_them_also_after_a_resume(
-    fork, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    fork,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Shards of equal names without these images give the same losses. A list of other images is said at a resume."""
     caplog.set_level("INFO")
@@ -187,6 +191,11 @@ def test_a_run_without_named_images_is_that_of_shards_without_them_also_after_a_
     assert main(["--resume", str(interrupted_copy(run, "changed")), "--data.exclude", str(other)]) == 0
     assert f"settings changed since step-00000004: data.exclude {listed} -> {other}" in caplog.text
     assert "images have other names, labels or sizes" in caplog.text
+    monkeypatch.chdir(tmp_path)
+    assert main([*digits(tmp_path / "relative", whole), "--data.exclude", "list.txt"]) == 0
+    monkeypatch.chdir(tmp_path / "clean")
+    assert main(["--resume", str(interrupted_copy(tmp_path / "relative", "moved"))]) == 0
+    assert losses(tmp_path / "moved") == losses(run)
 
 
 def named(shard: str) -> list[str]:

@@ -51,6 +51,30 @@ def test_csv_holds_each_step_once(tmp_path: Path) -> None:
     assert [row["knn_top1"] for row in found] == ["0.25", *[""] * 6, "0.25"]
 
 
+def test_a_step_that_is_evaluated_again_replaces_its_line(tmp_path: Path) -> None:
+    """A resumed run evaluates the step of its checkpoint if it was stopped before, or if the images are others."""
+    for step in (0, 2):
+        csv_file, lines = sinks.CSV(tmp_path, step, {}), sinks.JSONLines(tmp_path, step, {})
+        for sink in (csv_file, lines):
+            if step == 0:
+                for number in range(4):
+                    sink.write(number, {"loss": number})
+            else:
+                sink.write(2, {"loss": 2.0, "knn_top1": 0.5})
+                sink.write(3, {"loss": 3.5})
+    assert [(row["step"], row["loss"], row["knn_top1"]) for row in rows(tmp_path)] == [
+        ("0", "0", ""), ("1", "1", ""), ("2", "2.0", "0.5"), ("3", "3.5", "")
+    ]  # fmt: skip
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert found[2:] == [{"step": 2, "loss": 2.0, "knn_top1": 0.5}, {"step": 3, "loss": 3.5}]
+    sinks.JSONLines(tmp_path, 3, {}).write(3, {"knn_top1": 0.75})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1]) == {
+        "step": 3,
+        "loss": 3.5,
+        "knn_top1": 0.75,
+    }
+
+
 def test_csv_takes_new_columns_and_drops_a_partial_line(tmp_path: Path) -> None:
     sink = sinks.CSV(tmp_path, 0, {})
     sink.write(0, {"images": 0})
