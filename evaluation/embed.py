@@ -196,11 +196,11 @@ def claim(
         settings: settings that change the files.
         encoder: encoder whose weights change the files.
         shards: opened images.
-        files: pattern of the names of the files, for the message.
+        files: pattern of the names of the files.
         main: True on the process that writes the description.
 
     Raises:
-        EvaluationError: the files belong to other settings or images.
+        EvaluationError: the files belong to other settings or images, or nothing says to which.
         OSError: the description cannot be written.
     """
     weights = hashlib.sha256()
@@ -219,6 +219,11 @@ def claim(
             f"file and the files {files}."
         )
     if main and not description.exists():
+        if old := sorted(description.parent.glob(files)):
+            raise EvaluationError(
+                f"{old[0]} exists, but {description.name}, which says what it holds, does not. Choose another "
+                f"--output, or delete the files {files}."
+            )
         with atomic_write(description) as temporary:
             temporary.write_text(json.dumps(own, indent=2) + "\n")
 

@@ -183,7 +183,7 @@ def score(settings: AttentiveSettings, subject: Subject, accelerator: Accelerato
     """Train the classifiers, and return the accuracies of the chosen one and of all."""
     train, val = subject.train_shards, subject.val_shards
     classes = settings.classes or shared_classes(train, val)
-    encoder, size, reading = freeze(settings, subject.encoder, accelerator, classes=classes)
+    encoder, size, reading = freeze(settings, subject.encoder, accelerator, places=False, classes=classes)
     held = int(held_out([train.name(number) for number in range(train.images)], settings.holdout).sum())
     choose = len(settings.rates) > 1
     if choose and not 0 < held < train.images:

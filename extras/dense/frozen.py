@@ -90,13 +90,31 @@ class Frozen(NamedTuple):
     reading: Reading
 
 
-def freeze(settings: EncoderSettings, encoder: Encoder, accelerator: Accelerator, **options: Any) -> Frozen:
-    """Freeze the encoder. `options` are further settings of `Reading`, such as the kind of the maps."""
+def freeze(
+    settings: EncoderSettings, encoder: Encoder, accelerator: Accelerator, *, places: bool = True, **options: Any
+) -> Frozen:
+    """Freeze the encoder. `options` are further settings of `Reading`, such as the kind of the maps.
+
+    Raises:
+        EvaluationError: the places of the tokens count (`places`), and the tokens do not cover the images exactly.
+    """
     encoder.requires_grad_(False)
     workers = free_cores(accelerator.num_processes) if settings.workers is None else settings.workers
     options |= {"workers_given": settings.workers is not None}
     reading = Reading(workers, source=settings.access, preprocessing=encoder.preprocessing, **options)
-    return Frozen(encoder, input_size(encoder, settings.image_size), reading)
+    size = input_size(encoder, settings.image_size)
+    if places and size != (whole := whole_tokens(encoder, size)):
+        sizes = " or ".join(str(one) for one in (whole, whole + encoder.stride) if one)
+        raise EvaluationError(
+            f"Images of {size} pixels are no whole number of tokens, whose side is {encoder.stride} pixels. So tokens "
+            f"and pixels would not match. Give --image_size {sizes}."
+        )
+    return Frozen(encoder, size, reading)
+
+
+def whole_tokens(encoder: Encoder, size: int) -> int:
+    """Return the side in pixels of the largest whole number of tokens in an image of `size` pixels."""
+    return size if encoder.settings.get("fixed_size") else size - size % encoder.stride
 
 
 def evaluation_set(

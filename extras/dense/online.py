@@ -8,7 +8,7 @@ from tessera.data.shards import Access
 from tessera.data.workers import free_cores
 from tessera.encoders.base import Encoder
 from tessera.evaluation.splits import open_splits
-from tessera.extras.dense.frozen import Frozen
+from tessera.extras.dense.frozen import Frozen, whole_tokens
 from tessera.extras.dense.patch_knn import PatchKNNSettings, segment
 from tessera.extras.dense.segmentation import class_numbers, count_values, scores
 from tessera.pretrain.config import EvaluationConfig
@@ -31,7 +31,7 @@ class OnlineSegmentation(OnlineEvaluation):
 
         Args:
             config: settings of the evaluation.
-            image_size: side in pixels to which images are resized.
+            image_size: side in pixels to which images are resized, rounded down to a whole number of tokens.
             accelerator: accelerator of the run.
             source: options for reading remote shards.
 
@@ -56,7 +56,8 @@ class OnlineSegmentation(OnlineEvaluation):
         workers = free_cores(self.accelerator.num_processes)
         reading = Reading(workers, source=self.source, preprocessing=encoder.preprocessing, maps=self.values)
         with eval_mode(encoder):
-            frozen, opened = Frozen(encoder, self.image_size, reading), (self.train, self.val)
+            size = whole_tokens(encoder, self.image_size) or encoder.stride
+            frozen, opened = Frozen(encoder, size, reading), (self.train, self.val)
             (matrix,), _, _ = segment(frozen, opened, self.numbers, self.settings, self.accelerator)
         kept = (self.numbers != IGNORED).nonzero().squeeze(1).tolist()
         return {"patch_miou": scores(matrix, kept)["mean_iou"]}

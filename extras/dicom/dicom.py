@@ -215,10 +215,11 @@ def _check_frame(dataset: "Dataset", frame: int) -> None:
 def _scale(dataset: "Dataset") -> _Scale:
     """Return the map from the stored gray values of an image to its values."""
     padding, low, high = dataset.get("PixelPaddingValue"), *_stored_range(dataset)
+    slope, intercept = dataset.get("RescaleSlope"), dataset.get("RescaleIntercept")  # None if missing or empty
     return _Scale(
         low + high if dataset.PhotometricInterpretation == INVERTED else None,
-        float(dataset.get("RescaleSlope", 1)),
-        float(dataset.get("RescaleIntercept", 0)),
+        1.0 if slope is None else float(slope),
+        0.0 if intercept is None else float(intercept),
         None if padding is None else float(padding),
     )
 

@@ -374,6 +374,16 @@ class Distill(Method):
         self.image_size = config.size
         self._teacher = load_teacher(config.teacher, config.teacher_size or config.size)
         teacher = self._teacher.encoder
+        student_side, teacher_side = (
+            1.0 if one.settings.get("fixed_size") else one.grid(side, side)[0] * one.stride / side
+            for one, side in ((encoder, config.size), (teacher, self._teacher.size))
+        )
+        if config.token_weight and student_side != teacher_side:
+            raise ValueError(
+                f"The tokens of the teacher cover {teacher_side:.0%} of the side of an image, and those of the student "
+                f"{student_side:.0%}. Set distill.teacher_size to a multiple of {teacher.stride} and distill.size to a "
+                f"multiple of {encoder.stride}, or distill.token_weight to 0."
+            )
         if teacher.channels != encoder.channels:
             raise ValueError(
                 f"The teacher takes images with {teacher.channels} channels, but the student's images have "

@@ -36,6 +36,10 @@ def to_transformers(encoder: Encoder) -> tuple[dict[str, Any], State]:
     rotary, block = encoder.rope_embed is not None, modules_of(encoder.blocks, Block)[0]
     differences = {NO_SCALE: not hasattr(block.ls1, "gamma")}
     differences["pool is not the class token"] = encoder.pool != "class" or encoder.cls_token is None
+    if not rotary:
+        ratio = encoder.settings["mlp_ratio"]
+        differences[f"mlp_ratio {ratio:g} is not a whole number"] = ratio != int(ratio)
+        differences["it has norms around the patch embedding (patch_norm)"] = encoder.settings["patch_norm"]
     check_equivalent(differences, "transformers")
     size = encoder.settings["image_size"]
     gated, registers = isinstance(block.mlp, SwiGLU), encoder.num_prefix_tokens - 1

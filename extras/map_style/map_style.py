@@ -74,7 +74,7 @@ class MapStyle(Shard):
                 continue
         else:
             return opened
-        stored = None if item.label is None and not isinstance(dataset, list) else stored_labels(dataset, access.keys)
+        stored = stored_labels(dataset, access.keys)
         numbers, texts = numbered(stored or [])
         notes = ()
         if not (access.stages or item.label is None or numbers is not None or is_number(item.label)):
@@ -225,8 +225,8 @@ def _class_names(dataset: Any, keys: SampleKeys, name: str) -> tuple[str, ...] |
 
 
 def stored_labels(dataset: Any, keys: SampleKeys) -> list[Any] | None:
-    """Return the labels of all items if they can be read without the images: those of lists of pairs, and texts in
-    columns of Hugging Face. Return None otherwise.
+    """Return the labels of all items if they can be read without the images: those of lists of pairs, and texts and
+    integers in columns of Hugging Face. Return None otherwise.
     """
     if isinstance(dataset, Subset):
         labels = stored_labels(dataset.dataset, keys)
@@ -239,7 +239,8 @@ def stored_labels(dataset: Any, keys: SampleKeys) -> list[Any] | None:
         return [one if is_scalar(one) else None for one in seconds]
     features = getattr(dataset, "features", None) or {}
     key = next((key for key in label_keys(keys) if key in features), None)
-    if key is None or keys.label_field or "string" not in str(getattr(features[key], "dtype", "")):
+    kind_of_label = "" if key is None else str(getattr(features[key], "dtype", ""))
+    if keys.label_field or not ("string" in kind_of_label or "int" in kind_of_label):
         return None
     return list(dataset.with_format(None)[key])
 
@@ -263,7 +264,7 @@ def numbered(labels: list[Any]) -> tuple[np.ndarray | None, tuple[str, ...] | No
 
 def _only_opens(dataset: Any) -> bool:
     """Return True for torchvision's folders without a transform, whose images are in memory, but not turned upright."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
+    if type(dataset) in (Subset, ConcatDataset):
+        return all(_only_opens(part) for part, _ in parts_of(dataset))
     loader = getattr(dataset, "loader", None)
     return getattr(loader, "__module__", "") == "torchvision.datasets.folder" and dataset.transform is None

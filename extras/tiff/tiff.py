@@ -37,7 +37,7 @@ FAX, JPEG = (2, 3, 4), 7
 """TIFF codes of three kinds of fax compression, which store a row in one bit at best, and of JPEG compression."""
 PILLOW_COMPRESSIONS = (*COMPRESSIONS, *FAX, JPEG)
 """TIFF codes of the compressions that Pillow decodes here."""
-INVERTED, GRAY, RGB, PALETTE = 0, 1, 2, 3
+INVERTED, GRAY, RGB, PALETTE, YCBCR = 0, 1, 2, 3, 6
 """TIFF codes of photometric interpretations: gray in which 0 is white, gray, RGB and palette. In TIFF files, the code
 for gray also marks bands that are not colours, such as infrared."""
 PILLOW_COLOURS = (INVERTED, GRAY, RGB, PALETTE, 5, 6)
@@ -280,6 +280,8 @@ def _nodata(page: "TiffPage", dtype: np.dtype) -> float | None:
         value = float(str(text).strip())
     except ValueError:
         raise HeaderError(f"a TIFF image whose tag {NODATA} (GDAL_NODATA) is {text!r:.40}, not a number") from None
+    if page.photometric == INVERTED:
+        value = 2**page.bitspersample - 1 - value
     with np.errstate(over="ignore"):
         return float(np.float32(value)) if dtype.kind == "f" else value
 
@@ -357,7 +359,9 @@ def _read_by_pillow(encoded: bytes, number: int, page: "TiffPage") -> Decoded:
     mode = image.mode if image.mode in ("L", "LA", "RGB", "RGBA") else "RGBA" if image.mode == "PA" else "RGB"
     mode = "L" if image.mode == "1" else mode
     pixels = np.array(image.convert(mode))
-    return Decoded(pixels.reshape(*pixels.shape[:2], -1), 1, mode)
+    # In a palette, CMYK or bits, the value of the tag is not a value of the pixels.
+    kept = page.bitspersample == 8 and page.photometric in (INVERTED, GRAY, RGB, YCBCR)
+    return Decoded(pixels.reshape(*pixels.shape[:2], -1), 1, mode, _nodata(page, pixels.dtype) if kept else None)
 
 
 def _check(page: "TiffPage", max_pixels: int) -> None:

@@ -150,6 +150,10 @@ def test_several_files_hold_the_same_and_a_stopped_command_goes_on(settings, tmp
     with pytest.raises(EvaluationError, match=r"does not belong to these"):
         run(EmbedSettings(output=str(output), images_per_file=5, **given))
     encoder.preprocessing = preprocessing
+    output.with_suffix(".json").rename(tmp_path / "kept.json")
+    with pytest.raises(EvaluationError, match=r"part-00000.npz exists, but part.json, which says"):
+        run(EmbedSettings(output=str(output), images_per_file=5, **given))
+    (tmp_path / "kept.json").rename(output.with_suffix(".json"))
     (tmp_path / "foreign.json").write_text("not JSON")
     with pytest.raises(EvaluationError, match=r"foreign\.json does not belong to these"):
         run(EmbedSettings(output=str(tmp_path / "foreign.npz"), images_per_file=5, **given))

@@ -176,6 +176,10 @@ def test_wrong_data_is_refused(scenes, tmp_path):
     for message, change in cases.items():
         with pytest.raises(EvaluationError, match=message):
             run(SegmentationSettings(**options | change))
+    encoders.save(encoders.build("vit_micro", patch_size=14, image_size=28), tmp_path / "encoder.safetensors")
+    cut = options | {"checkpoint": str(tmp_path / "encoder.safetensors"), "image_size": 32}
+    with pytest.raises(EvaluationError, match=r"Images of 32 pixels are no whole number.*Give --image_size 28 or 42"):
+        run(SegmentationSettings(**cut))
     with pytest.raises(ShardError, match=r"map of thin.tar/scene-000 cannot be used: the map has 39 x 32 pixels"):
         run(SegmentationSettings(**options | {"val": str(tmp_path / "thin.tar"), **same}))
 

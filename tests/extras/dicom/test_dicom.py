@@ -55,6 +55,7 @@ COLORS = RNG.integers(0, 256, (9, 7, 3)).astype(np.uint8)
         (dicom(STORED, RescaleSlope=1, RescaleIntercept=-1024), STORED.astype(np.int16) - 1024),
         (dicom(STORED, RescaleSlope=2, RescaleIntercept=7), STORED * 2 + 7),
         (dicom(STORED, RescaleSlope=0.25, RescaleIntercept=0.5), STORED.astype(np.float32) / 4 + 0.5),
+        (dicom(STORED, RescaleSlope=None, RescaleIntercept=None), STORED),
         (dicom(STORED, color="MONOCHROME1"), 4095 - STORED),
         (dicom(SIGNED, color="MONOCHROME1", RescaleIntercept=10, RescaleSlope=1), 9 - SIGNED),
         (dicom(SIGNED, bits=16, RescaleIntercept=-1024, RescaleSlope=1), SIGNED.astype(np.float32) - 1024),

@@ -64,6 +64,8 @@ def test_an_encoder_is_one_for_everything_that_takes_encoders(run, tmp_path: Pat
             continue
         said = export.export(folder, output, chosen)
         assert f"{chosen} of {name} after 6 steps" in said
+        export.export(output, again := tmp_path / f"{chosen}-again.safetensors")
+        assert encoders.read_step(again) == encoders.read_step(output) == 6
         loaded = encoders.load(output)
         assert equal(dict(loaded.state_dict()), part(held, prefixes(held)[chosen]))
         other = encoders.build(**loaded.settings)

@@ -291,6 +291,7 @@ def test_transformers_gives_the_same_features(tmp_path, variant, settings, capsy
         ("vit_small", {}, r"it has no layer scale \(give --encoder.layer_scale 1e-5 to the training"),
         ("rope_vit_small", {"pool": "mean"}, "pool is not the class token"),
         ("swin_micro", {}, "no equivalent of Swin"),
+        ("vit_micro", {"layer_scale": 1e-5, "mlp_ratio": 3.5}, "mlp_ratio 3.5 is not a whole number"),
     ],
 )
 def test_what_transformers_has_not_is_refused(variant, settings, message):

@@ -1,5 +1,6 @@
 """A map-style data set gives the same samples as a folder of the same images."""
 
+import dataclasses
 import io
 import random
 import time
@@ -91,6 +92,8 @@ def test_torchvision_folder(photos):
     folder = photos(files)
     dataset = torchvision.datasets.ImageFolder(str(folder))
     check_equal(batches(dataset), batches(str(folder)))
+    parts = [torch.utils.data.Subset(dataset, range(n, n + 9 - n // 9)) for n in (0, 9)]
+    check_equal(batches(torch.utils.data.ConcatDataset(parts)), batches(str(folder)))
     assert open_shards(dataset).class_names() == ("a", "b")
     subset = torch.utils.data.Subset(dataset, range(12))
     assert open_shards(subset).class_names() is None
@@ -305,6 +308,25 @@ def test_texts_of_hugging_face_are_classes():
     dataset = datasets.Dataset.from_dict({"image": images, "kind": ["b", "a", "b"]}, features=features)
     assert labels(dataset, label="kind") == (("a", "b"), [1, 0, 1])
     assert labels(dataset.select([2, 1]), label="kind") == (("a", "b"), [1, 0])
+
+
+def test_labels_that_are_missing():
+    """Optional labels are -1, also if the first one is missing."""
+    import datasets
+
+    images = [{"bytes": saved(pixels(n), "PNG"), "path": None} for n in range(3)]
+    for kind in (datasets.Value("int64"), datasets.ClassLabel(names=["x", "y", "z"]), datasets.Value("string")):
+        features = datasets.Features({"image": datasets.Image(), "label": kind})
+        for labels in ([None, 2, 1], [2, None, 1]):
+            texts = [one if one is None or kind.dtype != "string" else "abc"[one] for one in labels]
+            dataset = datasets.Dataset.from_dict({"image": images, "label": texts}, features=features)
+            opened = dataclasses.replace(open_shards(dataset), optional_labels=True)
+            found = [opened.label(number) for number in range(3)]
+            first, second = (1, 0) if kind.dtype == "string" else (2, 1)
+            assert found == [-1 if one is None else first if one == 2 else second for one in labels]
+    later = Items(lambda n: (pixels(n), None if n == 2 else n))
+    opened = dataclasses.replace(open_shards(later), optional_labels=True)
+    assert [opened.label(number) for number in range(4)] == [0, 1, -1, 3]
 
 
 def test_parts_that_number_classes_differently():

@@ -224,6 +224,24 @@ def test_the_tag_of_gdal_is_the_value_of_nodata(text, kind, value):
 
 
 @pytest.mark.parametrize(
+    ("kind", "options", "value"),
+    [
+        ("uint8", {"compression": "jpeg"}, 7),
+        ("uint8", {"compression": "jpeg", "photometric": "rgb", "shape": (4, 5, 3)}, 7),
+        ("uint8", {"photometric": "miniswhite"}, 255 - 7),
+        ("uint16", {"photometric": "miniswhite"}, 65535 - 7),
+        ("uint8", {"photometric": "palette", "colormap": np.zeros((3, 256), np.uint16)}, None),
+    ],
+)
+def test_the_tag_of_gdal_counts_in_every_storage(kind, options, value):
+    values = np.full(options.pop("shape", (4, 5)), 7, kind)
+    encoded = tiff(values, extratags=[(42113, "s", 0, "7", True)], **options)
+    found = DECODERS["tiff"].read(encoded, most_bands=3, max_pixels=100)
+    assert found.nodata == value
+    assert value is None or np.abs(found.values.astype(int) - value).max() <= 1
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"imagej": True, "metadata": {"axes": "CYX", "mode": "composite"}},
