@@ -8,9 +8,10 @@ random crops (area 0.08 to 1) and flips. With `--no-augment`, the encoder runs o
 of once per epoch.
 
 Learning rate and input are chosen by their accuracy on a held-out part of `--train`, with classifiers that are not
-trained on this part. A second classifier with the chosen learning rate and input is trained on all of `--train`, and
-its accuracy is reported. `--val` is never used to choose. (DINO and DINOv2 report the best accuracy of all epochs or
-classifiers on the test set, which is optimistic.) The flags for published protocols are:
+trained on this part; of equal accuracies, the one with the lowest cross-entropy there wins. A second classifier with
+the chosen learning rate and input is trained on all of `--train`, and its accuracy is reported. `--val` is never used
+to choose. (DINO and DINOv2 report the best accuracy of all epochs or classifiers on the test set, which is optimistic.)
+The flags for published protocols are:
 
     DINO ViT-S      --blocks 4
     DINO ViT-B      --blocks 1 --average_pool yes
@@ -231,16 +232,27 @@ def train_heads(
 
 
 @torch.no_grad()
-def accuracy(heads: Heads, part: LabelledFeatures, chunk: int = 1024) -> Tensor:
-    """Return the top-1 and top-5 accuracy (0 to 1) of each classifier over all processes: (R, 2) float64."""
+def evaluate(heads: Heads, part: LabelledFeatures, chunk: int = 1024) -> Tensor:
+    """Return the top-1 and top-5 accuracy (0 to 1) and the mean cross-entropy of each classifier over all processes:
+    (R, 3) float64. The cross-entropy of a classifier that diverged is infinite.
+    """
     device = heads.weight.device
-    correct = torch.zeros(len(heads.rates), 2, dtype=torch.float64)
+    total = torch.zeros(len(heads.rates), 3, dtype=torch.float64)
     for features, labels in zip(part.features.split(chunk), part.labels.split(chunk), strict=True):
         logits = heads.logits(features.to(device))  # (R, b, C)
-        place = true_class_rank(logits.flatten(0, 1), labels.to(device).repeat(len(logits)))  # (R * b,)
-        place = place.unflatten(0, (len(logits), -1))  # (R, b)
-        correct += torch.stack([(place < 1).sum(1), (place < 5).sum(1)], dim=1).cpu()
-    return all_reduce_sum(correct) / all_reduce_sum(torch.tensor(len(part.labels)))
+        flat, answers = logits.flatten(0, 1), labels.to(device).repeat(len(logits))  # (R * b, C), (R * b,)
+        place, loss = true_class_rank(flat, answers), F.cross_entropy(flat, answers, reduction="none")
+        total += torch.stack([place < 1, place < 5, loss]).unflatten(1, (len(logits), -1)).sum(2).T.cpu()  # (R, 3)
+    found = all_reduce_sum(total) / all_reduce_sum(torch.tensor(len(part.labels)))
+    return found.nan_to_num(nan=math.inf)
+
+
+def chosen_row(rows: Sequence[dict[str, Any]], losses: Sequence[float]) -> dict[str, Any]:
+    """Return the row of the classifier with the highest accuracy on the held-out images. On few images, several are
+    equal, and the one with the lowest cross-entropy there is returned: the smallest learning rate of them would be that
+    of the least trained classifier.
+    """
+    return max(zip(rows, losses, strict=True), key=lambda pair: (pair[0]["holdout_top1"] or 0.0, -pair[1]))[0]
 
 
 def probe(
@@ -292,14 +304,15 @@ def probe(
     counts = [len(labels) for labels in train_labels]
     train_heads(features_of_epoch or (lambda _: train), counts, groups, settings)
     kept = LabelledFeatures(train.features[held], train.labels[held])
-    rows = []
+    rows, losses = [], list[float]()
     for one, heads, judged in zip(tried, final, choosing, strict=True):
-        by_holdout = accuracy(judged, kept)[:, 0].tolist() if choose else [None] * len(settings.rates)
-        by_val = accuracy(heads, val).tolist()
-        for rate, holdout_top1, (top1, top5) in zip(settings.rates, by_holdout, by_val, strict=True):
+        by_holdout = evaluate(judged, kept).tolist() if choose else [(None, None, 0.0)] * len(settings.rates)
+        by_val = evaluate(heads, val).tolist()
+        for rate, (holdout_top1, _, loss), (top1, top5, _) in zip(settings.rates, by_holdout, by_val, strict=True):
             rows.append({"blocks": one.blocks, "average_pool": one.average_pool, "rate": rate})
             rows[-1] |= {"holdout_top1": holdout_top1, "top1": top1, "top5": top5}
-    best = max(rows, key=lambda row: row["holdout_top1"] or 0.0)
+            losses.append(loss)
+    best = chosen_row(rows, losses)
     return {
         "top1": best["top1"],
         "top5": best["top5"],

@@ -9,13 +9,14 @@ logits of the classes. Methods such as MAE and I-JEPA do not train a global feat
 features understates them. The classifier is trained by AdamW on random crops, and the encoder stays frozen.
 
 One classifier is trained for each learning rate of `--rates`. The learning rate is chosen by the accuracy on a held-out
-part of `--train`, with classifiers that are not trained on this part. The accuracy of a second classifier with the
-chosen learning rate, trained on all of `--train`, is reported. AIM normalises tokens by a batch norm; here, each token
-is normalised by itself.
+part of `--train`, with classifiers that are not trained on this part; of equal accuracies, the one with the lowest
+cross-entropy there wins. The accuracy of a second classifier with the chosen learning rate, trained on all of
+`--train`, is reported. AIM normalises tokens by a batch norm; here, each token is normalised by itself.
 
 Shape letters: b images of this process in a step, n tokens of an image, D features per token, K classes.
 """
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -40,7 +41,7 @@ from tessera.evaluation.features import (
     resize_size,
     single_view,
 )
-from tessera.evaluation.linear_probe import held_out
+from tessera.evaluation.linear_probe import chosen_row, held_out
 from tessera.evaluation.memory import limit
 from tessera.evaluation.tokens import patch_tokens
 from tessera.extras.dense.frozen import (
@@ -151,12 +152,13 @@ class Probe:
                 (F.cross_entropy(head(tokens[trains]), answers[trains], reduction="sum") / counts[1]).backward()
 
     @torch.no_grad()
-    def accuracies(self, heads: Sequence[AttentiveHead], batches: Batches, share: float = 1.0) -> tuple[Tensor, int]:
-        """Return the top-1 and top-5 accuracy of each head over all processes, (R, 2) float64, and the image count.
+    def evaluate(self, heads: Sequence[AttentiveHead], batches: Batches, share: float = 1.0) -> tuple[Tensor, int]:
+        """Return the top-1 and top-5 accuracy and the mean cross-entropy of each head over all processes, (R, 3)
+        float64, and the image count. The cross-entropy of a head that diverged is infinite.
 
         Collective. Only the images that `held_out` selects for `share` count; a share of 1 selects all.
         """
-        correct, images = torch.zeros(len(heads), 2, dtype=torch.float64), 0
+        total, images = torch.zeros(len(heads), 3, dtype=torch.float64), 0
         for batch in model_inputs(batches, f"{batches.total:,} images", self.device):
             seen = held_out(batch.keys, share).nonzero().squeeze(1)
             if not len(seen):
@@ -170,13 +172,15 @@ class Probe:
                 )
             for part, answers in zip(crops.split(self.at_once), labels.split(self.at_once), strict=True):
                 tokens = self._tokens(part)
-                places = torch.stack([true_class_rank(head(tokens), answers) for head in heads])  # (R, b)
-                correct += torch.stack([(places < 1).sum(1), (places < 5).sum(1)], 1).cpu()
+                logits = [head(tokens) for head in heads]
+                places = torch.stack([true_class_rank(one, answers) for one in logits])  # (R, b)
+                losses = torch.stack([F.cross_entropy(one, answers, reduction="none") for one in logits])
+                total += torch.stack([places < 1, places < 5, losses]).sum(2).T.cpu()
             images += len(seen)
         images = int(all_reduce_sum(torch.tensor(images)))
         if not images:
             raise EvaluationError("No image could be read. Check the shards with `tessera check_shards`.")
-        return all_reduce_sum(correct) / images, images
+        return (all_reduce_sum(total) / images).nan_to_num(nan=math.inf), images
 
 
 def score(settings: AttentiveSettings, subject: Subject, accelerator: Accelerator) -> Result:
@@ -194,18 +198,19 @@ def score(settings: AttentiveSettings, subject: Subject, accelerator: Accelerato
     training = training_set(train, settings, size, reading, accelerator)
     crop = CenterCrop(size, resize=resize_size(size, None))
     seen, scored = (evaluation_set(one, crop, settings.batch_size, reading, accelerator) for one in (train, val))
-    probe, held_images, by_holdout = Probe(encoder, classes, settings, size, accelerator.device), 0, [None]
+    probe, held_images = Probe(encoder, classes, settings, size, accelerator.device), 0
+    by_holdout = [(None, None, 0.0)]
     with full_float32():
         probe.train(training)
         if choose:
-            scores, held_images = probe.accuracies(probe.choosing, seen, settings.holdout)
-            by_holdout = scores[:, 0].tolist()
-        by_val, images = probe.accuracies(probe.final, scored)
+            held_scores, held_images = probe.evaluate(probe.choosing, seen, settings.holdout)
+            by_holdout = held_scores.tolist()
+        by_val, images = probe.evaluate(probe.final, scored)
     rows = [
         {"rate": rate, "holdout_top1": held_top1, "top1": top1, "top5": top5}
-        for rate, held_top1, (top1, top5) in zip(settings.rates, by_holdout, by_val.tolist(), strict=True)
+        for rate, (held_top1, *_), (top1, top5, _) in zip(settings.rates, by_holdout, by_val.tolist(), strict=True)
     ]
-    best = max(rows, key=lambda row: row["holdout_top1"] or 0.0)
+    best = chosen_row(rows, [loss for *_, loss in by_holdout])
     counts = {"holdout_images": held_images, "train_images": training.total, "val_images": images, "classes": classes}
     found = {"top1": best["top1"], "top5": best["top5"], "chosen": best, "all": rows, "protocol": "attentive probe"}
     table = [[f"{row['rate']:g}", *list(row.values())[1:], "<- chosen" if row is best else ""] for row in rows]

@@ -16,8 +16,8 @@ from tessera.evaluation.linear_probe import (
     Heads,
     LastBlocks,
     ProbeSettings,
-    accuracy,
     epoch_order,
+    evaluate,
     head_inputs,
     held_out,
     probe,
@@ -163,18 +163,29 @@ def test_every_epoch_is_another_permutation():
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
-def test_accuracy_counts_for_each_rate(chunk):
+def test_scores_count_for_each_rate(chunk):
     part = made_up(90, classes=8)
     heads = Heads(slice(0, 10), 8, [0.01, 2.0, math.inf], seed=0, device=CPU)
     train([heads], part)
-    found = accuracy(heads, part, chunk)
+    found = evaluate(heads, part, chunk)
     logits = part.features @ heads.weight[:2, :-1] + heads.weight[:2, -1:]
     for row, expected in zip(found[:2], logits, strict=True):
         ranked = expected.argsort(dim=1, descending=True)
         assert row[0] == (ranked[:, 0] == part.labels).double().mean()
         assert row[1] == (ranked[:, :5] == part.labels[:, None]).any(1).double().mean()
+        assert row[2].item() == pytest.approx(nn.functional.cross_entropy(expected, part.labels).item(), rel=1e-5)
     assert found[1, 0] > found[0, 0]
-    assert found[2].tolist() == [0, 0]  # diverged
+    assert found[2].tolist() == [0, 0, math.inf]  # diverged
+
+
+def test_of_equal_accuracies_the_lowest_loss_wins():
+    """On few images, all rates but the smallest classify all held-out images; the first of these is hardly trained."""
+    part = made_up(60, classes=2)._replace(keys=[str(number) for number in range(60)])
+    found = probe(part, made_up(400, classes=2), settings(rates=[1e-5, 1e-3, 1e-2, 0.1], epochs=20, augment=False), 10)
+    best = max(row["holdout_top1"] for row in found["all"])
+    equal = [row["rate"] for row in found["all"] if row["holdout_top1"] == best]
+    assert len(equal) > 1
+    assert found["chosen"]["rate"] > min(equal)
 
 
 def test_normaliser_is_batch_norm_over_the_whole_set():
