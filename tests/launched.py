@@ -125,8 +125,8 @@ def records(output: Path) -> list[dict]:
 
 
 def newest_step(output: Path) -> int:
-    """Return the step of the newest checkpoint of a run."""
-    return int((output / "checkpoints" / "latest").resolve().name.removeprefix("step-"))
+    """Return the step of the newest checkpoint of a run. A run that was stopped may not have linked `latest` to it."""
+    return max(int(folder.name.removeprefix("step-")) for folder in (output / "checkpoints").glob("step-*"))
 
 
 def same_encoder(output: Path, other: Path) -> bool:
