@@ -46,7 +46,15 @@ from tessera.data.shards.index import (
     write_table,
 )
 from tessera.data.shards.notes import DAMAGE, Note, describe, named_notes, parse_notes
-from tessera.data.shards.open import ENDINGS, expand, load_folder_index, missing_parts, sets_in, shard_at
+from tessera.data.shards.open import (
+    ENDINGS,
+    check_complete,
+    expand,
+    load_folder_index,
+    missing_parts,
+    sets_in,
+    shard_at,
+)
 from tessera.data.shards.remote import PIPE, is_remote, without_query
 from tessera.data.shards.samples import SampleKeys
 from tessera.data.shards.shard import Shard
@@ -239,9 +247,10 @@ def check(settings: CheckShards) -> dict[str, Any]:
     for folder, shards in folders.items():
         if all(facts.refused for facts in shards) and is_remote(folder):
             continue  # the reasons are those of the shards
-        if settings.write_index and not total.refused:
-            _write_index(Path(folder), shards, settings)
         try:
+            check_complete(folder)
+            if settings.write_index and not total.refused:
+                _write_index(Path(folder), shards, settings)
             total.refused += _compare_index(folder, shards, settings.source)
         except ShardError as error:
             total.refused.append(str(error))

@@ -126,6 +126,7 @@ def colors_for(config: ColorConfigT, channels: int, fewer: bool = False) -> Colo
         raise ValueError(
             f"The number of image channels is {channels} and colors is {kind}, but these settings need RGB images: "
             f"{', '.join(given)}. Set them to 0, or leave them out."
+            + (" Images that may have fewer channels have bands, unless colors is rgb." if fewer else "")
         )
     values: dict[str, Any] = {"colors": kind, **dict.fromkeys(off, 0.0)}
     if kind == "bands":

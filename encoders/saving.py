@@ -152,11 +152,10 @@ def fitting(source: Path, variant: str | None, settings: dict[str, Any]) -> tupl
 def places(folder: Path) -> list[Path]:
     """Return the paths at which a run folder or checkpoint folder may hold its encoder, in order of preference."""
     checkpoints = folder / "checkpoints"
-    # On a disk without symlinks, `latest` does not exist. The newest step has the longest name, or sorts last among the
-    # longest names.
-    steps = sorted(checkpoints.glob("step-[0-9]*[0-9]"), key=lambda path: (len(path.name), path.name), reverse=True)
+    found = {int(path.name[5:]): path for path in checkpoints.glob("step-*") if path.name[5:].isdecimal()}
+    newest, steps = max(found, default=0), [found[step] for step in sorted(found, reverse=True)]
+    # On a disk without symlinks, `latest` does not exist.
     own, saved = folder / WEIGHTS, [place / WEIGHTS for place in (checkpoints / "latest", *steps)]
-    newest = int(steps[0].name.removeprefix("step-")) if steps else 0
     # A run that is continued with more steps keeps the encoder of its earlier end until it ends again.
     step = read_step(own) if own.is_file() and own.with_suffix(".json").is_file() else None
     return [own, *saved] if step is None or step >= newest else [*saved, own]

@@ -25,6 +25,7 @@ share the files.
 
 import hashlib
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from math import ceil, prod
@@ -43,6 +44,7 @@ from tessera.encoders.base import Encoder, Features
 from tessera.encoders.vit import ViT
 from tessera.evaluation.command import run_command
 from tessera.evaluation.features import EvaluationError, FeatureSettings, extract, load_encoder
+from tessera.runtime.collectives import broadcast_object
 from tessera.runtime.files import atomic_write
 from tessera.runtime.processes import make_accelerator
 
@@ -179,15 +181,15 @@ def _prepare(output: Path, settings: EmbedSettings, encoder: Encoder, shards: So
         if settings.images_per_file is None:
             return
         own = json.loads(settings.model_dump_json(exclude=UNRELATED))
-        claim(output.with_suffix(".json"), own, encoder, shards, f"{output.stem}-*{output.suffix}", main=main)
+        claim(output.with_suffix(".json"), own, encoder, shards, output.suffix, main=main)
     except OSError as error:
         raise EvaluationError(f"Cannot write --output {output}: {error.strerror}. Choose another file.") from error
 
 
 def claim(
-    description: Path, settings: dict[str, Any], encoder: Encoder, shards: Source, files: str, *, main: bool
+    description: Path, settings: dict[str, Any], encoder: Encoder, shards: Source, suffix: str, *, main: bool
 ) -> None:
-    """Check that the files of an earlier command belong to this one, or write the description of new files.
+    """Check that the files of an earlier command belong to this one, or write the description of new files. Collective.
 
     Files are kept only if settings, weights, and the names, sizes and labels of the images are equal.
 
@@ -196,7 +198,7 @@ def claim(
         settings: settings that change the files.
         encoder: encoder whose weights change the files.
         shards: opened images.
-        files: pattern of the names of the files.
+        suffix: suffix of the files, whose names are that of the description with a number.
         main: True on the process that writes the description.
 
     Raises:
@@ -213,17 +215,21 @@ def claim(
     own["preprocessing"] = str(encoder.preprocessing)
     own["encoder"] = json.loads(json.dumps(encoder.settings, default=str))
     own["samples"] = shards.samples_hash()  # names and labels too, which the files hold
+    stem, old = description.stem, list[str]()
     if description.exists() and _read(description) != own:
         raise EvaluationError(
             f"{description} does not belong to these settings and images. Choose another --output, or delete this "
-            f"file and the files {files}."
+            f"file and the files {stem}-*{suffix}."
         )
     if main and not description.exists():
-        if old := sorted(description.parent.glob(files)):
-            raise EvaluationError(
-                f"{old[0]} exists, but {description.name}, which says what it holds, does not. Choose another "
-                f"--output, or delete the files {files}."
-            )
+        numbered = re.compile(rf"{re.escape(stem)}-\d{{5,}}{re.escape(suffix)}")
+        old = sorted(path.name for path in description.parent.iterdir() if numbered.fullmatch(path.name))
+    if old := broadcast_object(old):
+        raise EvaluationError(
+            f"{description.parent / old[0]} exists, but {description.name}, which says what it holds, does not. Choose "
+            f"another --output, or delete the {len(old)} files of this kind."
+        )
+    if main and not description.exists():
         with atomic_write(description) as temporary:
             temporary.write_text(json.dumps(own, indent=2) + "\n")
 

@@ -68,7 +68,8 @@ ENDINGS = (".tar", ".tar.gz", ".tgz")
 MOST_BRACES = 16  # maximum number of opening braces in a pattern, because each brace adds to the expansion time
 THREADS = 16
 IMAGE_FILES = (*IMAGES, *ARRAYS)
-IMAGE_ENDINGS = tuple(f".{extension}" for extension in IMAGE_FILES)
+IMAGE_ENDINGS = tuple(f".{extension}" for extension in IMAGES)
+MOST_BESIDE = 10_000  # maximum number of files beside shards that are looked at
 _PART = re.compile(r"(.*-)([0-9]{1,9})-of-([0-9]{1,9})(\..*)")
 _RANGE = re.compile(r"\{(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?\}")
 
@@ -584,7 +585,7 @@ def _shards_in(folder: str) -> list[str]:
         )
     within = os.path.join(glob.escape(folder), "*", "*")
     if names:
-        beside = (*os.listdir(folder), *glob.iglob(within))
+        beside = itertools.islice(itertools.chain(os.listdir(folder), glob.iglob(within)), MOST_BESIDE)
         if any(name.lower().endswith(IMAGE_ENDINGS) for name in beside):
             warn_once(f"{folder} holds shards ({names[0]}) and images. Only the shards are read.")
     else:
@@ -618,6 +619,23 @@ def load_folder_index(path: str, source: SourceConfig) -> FolderIndex | None:
     return None if content is None else parse_folder(content, path)
 
 
+def _names_in(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder or os.curdir)
+    except OSError:
+        return []
+
+
+def check_complete(folder: str) -> None:
+    """Raise `ShardError` if `make_shards` was interrupted before it had written all shards of a local folder."""
+    begun, *ended = (os.path.exists(os.path.join(folder, name)) for name in (PLAN, FOLDER_INDEX, LEFT_OUT))
+    if begun and not any(ended):
+        raise ShardError(
+            f"{folder or os.curdir} is not complete, because `tessera make_shards` was interrupted. Start the same "
+            f"command again. To use the shards as they are, remove {os.path.join(folder, WORK)}."
+        )
+
+
 class _FolderIndices:
     """Contents of the `index.json` files of all folders. Each file is read once."""
 
@@ -630,7 +648,8 @@ class _FolderIndices:
     def absent(self, paths: Sequence[str]) -> list[Note]:
         """Return a note on local shards that an `index.json` lists, but that do not exist."""
         others = sorted(path for path in self.entries.keys() - {*paths} if not remote.is_remote(path))
-        gone = [path for path in others if not os.path.exists(path)]
+        there = {folder: set(_names_in(folder)) for folder in {os.path.dirname(path) for path in others}}
+        gone = [path for path in others if os.path.basename(path) not in there[os.path.dirname(path)]]
         return [Note(ABSENT, len(gone), gone[0])] if gone else []
 
     def read(self, path: str) -> list[str]:
@@ -671,15 +690,8 @@ class _FolderIndices:
             if remote.is_remote(shard):
                 raise type(error)(f"{shard} cannot be used, because its folder cannot be read. {error}") from error
             raise
-        if (
-            found is None
-            and os.path.exists(os.path.join(folder, PLAN))
-            and not os.path.exists(os.path.join(folder, LEFT_OUT))
-        ):
-            raise ShardError(
-                f"{folder or os.curdir} is not complete, because `tessera make_shards` was interrupted. Start the same "
-                f"command again. To use the shards as they are, remove {os.path.join(folder, WORK)}."
-            )
+        if found is None:
+            check_complete(folder)
         try:
             if found is not None:
                 self._add(path, found)

@@ -353,6 +353,11 @@ def make_student(
             ) from error
 
 
+def covered(encoder: Encoder, size: int) -> float:
+    """Return the share of the side of an image of `size` pixels that the tokens cover; above 1 if it is padded."""
+    return 1.0 if encoder.settings.get("fixed_size") else encoder.grid(size, size)[0] * encoder.stride / size
+
+
 class Distill(Method):
     """The distillation method: student encoders with one projection per kind of features, and a frozen teacher."""
 
@@ -374,16 +379,6 @@ class Distill(Method):
         self.image_size = config.size
         self._teacher = load_teacher(config.teacher, config.teacher_size or config.size)
         teacher = self._teacher.encoder
-        student_side, teacher_side = (
-            1.0 if one.settings.get("fixed_size") else one.grid(side, side)[0] * one.stride / side
-            for one, side in ((encoder, config.size), (teacher, self._teacher.size))
-        )
-        if config.token_weight and student_side != teacher_side:
-            raise ValueError(
-                f"The tokens of the teacher cover {teacher_side:.0%} of the side of an image, and those of the student "
-                f"{student_side:.0%}. Set distill.teacher_size to a multiple of {teacher.stride} and distill.size to a "
-                f"multiple of {encoder.stride}, or distill.token_weight to 0."
-            )
         if teacher.channels != encoder.channels:
             raise ValueError(
                 f"The teacher takes images with {teacher.channels} channels, but the student's images have "
@@ -394,6 +389,14 @@ class Distill(Method):
         self.others = nn.ModuleDict(
             {variant: make_student(variant, own, encoder, teacher.dim, config) for variant, own in others}
         )
+        side = covered(teacher, self._teacher.size)
+        for student in (encoder, *(other["encoder"] for other in self.others.values())):
+            if config.token_weight and (own := covered(student, config.size)) != side:
+                raise ValueError(
+                    f"The tokens of the teacher cover {side:.0%} of the side of an image, and those of "
+                    f"{student.settings['variant']} {own:.0%}. Set distill.teacher_size to a multiple of "
+                    f"{teacher.stride} and distill.size to one of {student.stride}, or distill.token_weight to 0."
+                )
         self._pooled: dict[str, Tensor] = {}  # pooled features (B, D) of the last forward pass, for health()
 
     @staticmethod

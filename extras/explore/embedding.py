@@ -108,7 +108,7 @@ def embed_set(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         own = settings.model_dump(mode="json", exclude=UNRELATED | {"val", "output"}) | {"images_per_part": IMAGES}
-        claim(folder / f"{name}.json", own, encoder, shards, f"{name}-*.npz", main=rank == 0)
+        claim(folder / f"{name}.json", own, encoder, shards, ".npz", main=rank == 0)
         labelled = shards.count_labels() > 0
         opened = replace(shards, optional_labels=True)
         missing = [number for number in range(rank, parts, processes) if not paths[number].exists()]

@@ -134,7 +134,8 @@ def export(
             raise ValueError(f"--part {part} needs a run folder or a checkpoint, and {source} is neither.")
         chosen, report = fitting(source, encoder, dict(settings or {}))
         file = source / encoders.WEIGHTS if source.is_dir() else source
-        step = encoders.read_step(file) if file.with_suffix(".json").is_file() else None
+        described = file.suffix == ".safetensors" and file.with_suffix(".json").is_file()
+        step = encoders.read_step(file) if described else None
         origin = f"an encoder of the variant {chosen.settings['variant']}, from {source}"
         run = source if source.is_dir() else None
     options = {"dynamic_size": dynamic_size, "tolerance": tolerance, "step": step}

@@ -242,7 +242,7 @@ def stored_labels(dataset: Any, keys: SampleKeys) -> list[Any] | None:
     kind_of_label = "" if key is None else str(getattr(features[key], "dtype", ""))
     if keys.label_field or not ("string" in kind_of_label or "int" in kind_of_label):
         return None
-    return list(dataset.with_format(None)[key])
+    return dataset.select_columns([key]).with_format(None)[:][key]  # the column alone is read item by item
 
 
 def numbered(labels: list[Any]) -> tuple[np.ndarray | None, tuple[str, ...] | None]:

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from tessera.data import make_shards
+from tessera.data.check_shards import main as check_shards
 from tessera.data.make_shards import main
 from tessera.data.shards import ShardError, open_shards, open_sources
 from tessera.data.shards.index import parse_folder, parse_table
@@ -95,6 +96,9 @@ def test_ctrl_c_says_how_to_go_on(animals, tmp_path, capfd, monkeypatch):
     for given in (tmp_path / "out", tmp_path / "out" / "*.tar"):
         with pytest.raises(ShardError, match=r"out is not complete.*Start the same command again"):
             open_shards(given)
+    assert check_shards([str(tmp_path / "out"), "--write_index=true"]) == 1
+    assert not (tmp_path / "out" / "index.json").exists()
+    assert "is not complete" in capfd.readouterr().out
     assert not list((tmp_path / "out").glob(".shard*"))
     monkeypatch.setattr(pack, "prepare", fast)
     make(*words)

@@ -48,6 +48,7 @@ def test_an_encoder_is_found_in_the_folder_of_a_run(tmp_path):
     assert load(str(tmp_path)).settings["depth"] == 2
     step = latest.parent / "step-00000040"
     step.mkdir()
+    (latest.parent / "step-00000050-old").mkdir()
     assert load(tmp_path).settings["depth"] == 2  # a file without a step
     save(build("vit_micro", depth=2), tmp_path / "encoder.safetensors", step=40)
     assert load(tmp_path).settings["depth"] == 2

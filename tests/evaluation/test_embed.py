@@ -1,5 +1,6 @@
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -151,6 +152,8 @@ def test_several_files_hold_the_same_and_a_stopped_command_goes_on(settings, tmp
         run(EmbedSettings(output=str(output), images_per_file=5, **given))
     encoder.preprocessing = preprocessing
     output.with_suffix(".json").rename(tmp_path / "kept.json")
+    shutil.copy(files[0], tmp_path / "new-val.npz")  # no file of the command
+    run(EmbedSettings(output=str(tmp_path / "new.npz"), images_per_file=5, **given))
     with pytest.raises(EvaluationError, match=r"part-00000.npz exists, but part.json, which says"):
         run(EmbedSettings(output=str(output), images_per_file=5, **given))
     (tmp_path / "kept.json").rename(output.with_suffix(".json"))

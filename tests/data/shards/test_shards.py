@@ -42,6 +42,7 @@ def test_images_beside_shards_and_shards_that_are_gone_are_said(write_shards, tm
     paths = write_shards([2, 3])
     check_shards([*paths, "--write_index=true"])
     (tmp_path / "ant").mkdir()
+    (tmp_path / "features.npz").touch()  # of `tessera embed`
     assert open_shards(tmp_path).notes == ()
     assert "Only the shards are read" not in caplog.text
     (tmp_path / "ant" / "1.PNG").write_bytes(png(0))
