@@ -5,6 +5,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -61,7 +62,11 @@ def shared(engine: str, expected: list[float]) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "losses.json"
         environment = os.environ | ENGINES[engine] | {"PYTHONPATH": paths}
-        subprocess.run([*torchrun, __file__, str(file)], check=True, env=environment)
+        done = subprocess.run([*torchrun, __file__, str(file)], env=environment, capture_output=True, text=True)
+        print(done.stdout, done.stderr, sep="")
+        if done.returncode:  # the first error of a process says why; torchrun repeats its exit status below
+            reasons = [line for line in done.stderr.splitlines() if re.match(r"\S*(Error|Exception|Interrupt)\b", line)]
+            raise RuntimeError(f"exit status {done.returncode}: {' / '.join(reasons[:2]) or done.stderr[-500:]}")
         found = json.loads(file.read_text())
     difference = max(abs(a - b) / abs(a) for a, b in zip(expected, found["losses"], strict=True))
     ok = difference <= LIMIT and found["engine"] == engine
