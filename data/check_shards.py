@@ -379,8 +379,8 @@ def _check_table(facts: Facts, index: Index, write: bool) -> None:
         write_table(facts.path, index)
     elif beside.exists():
         stored = parse_table(beside.read_bytes(), str(beside))
-        places = (name for name in STORED if name != "notes")
-        if not all(np.array_equal(getattr(stored, name), getattr(index, name)) for name in places):
+        compared = (name for name in STORED if name != "notes")  # tables of older versions have none
+        if not all(np.array_equal(getattr(stored, name), getattr(index, name)) for name in compared):
             raise ShardError(f"{beside} belongs to another shard. {REPLACE_INDEX}")
 
 

@@ -64,7 +64,6 @@ from tessera.runtime.settings import Positional, flags, validate
 
 PROGRAM = "tessera make_shards"
 MEGABYTE = 10**6
-"""Name of the subfolder for the settings, and for the records of finished shards."""
 PROBED = 64  # number of images that are encoded to estimate the encoded size of all images
 MOST_SHOWN = 3  # maximum number of reasons, and of kinds of other files, that are printed
 

@@ -78,7 +78,7 @@ def crop_features(
     """
     size = input_size(encoder, options.get("image_size"))
     config = MultiCropConfig(global_size=size, local_crops=0, colors="rgb")
-    transform = MultiCrop(colors_for(config, encoder.preprocessing.channels, encoder.preprocessing.fewer_channels))
+    transform = MultiCrop(colors_for(config, encoder.preprocessing.channels))
 
     def pair(encoder: Encoder, crops: Tensor) -> Tensor:
         """Return the features of both crops of each image in one row: (2 * B, C, S, S) -> (B, 2 * D)."""

@@ -57,6 +57,7 @@ OPTIONAL = ("maps", "notes")
 """Names of the arrays that a table may lack."""
 CLASSES = "classes.json"
 WORK = ".make_shards"
+"""Name of the subfolder in which `make_shards` keeps its settings and the records of finished shards."""
 PLAN = f"{WORK}/plan.json"
 """File that `make_shards` writes before the first shard. It writes `LEFT_OUT` and `FOLDER_INDEX` after the last one."""
 LEFT_OUT = "left_out.csv"

@@ -120,7 +120,7 @@ def score(settings: CorrespondenceSettings, subject: Subject, accelerator: Accel
         batch_size = images_at_once(lambda pairs: encoder(pairs[..., :size, :size]), blank, settings.batch_size)
     batches = evaluation_batches(
         first_shards(subject.val_shards, settings.images),
-        Copies(colors_for(copies, channels, encoder.preprocessing.fewer_channels)),
+        Copies(colors_for(copies, channels)),
         batch_size,
         part=(accelerator.process_index, accelerator.num_processes),
         labels=False,
