@@ -210,7 +210,8 @@ def load_encoder(settings: EncoderSettings) -> tuple[Encoder, Path | None]:
     file = resolve_checkpoint(settings.checkpoint)
     file = file.parent.resolve() / file.name  # `latest` may point to another step before the evaluation ends
     try:
-        steps = sorted((int(one.name[5:]), one) for one in file.parent.glob("checkpoints/step-*[0-9]"))
+        saved = file.parent.glob("checkpoints/step-*")
+        steps = sorted((int(one.name[5:]), one) for one in saved if one.name[5:].isdecimal())
         if steps and (step := encoders.read_step(file)) is not None and step < steps[-1][0]:
             logging.getLogger(__name__).warning("%s is of step %d. Newer: --checkpoint %s", file, step, steps[-1][1])
         return encoders.load(file), file

@@ -144,6 +144,7 @@ def test_a_newer_checkpoint_than_the_exported_encoder_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     encoders.save(encoders.build("vit_micro", image_size=32), tmp_path / "encoder.safetensors", step=20)
+    (tmp_path / "checkpoints" / "step-00000030-old2").mkdir(parents=True)  # a copy that the user made
     for step, warned in ((20, False), (22, True)):
         (tmp_path / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
         load_encoder(FeatureSettings(checkpoint=str(tmp_path)))
