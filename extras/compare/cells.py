@@ -180,7 +180,7 @@ def _call(words: Sequence[str], output: Path, until: int | None = None) -> None:
     if code:
         raise CompareError(
             f"The training in {output} ended with exit code {code}; its message is above. To go on, start the same "
-            "command again. To compare the others, start it without this method."
+            "command again, or start it without this method."
         )
 
 

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from tessera.extras.compare.cells import (
+    CompareError,
     StoppedError,
     check_data,
     check_device,
@@ -132,8 +133,12 @@ def train_only(settings: CompareSettings, words: Mapping[str, Sequence[str]], la
 def train_all(
     settings: TrainingSettings, words: Mapping[str, Sequence[str]], plan: Plan, launcher: Sequence[str] = ()
 ) -> dict[str, Stopped]:
-    """Train all cells that are not done. Return the methods that were stopped on the way."""
-    stopped = dict[str, Stopped]()
+    """Train all cells that are not done. Return the methods that were stopped on the way.
+
+    Raises:
+        CompareError: trainings failed. The other methods are trained.
+    """
+    stopped, failed = dict[str, Stopped](), list[str]()
     for share in (*(RUNGS if settings.halve else ()), 1.0):
         alive = [cell for cell in cells(settings, plan) if cell.method not in stopped]
         for number, cell in enumerate(alive, 1):
@@ -141,13 +146,25 @@ def train_all(
             output = settings.output / cell.name
             if is_done(output) or (rung is not None and rung_score(output, rung) is not None):
                 continue
+            if cell.method in failed:
+                continue
             planned = plan.planned.get(cell.method)
             length = f", about {planned * share / 60:.1f} minutes of compute" if planned else ""
             head = f"{number} of {len(alive)}: {cell.method}, seed {cell.seed}"
             check_device(plan, settings.output)
             print(f"\n{head}, {rung or cell.steps} steps{length}", flush=True)
-            train(cell, words[cell.method], settings, rung, launcher)
+            try:
+                train(cell, words[cell.method], settings, rung, launcher)
+            except CompareError as error:  # hours of the other methods need not wait for this one
+                print(error, file=sys.stderr, flush=True)
+                failed.append(cell.method)
+                continue
             check_data(settings.output, [one.name for one in cells(settings, plan)])
+        if failed:
+            raise CompareError(
+                f"A training of {', '.join(failed)} failed; its message is above. The other methods are trained. To "
+                f"try again, start the same command. To compare the others, start it without {', '.join(failed)}."
+            )
         if share < 1:
             scores = dict[str, list[float]]()
             for cell in alive:

@@ -310,6 +310,34 @@ def test_minutes_of_a_gpu_are_not_mixed_with_those_of_processors(tmp_path: Path)
     check_device(other._replace(planned={}), tmp_path)  # equal steps
 
 
+def test_a_method_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [
+        "--methods",
+        "dino,lejepa,mae",
+        "--seeds",
+        "2",
+        "--steps",
+        "4",
+        "--data",
+        "a.tar",
+        "--output",
+        str(tmp_path),
+    ]
+    settings, found = load_settings(given, "tessera compare")
+    trained = []
+
+    def train(cell: Cell, *more: Any) -> None:
+        trained.append(cell.name)
+        if cell.method == "lejepa":
+            raise CompareError("it ended with exit code 1")
+
+    monkeypatch.setattr("tessera.extras.compare.compare.train", train)
+    message = r"lejepa failed.*The other methods are trained.*start it without lejepa"
+    with pytest.raises(CompareError, match=message):
+        train_all(settings, found, Plan({"dino": 4, "lejepa": 4, "mae": 4}, {}, gpu=False))
+    assert trained == ["dino-0", "lejepa-0", "mae-0", "dino-1", "mae-1"]
+
+
 def test_cells_that_were_trained_on_other_images_are_named(tmp_path: Path) -> None:
     def trained(name: str, samples: list[str] | None) -> None:
         (tmp_path / name).mkdir(exist_ok=True)
