@@ -159,9 +159,15 @@ def _call(words: Sequence[str], output: Path, until: int | None = None) -> None:
     """Run a training, and pass signals on to it."""
     ended = partial(signal_at_end_of_parent, signal.SIGTERM)  # if this process is killed, the training saves and ends
     process = subprocess.Popen(words, preexec_fn=ended)
-    handlers = {number: lambda number, _: process.send_signal(number) for number in preemption.SIGNALS}
-    # Ctrl-C reaches both processes; the training saves and ends.
-    before = {number: signal.signal(number, one) for number, one in {**handlers, signal.SIGINT: signal.SIG_IGN}.items()}
+    asked = list[int]()
+
+    def pass_on(number: int, frame: object) -> None:
+        asked.append(number)
+        if number != signal.SIGINT:  # Ctrl-C reaches both processes; the training saves and ends
+            process.send_signal(number)
+
+    heard = [one for one in (*preemption.SIGNALS, signal.SIGINT) if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, pass_on) for number in heard}
     stopped = False
     try:
         while (code := process.poll()) is None:
@@ -175,7 +181,7 @@ def _call(words: Sequence[str], output: Path, until: int | None = None) -> None:
             signal.signal(number, handler)
     if stopped and code == preemption.EXIT_CODE:
         return
-    if code in (preemption.EXIT_CODE, 130) or -code in (*preemption.SIGNALS, signal.SIGINT):
+    if asked or code in (preemption.EXIT_CODE, 130) or -code in (*preemption.SIGNALS, signal.SIGINT):
         raise StoppedError
     if code:
         raise CompareError(

@@ -90,7 +90,7 @@ def test_the_jobs_submit_no_further_jobs(given: list[str]) -> None:
 def test_jobs_on_a_cluster_are_requeued_and_write_the_result(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, steps = tmp_path / "jobs", 80
+    output, steps = tmp_path / "jobs", 320  # a fast machine, too, is still training when the signal comes
     own = ["--evaluation.val", scored_shards()[1], "--steps", str(steps), "--seeds", "1"]
     flags = words(output, *own)
     flags[flags.index("--methods") + 1] = "mae"
@@ -111,4 +111,4 @@ def test_jobs_on_a_cluster_are_requeued_and_write_the_result(
     found = json.loads((output / "compare.json").read_text())
     assert (found["arms"]["mae"]["steps"], found["arms"]["mae"]["images"]) == (steps, 16 * steps)
     assert f"{output}/mae-0/checkpoints/step-" in logs[0].read_text()  # it was resumed
-    assert len(records(output / "mae-0")) == 1 + steps // 8
+    assert len(records(output / "mae-0")) == 1 + 10
