@@ -73,7 +73,9 @@ def spread(work: Callable[[TaskT], ResultT], tasks: Sequence[TaskT], *, workers:
         return
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(min(workers, len(tasks)), fork, _start_worker, (work, os.getpid())) as pool:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new worker does not ignore Ctrl-C yet
         futures = [pool.submit(_call, task) for task in tasks]  # fork all workers before the display starts a thread
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
             for future in track(as_completed(futures), title, total=len(tasks)):
                 yield future.result()

@@ -50,7 +50,7 @@ raise SystemExit(3)
     stages = [
         stage(tmp_path, "good", 1),
         stage(tmp_path, "raises", 2, "raise ValueError('broken\\x1b[31m')"),
-        stage(tmp_path, "hangs", 3, hang, seconds=1.5),
+        stage(tmp_path, "hangs", 3, hang, seconds=5),
         stage(tmp_path, "garbage", 4, garbage),
         stage(tmp_path, "killed", 5, f"import os; os.kill(os.getpid(), {signal.SIGSEGV})"),
         stage(tmp_path, "last", 6),
@@ -60,7 +60,7 @@ raise SystemExit(3)
     assert [row["value"] for row in rows if "value" in row] == [1, 2, 3, 4, 5, 6]
     results = {row["stage"]: row for row in rows if "result" in row}
     assert [result["result"] for result in results.values()] == [
-        "passed", "failed: exit code 1", "failed: ran longer than 3 s", "failed: exit code 3",
+        "passed", "failed: exit code 1", "failed: ran longer than 10 s", "failed: exit code 3",
         "failed: ended by SIGSEGV", "passed",
     ]  # fmt: skip
     assert "ValueError: broken\\x1b[31m" in results["raises"]["last lines"]
@@ -71,7 +71,7 @@ raise SystemExit(3)
     assert table.startswith("# Title\n")
     assert table.index("## good") < table.index("## raises") < table.index("## last")
     assert "the last word \\| of the stage" in table
-    assert "hangs: failed: ran longer than 3 s" in capsys.readouterr().out
+    assert "hangs: failed: ran longer than 10 s" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

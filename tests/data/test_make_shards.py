@@ -80,7 +80,12 @@ def in_process(words):
 
 def test_ctrl_c_says_how_to_go_on(animals, tmp_path, capfd, monkeypatch):
     fast = pack.prepare
-    monkeypatch.setattr(pack, "prepare", lambda *arguments: time.sleep(0.03) or fast(*arguments))
+
+    def slow(*arguments):  # after the first record, the others wait for the signal
+        time.sleep(60 if list(tmp_path.glob("out/.make_shards/shard-*.json")) else 0.03)
+        return fast(*arguments)
+
+    monkeypatch.setattr(pack, "prepare", slow)
     words = [str(animals), str(tmp_path / "out"), SMALL, "--workers=2"]
     process = in_process(words)
     while not list(tmp_path.glob("out/.make_shards/shard-*.json")):
@@ -160,7 +165,7 @@ def test_a_folder_with_other_shards(animals, tmp_path, name, capsys):
     assert content(out) == {name: b"precious"}
 
 
-def test_two_calls_at_once(animals, tmp_path, capsys):
+def test_two_calls_at_once(animals, tmp_path, capsys, monkeypatch):
     folder, held, go_on = make_shards.Folder(tmp_path / "out", "shard"), threading.Event(), threading.Event()
 
     def hold():
@@ -172,7 +177,8 @@ def test_two_calls_at_once(animals, tmp_path, capsys):
     other = threading.Thread(target=hold)
     other.start()
     held.wait(20)
-    threading.Timer(1, go_on.set).start()
+    say = make_shards.say
+    monkeypatch.setattr(make_shards, "say", lambda *words: (say(*words), words[0] == "waiting" and go_on.set()))
     make(animals, tmp_path / "out", SMALL)
     other.join()
     assert "another command is writing" in capsys.readouterr().out

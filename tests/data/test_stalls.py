@@ -124,7 +124,15 @@ def test_workers_that_hang_at_their_start_are_forked_again(write_shards, monkeyp
 
     loader = partial(train, write_shards([20]), batch_size=4, seed=0, steps=3, streams=2)
     expected = [batch.keys for batch in loader()]
-    monkeypatch.setattr(workers, "START_LIMIT", 1)
+    wait, waits = workers.WorkerStates.wait, []
+
+    def waiting(states, started):  # one second for workers that hang, from when they have been forked
+        waits.append(1)
+        wait_until(lambda: forks[0] == len(waits))
+        monkeypatch.setattr(workers, "START_LIMIT", 1 if len(waits) <= hanging else 30)
+        return wait(states, started)
+
+    monkeypatch.setattr(workers.WorkerStates, "wait", waiting)
     monkeypatch.setattr(batches, "start_worker", start)
     before = set(children())
     if hanging > workers.ATTEMPTS:

@@ -88,8 +88,8 @@ def test_waiting_for_a_server_hears_signals(write_shards, server, monkeypatch):
     monkeypatch.setattr(preemption, "LONGEST_WAIT", 1.0)
     start = time.monotonic()
     with preemption.listening():
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
         before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
         try:
             with pytest.raises(preemption.WaitInterruptedError, match="stopped by SIGTERM while waiting for data"):
                 opened.image(0)

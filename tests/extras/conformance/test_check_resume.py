@@ -28,14 +28,16 @@ with open(folder + "/log.jsonl", "a") as log:
             with open(folder + "/new", "wb") as file:
                 pickle.dump((step, weight, draws.getstate()), file)
             os.replace(folder + "/new", folder + "/checkpoint")
-        time.sleep(0.005)
+        waits = folder.endswith("/resumed") and "resume" not in sys.argv and "ends" not in sys.argv
+        time.sleep(60 if waits and step == 30 else 0.005)  # until it is killed
 """
 
 
 def settings(folder: Path, *words: str, **others) -> ResumeSettings:
     script = folder / "trainer.py"
     script.write_text(TRAINER)
-    train = shlex.join([sys.executable, str(script), "{folder}"])
+    ends = ["ends"] if others.get("kill_at", 20) > 60 else []
+    train = shlex.join([sys.executable, str(script), "{folder}", *ends])
     given = {"train": train, "resume": shlex.join([*shlex.split(train), "resume", *words]), "kill_at": 20}
     return ResumeSettings(**(given | {"metrics": "{folder}/log.jsonl"} | others))
 

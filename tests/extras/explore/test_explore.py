@@ -28,7 +28,7 @@ from tests.pretrain.small import on_processes
 # not importorskip: each worker that collects would import umap, which takes five seconds
 absent = pytest.mark.skipif(find_spec("umap") is None, reason="umap-learn is not installed (pip install umap-learn)")
 pytestmark = [pytest.mark.medium, absent]
-IMAGES, SIDE, PORT = 150, 16, 29871
+IMAGES, SIDE = 150, 16
 BLANK, COPY, MIRROR = 7, IMAGES, IMAGES + 1
 """Index of a blank image, and of copies of the images 3 and 5 at the end of the data set."""
 
@@ -231,9 +231,9 @@ def _explore(rank, given):
 
 
 @pytest.mark.slow
-def test_two_processes_find_what_one_finds(explored, photographs, tmp_path):
+def test_two_processes_find_what_one_finds(explored, photographs, tmp_path, free_port):
     _, output = explored
-    on_processes(_explore, PORT, settings(photographs, tmp_path))
+    on_processes(_explore, free_port, settings(photographs, tmp_path))
     for name in ("findings.parquet", "val.parquet", "pairs.parquet"):
         one, two = (parquet.read_table(folder / name) for folder in (output, tmp_path))
         assert one.equals(two)
