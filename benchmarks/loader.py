@@ -26,7 +26,7 @@ import torch
 import torchvision
 from PIL import Image, ImageFilter
 from pydantic import Field
-from tables import machine, publish, table
+from tables import machine, publish, table, typed_command
 from torch import Tensor
 from torchvision import transforms
 
@@ -51,7 +51,8 @@ LARGE = (4000, 3000)
 """Width and height of a large photo, 12 million pixels."""
 DECODE, PILLOW_DINO = "decode", "Pillow: decode, all of DINO's augmentation"
 PILLOW_MAE, PILLOW_PROBE = "Pillow: decode, MAE's crop", "Pillow: decode, a probe's centre crop"
-PILLOW_LARGE = "12 megapixels: Pillow, all of DINO's augmentation"
+PILLOW_CROPS = "Pillow: decode, DINO's crops and mirroring, no colours"
+PILLOW_LARGE = "12 megapixels: Pillow, DINO's crops and mirroring, no colours"
 HEADINGS = ["images/s", "lowest to highest", "ms of a core", "ms of main process", "times Pillow", "of decode"]
 """Headings of the table. "of decode" is the speed relative to decoding alone."""
 
@@ -133,7 +134,8 @@ def stages() -> list[Row]:
     """Return the rows of single stages, in one process."""
     rng = np.random.default_rng(0)
     return [
-        Row(PILLOW_DINO, each(pillow_dino())),
+        Row(PILLOW_DINO, each(pillow_dino(colors=True))),
+        Row(PILLOW_CROPS, each(pillow_dino(colors=False))),
         Row(PILLOW_MAE, each(pillow_mae())),
         Row(PILLOW_PROBE, each(pillow_probe())),
         Row("Pillow: decode", each(pillow_decode)),
@@ -149,7 +151,7 @@ def loaders(settings: LoaderBenchmark) -> list[Row]:
     most = settings.workers
     counts = sorted({most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
     return [
-        *(Row(f"DINO, workers: {count}", whole(settings.data, DINO, count), PILLOW_DINO) for count in counts),
+        *(Row(f"DINO, workers: {count}", whole(settings.data, DINO, count), PILLOW_CROPS) for count in counts),
         Row("MAE, workers: 1", whole(settings.data, MAE, 1), PILLOW_MAE),
         Row("NaViT's packed native sizes, workers: 1", whole(settings.data, NAVIT, 1)),
         Row("a probe's centre crop, workers: 1", whole(settings.data, CenterCrop(), 1), PILLOW_PROBE),
@@ -175,7 +177,7 @@ def cameras(files: list[bytes]) -> list[Row]:
         CropBuilder(DINO.views, 1).add(image, views)
 
     rows: dict[str, Callable[[bytes], object]] = {
-        PILLOW_LARGE: pillow_dino(),
+        PILLOW_LARGE: pillow_dino(colors=False),
         "12 megapixels: decoded whole, 10 crops": decoded_whole,
         "12 megapixels: decoded as small as 10 crops allow": decoded_small,
     }
@@ -189,12 +191,18 @@ def pillow_decode(encoded: bytes) -> Image.Image:
     return Image.open(BytesIO(encoded)).convert("RGB")
 
 
-def pillow_dino() -> Callable[[bytes], object]:
-    """Return the pipeline of DINO's official code: one crop at a time, with the colour changes on the CPU."""
+def pillow_dino(*, colors: bool) -> Callable[[bytes], object]:
+    """Return the pipeline of DINO's official code, one crop at a time.
+
+    With `colors`, it also changes the colours and normalises. In this project the training process does this, so the
+    pipeline without it is the work of a loader worker.
+    """
 
     def crop(size: int, scale: tuple[float, float], *steps: Callable) -> transforms.Compose:
         box = transforms.RandomResizedCrop(size, scale, interpolation=transforms.InterpolationMode.BICUBIC)
         jitter = transforms.RandomApply([transforms.ColorJitter(0.4, 0.4, 0.2, 0.1)], p=0.8)
+        if not colors:
+            return transforms.Compose([box, transforms.RandomHorizontalFlip(0.5), transforms.PILToTensor()])
         changes = [transforms.RandomHorizontalFlip(0.5), jitter, transforms.RandomGrayscale(0.2)]
         return transforms.Compose([box, *changes, *steps, *normalized()])
 
@@ -217,14 +225,14 @@ def pillow_dino() -> Callable[[bytes], object]:
 def pillow_mae() -> Callable[[bytes], object]:
     """Return MAE's pipeline: one random crop."""
     box = transforms.RandomResizedCrop(224, (0.2, 1.0), interpolation=transforms.InterpolationMode.BICUBIC)
-    prepare = transforms.Compose([box, transforms.RandomHorizontalFlip(), *normalized()])
+    prepare = transforms.Compose([box, transforms.RandomHorizontalFlip(), transforms.PILToTensor()])
     return lambda encoded: prepare(pillow_decode(encoded))
 
 
 def pillow_probe() -> Callable[[bytes], object]:
     """Return the pipeline of an evaluation: the centre crop."""
     shorter = transforms.Resize(256, transforms.InterpolationMode.BICUBIC)
-    prepare = transforms.Compose([shorter, transforms.CenterCrop(224), *normalized()])
+    prepare = transforms.Compose([shorter, transforms.CenterCrop(224), transforms.PILToTensor()])
     return lambda encoded: prepare(pillow_decode(encoded))
 
 
@@ -328,8 +336,8 @@ def show(rows: list[Row], found: dict[str, list[Measured]], files: list[bytes], 
     """Print the table, and write it to a Markdown file if `--output` is given."""
     packages = f"torchvision {torchvision.__version__}, Pillow {PIL.__version__}"
     title = (
-        f"{len(files)} images of {sum(map(len, files)) / len(files) / 1000:.0f} kB on average; medians of "
-        f"{settings.rounds} rounds, {settings.seconds:g} s per row; batches of {BATCH}."
+        f"{typed_command()}: {len(files)} images of {sum(map(len, files)) / len(files) / 1000:.0f} kB on average; "
+        f"medians of {settings.rounds} rounds, {settings.seconds:g} s per row; batches of {BATCH}."
     )
     how = (__doc__ or "").split("\n\n")[-1].strip()
     rates = table(["", *HEADINGS], [cells(row, found) for row in rows])
