@@ -10,7 +10,6 @@ linear probe. The folders of the runs and their logs are beside it. A run that f
 """
 
 import json
-import shlex
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Any
 
 import small_resnet
 from pydantic import Field
-from tables import machine, publish, table
+from tables import machine, publish, table, typed_command
 
 from tessera.runtime.settings import Settings, SettingsError, parse
 
@@ -59,8 +58,7 @@ def main(settings: Cifar10) -> int:
     for method in settings.methods:
         for encoder in settings.encoders:
             rows.append(row(settings, method, encoder))
-            command = f"`python benchmarks/cifar10.py {shlex.join(sys.argv[1:])}`"
-            publish([command, machine(), table(HEADINGS, rows, text=2)], settings.output / "results.md")
+            publish([typed_command(), machine(), table(HEADINGS, rows, text=2)], settings.output / "results.md")
     return int(any("failed" in one[2] for one in rows))
 
 

@@ -27,7 +27,7 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 from pydantic import Field
-from tables import machine, publish, table
+from tables import machine, publish, table, typed_command
 from torch import nn
 from training import as_run, device, loader_batch, make_config, training_step
 
@@ -60,7 +60,7 @@ class EnginesBenchmark(Settings):
     """engines: names of files in configs/accelerate/, without .yaml"""
     precision: Literal["fp32", "bf16"] = "fp32"
     """precision of the forward pass: fp32 or bf16"""
-    processes: int = Field(default=2, ge=1)
+    processes: int = Field(default=2, ge=2)
     """number of processes per launch"""
     images: int = Field(default=2, ge=1)
     """images per process and step; with few images, the sharded state takes more memory than the activations"""
@@ -263,10 +263,9 @@ def main(settings: EnginesBenchmark) -> None:
         raise SettingsError(f"hsdp needs {2 * GROUPS} processes or more. Set --processes {2 * GROUPS}.")
     started = time.perf_counter()
     headings, *rows = measured_rows(settings)
-    command = " ".join(["python benchmarks/engines.py", *sys.argv[1:]])
     what = f"{settings.processes} processes, {settings.images} images each, {device().type}, {settings.precision}"
     minutes = (time.perf_counter() - started) / 60
-    intro = f"`{command}`: {machine()}; {what}; {minutes:.0f} minutes."
+    intro = f"{typed_command()}: {machine()}; {what}; {minutes:.0f} minutes."
     publish(["# Engines", intro, table(headings, rows, text=3)], settings.output)
 
 

@@ -82,6 +82,7 @@ def stored(opened: Source, number: int) -> bytes:
 
 def write(path: Path, rows: list[Row], truth: dict[str, tuple[str, str]]) -> None:
     """Write a shard, and what was planted in it: name of an image -> name of its original or its label, and kind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as tar:
         for name, image, label in rows:
             for ending, content in (("jpg", image), ("cls", str(label).encode())):

@@ -12,6 +12,7 @@ photograph, whose pooled features are compared with those of `tessera.embed`.
 """
 
 import json
+import sys
 import tempfile
 import time
 import warnings
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from tables import machine, publish, table
+from tables import machine, publish, table, typed_command
 from torch import Tensor
 
 import tessera
@@ -236,6 +237,7 @@ def photograph_difference(run: Path, form: str, size: int, folder: Path) -> floa
 
 def run_parts() -> list[str]:
     """Return the parts of the page about run folders. The plug-in of examples/ijepa is one of the methods."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "ijepa"))
     from tessera_ijepa import IJEPA
 
     METHODS["ijepa"] = IJEPA
@@ -246,8 +248,7 @@ def run_parts() -> list[str]:
         rows = run_cells(methods, messages, distill={"teacher": str(teacher)})
     return [
         "## Run folders",
-        f"{machine()}, float32, {(time.process_time() - started) / 60:.0f} minutes of CPU time, with examples/ijepa on "
-        "PYTHONPATH.",
+        f"{machine()}, float32, {(time.process_time() - started) / 60:.0f} minutes of CPU time, with examples/ijepa.",
         f"The run folder of each method and family is exported at one of the sizes {', '.join(map(str, SIZES))}, of "
         "which each row has all. The library of the format loads the export, and prepares and encodes a photograph of "
         "640 x 427 pixels by its own means (ONNX and `torch.export`: Pillow, as the file states). The largest "
@@ -283,8 +284,7 @@ def main() -> None:
     headings = [f"{form}, dynamic" if dynamic else form for form, dynamic in forms]
     parts = [
         "# Exports",
-        f"`python benchmarks/exports.py --output benchmarks/results/exports.md`: {machine()}, float32, "
-        f"{time.process_time() / 60:.0f} minutes of CPU time.",
+        f"{typed_command()}: {machine()}, float32, {time.process_time() / 60:.0f} minutes of CPU time.",
         "Small variants with random weights. The largest difference between a feature of the export and of the "
         "encoder, as a fraction of the largest feature, for 1, 2 and 3 images at each size. A dynamic graph is made "
         "once, at the second size, and compared at that and two more sizes. A number in brackets is a refusal, quoted "

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from pydantic import Field
-from tables import machine, publish, table
+from tables import machine, publish, table, typed_command
 
 from tessera.data.dataset import addresses, in_blocks
 from tessera.data.loader import StreamConfig, mixture_sampler
@@ -58,7 +58,7 @@ def main(settings: LookupBenchmark) -> None:
             rows.append([name, *measure(f"{folder}/index.json", settings)])
     how = (__doc__ or "").split("\n\n")[-1].strip()
     headings = ["", "ms per sample, warm-up", "ms per sample", "lowest to highest"]
-    title = f"`python benchmarks/lookup.py`: {settings.rounds} rounds of {settings.samples:,} samples."
+    title = f"{typed_command()}: {settings.rounds} rounds of {settings.samples:,} samples."
     publish(
         ["# Finding samples among many shards", title, f"{machine()}.", how, table(headings, rows)], settings.output
     )

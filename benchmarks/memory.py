@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import Field
-from tables import machine, publish, table
+from tables import machine, publish, table, typed_command
 
 from tessera.runtime.settings import Settings, parse
 
@@ -130,6 +130,8 @@ def few(data: str, images: int, folder: Path) -> list[str]:
 
 def main(settings: Memory) -> None:
     """Measure all runs and print the table."""
+    if unknown := {*settings.only} - {encoder for encoder, _ in RUNS}:
+        raise SystemExit(f"Unknown encoder: {', '.join(sorted(unknown))}.")
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -159,7 +161,7 @@ def main(settings: Memory) -> None:
     headings = ["encoder", "method", "training step, GB", "first score, GB", "embed, GB", "knn, GB", "linear_probe, GB"]
     parts = [
         "# Memory of evaluations",
-        f"`python benchmarks/memory.py --data SHARDS`: {machine()}.",
+        f"{typed_command()}: {machine()}.",
         f"One step of {settings.batch_size} images at the default size of the encoder, and evaluations of "
         f"{settings.images} images. Peak of the PSS of all processes, with one loader worker. The training step "
         "is that of a run without a score. All numbers include about 0.5 GB of the libraries.",

@@ -23,7 +23,7 @@ from typing import Any
 from fuse import FUSE, Operations  # pyright: ignore[reportMissingImports] - only this benchmark needs it
 from lookup import BATCH, IMAGE, PROCESSES, WORKERS, write_shards
 from pydantic import Field
-from tables import machine, publish, table
+from tables import machine, publish, table, typed_command
 
 from tessera.data.batch_sampler import BatchSampler
 from tessera.data.dataset import addresses, in_blocks
@@ -102,6 +102,8 @@ def main(settings: NetworkDiskBenchmark) -> None:
         disk.start()
         try:
             while not os.path.ismount(mounted):
+                if not disk.is_alive():
+                    raise SystemExit("The simulated disk cannot be mounted; the reason is above.")
                 time.sleep(0.1)
             rows = [
                 measure(mounted, limit, counts, settings, Path(folder, f"cache-{limit}")) for limit in settings.files
@@ -111,7 +113,7 @@ def main(settings: NetworkDiskBenchmark) -> None:
             disk.join()
     how = (__doc__ or "").split("\n\n")[-1].strip()
     headings = ["limit of open files", "opens per image", "reads per image", "kB per image", "ms per image"]
-    title = f"`python benchmarks/network_disk.py`: {settings.images:,} images, {settings.delay_ms:g} ms per operation."
+    title = f"{typed_command()}: {settings.images:,} images, {settings.delay_ms:g} ms per operation."
     publish(["# Reading from a network disk", title, f"{machine()}.", how, table(headings, rows)], settings.output)
 
 

@@ -67,6 +67,7 @@ def main(settings: OfficialBenchmark) -> None:
     for kind in kinds:
         pipes[kind], other = context.Pipe()
         context.Process(target=work, args=(other, kind, settings), daemon=True).start()
+        other.close()  # otherwise, `recv` would wait for ever if the process fails
         pipes[kind].recv()
     for number in range(settings.rounds + 1):
         for kind in kinds:
@@ -89,6 +90,7 @@ def work(pipe: Connection, kind: str, settings: OfficialBenchmark) -> None:
     torch.set_num_threads(settings.threads)
     official = {"dino": official_dino, "mae": official_mae}[settings.method]
     step = official(settings) if kind.startswith("official") else ours(settings, kind)
+    torch.set_num_threads(settings.threads)  # again, because a run of this project chooses its own number
     pipe.send("ready")
     while (number := pipe.recv()) is not None:
         start = time.perf_counter()

@@ -73,7 +73,7 @@ def main(folders: list[str]) -> int:
     print("\n| | images | " + " | ".join(KINDS) + " |\n|---|" + "--:|" * (len(KINDS) + 1))
     for name, counts in rows:
         print(f"| {name} | {counts.total()} | " + " | ".join(str(counts[kind]) for kind in KINDS) + " |")
-    return int(any(counts["different"] or counts["crash"] for _, counts in rows))
+    return int(not rows or any(counts["different"] or counts["crash"] or not counts for _, counts in rows))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import webdataset as wds
 from PIL import Image
 from pyarrow import parquet
 from pydantic import Field
-from tables import machine, publish, table
+from tables import machine, publish, table, typed_command
 from torchvision.transforms import v2
 
 from tessera.data.batch_sampler import BatchSampler
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     publish(
         [
             "# Data and stages of the user",
-            f"`python benchmarks/own_data.py`: {settings.images} generated photographs of 1000 x 500 pixels and "
+            f"{typed_command()}: {settings.images} generated photographs of 1000 x 500 pixels and "
             f"{size:.0f} kB; medians of {settings.rounds} rounds; one process, one thread, batches of {BATCH}.",
             f"{machine()}, webdataset {wds.__version__}.",
             "All rows decode, and cut one random crop of 224 pixels with mirroring.",

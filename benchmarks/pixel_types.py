@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 from pydantic import Field
-from tables import machine, publish, table
+from tables import machine, publish, table, typed_command
 from torch import Tensor
 
 from tessera.data.augment import to_model_input
@@ -160,8 +160,7 @@ def show(
     publish(
         [
             "# Pixel types",
-            f"`python benchmarks/pixel_types.py --data {settings.data} --rounds {settings.rounds} --seconds "
-            f"{settings.seconds}`: medians of {settings.rounds} rounds, processor time of one thread, {BATCH} images.",
+            f"{typed_command()}: medians of {settings.rounds} rounds, processor time of one thread, {BATCH} images.",
             f"{machine()}.",
             (__doc__ or "").split("\n\n")[2],
             table(["", "type", "images/s", "times uint8", "bytes per image in a batch"], lines, text=2),

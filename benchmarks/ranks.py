@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from PIL import Image
 from pydantic import Field
-from tables import machine, publish, table
+from tables import machine, publish, table, typed_command
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -183,7 +183,7 @@ def main(chosen: Ranks) -> None:
     publish(
         [
             "# What grows with the number of processes",
-            f"`python benchmarks/ranks.py`: {machine()}, beside other work.",
+            f"{typed_command()}: {machine()}.",
             f"A checkpoint of {chosen.encoder} under DINO, {len(tensors):,} tensors of few elements: its files, and "
             "the CPU seconds and MB of its plan. And one exchange of the watchdog with its store, every 2 s.",
             table(headings, rows, text=0),

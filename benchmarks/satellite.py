@@ -35,7 +35,7 @@ import tifffile
 from PIL import Image
 from pydantic import Field
 from scipy import ndimage
-from tables import machine, publish, table
+from tables import machine, publish, table, typed_command
 
 from tessera.data.decode import Undecoded
 from tessera.data.shards import open_shards
@@ -175,18 +175,24 @@ def make(settings: Satellite) -> None:
         part.rename(settings.sets / kind)
 
 
+def folder(settings: Satellite, method: str, kind: str) -> Path:
+    """Return the folder of a run. A run with another encoder, length or size has another one."""
+    encoder = settings.encoder.replace(":", "_")
+    return settings.runs / f"{method}-{kind}-{encoder}-{settings.steps}-{settings.side}"
+
+
 def command(settings: Satellite, method: str, kind: str) -> list[str]:
     """Return the command of a run. All runs measure the mean and the standard deviation of their images."""
     data = settings.sets / kind
     words = ["tessera", "pretrain", "--method", method, f"--{method}.global_size", "64", "--encoder", settings.encoder]
     words += ["--steps", str(settings.steps), "--batch_size", "64", "--data.mean", "auto", "--data.std", "auto"]
     words += ["--data", str(data / "train"), "--evaluation.val", str(data / "val"), "--precision", "fp32"]
-    return [*words, "--evaluate_every", str(settings.steps), "--output", str(settings.runs / f"{method}-{kind}")]
+    return [*words, "--evaluate_every", str(settings.steps), "--output", str(folder(settings, method, kind))]
 
 
 def scores(settings: Satellite, method: str, kind: str) -> tuple[float, float, float]:
     """Return the 20-NN accuracies of raw pixels, and of the encoder before and after a run. Train if needed."""
-    file = settings.runs / f"{method}-{kind}" / "metrics.jsonl"
+    file = folder(settings, method, kind) / "metrics.jsonl"
 
     def found() -> list[dict]:
         records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -219,7 +225,7 @@ def main() -> None:
     if settings.steps:
         lines = [
             "# Types of pixels",
-            "`python benchmarks/satellite.py`: five classes of Imagenette as 8 bits, as 12 bits in uint16 and as "
+            f"{typed_command()}: five classes of Imagenette as 8 bits, as 12 bits in uint16 and as "
             f"reflectances in float32, with a shorter side of {settings.side} pixels and crops of 64. {machine()}",
             "20-NN accuracy in percent, with one standard error of the validation images. The runs of a method have "
             "the same seed, settings and crops. They differ by the rounding of resized values.",

@@ -16,7 +16,7 @@ from typing import cast
 
 from accelerate.state import AcceleratorState, GradientState
 from pydantic import Field
-from tables import machine, publish, table
+from tables import machine, publish, table, typed_command
 
 from tessera.pretrain.methods import METHODS
 from tessera.pretrain.run import main as pretrain
@@ -112,7 +112,7 @@ def main(settings: SharesBenchmark) -> None:
                 ]
                 rows.append([method, engine, *cells])
                 print("  ".join(rows[-1]), flush=True)
-    intro = f"`{' '.join(['python benchmarks/shares.py', *sys.argv[1:]])}`: {machine()}; {settings.steps} steps."
+    intro = f"{typed_command()}: {machine()}; {settings.steps} steps."
     publish([intro, table(["method", "engine", *LAUNCHES], rows, text=2)], settings.output)
 
 

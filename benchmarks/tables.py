@@ -2,6 +2,8 @@
 
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -15,6 +17,11 @@ def machine() -> str:
     """Return the GPU or the processor, and the versions of Python and torch."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{processor()}, {os.cpu_count()} cores"
     return f"{name}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def typed_command() -> str:
+    """Return the command of this process as Markdown, as it is typed in a shell."""
+    return f"`{shlex.join(['python', f'benchmarks/{Path(sys.argv[0]).name}', *sys.argv[1:]])}`"
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, text: int = 1) -> str:
