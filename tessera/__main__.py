@@ -63,7 +63,7 @@ def run(words: list[str]) -> None:
         return
     commands = COMMANDS
     place = next((i for i, word in enumerate(words) if word in commands), None)
-    if place is None:  # only now, because the metadata of installed packages takes time to read
+    if place != 0:  # only now, because the metadata of installed packages takes time to read
         commands = COMMANDS | installed_commands()
         place = next((i for i, word in enumerate(words) if word in commands), None)
     if place is None:
@@ -92,7 +92,8 @@ def run(words: list[str]) -> None:
                 raise SystemExit(2)
         sys.argv = [f"tessera {words[place]}", *words[place + 1 :]]
         sys.exit(importlib.import_module(commands[words[place]][0]).main())
-    if "--config_file" not in launcher:  # without these flags, accelerate prints a warning about its defaults
+    flags = [word.partition("=")[0].replace("-", "_") for word in launcher]
+    if "__config_file" not in flags:  # without these flags, accelerate prints a warning about its defaults
         launcher = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", *launcher]
     from tessera.launch import accelerate_launch  # imported here, because the import takes seconds
 

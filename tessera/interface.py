@@ -78,7 +78,8 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, float]]:
         """Metrics of the run: one dictionary for each line of metrics.jsonl (docs/monitoring.md)."""
-        return [json.loads(line) for line in self._read("metrics.jsonl").splitlines()]
+        text = self._read("metrics.jsonl")  # a run that goes on, or was killed, may leave a part of a last line
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def _read(self, name: str) -> str:
         """Return the contents of a file of the run.

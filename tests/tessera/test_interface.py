@@ -14,6 +14,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,11 +22,13 @@ import torch
 from PIL import Image
 
 import tessera
+from tessera import __main__ as command_line
 from tessera import encoders
 from tessera.__main__ import next_step
 from tessera.data.demo import demo_shards
 from tessera.data.make_shards import main as make_shards
-from tessera.interface import _values, in_python
+from tessera.interface import Run, _values, in_python
+from tessera.launch import accelerate_launch
 from tessera.pretrain.methods.dino import DINO
 from tessera.pretrain.run import main
 from tessera.runtime.user_error import UserError
@@ -322,3 +325,27 @@ def test_unknown_commands_and_help(crowded: Path) -> None:
     version = called(crowded, "-m", "tessera", "--version")
     assert version.stdout == f"tessera {importlib.metadata.version('tessera-ssl')}\n"
     assert "unknown flag --stps" in called(crowded, "-m", "tessera", "pretrain", "--stps", "3").stderr
+
+
+def test_the_first_command_counts_also_if_it_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = list[str]()
+    monkeypatch.setattr(command_line, "installed_commands", lambda: {"report": ("own", "")})
+    monkeypatch.setattr(command_line, "runs_in_one_process", lambda _: True)
+    monkeypatch.setitem(sys.modules, "own", SimpleNamespace(main=lambda: called.extend(sys.argv)))
+    monkeypatch.setattr(sys, "argv", [])
+    with pytest.raises(SystemExit):
+        command_line.run(["report", "pretrain"])
+    assert called == ["tessera report", "pretrain"]
+
+
+@pytest.mark.parametrize("words", [["--config_file", "a.yaml"], ["--config_file=a.yaml"], ["--config-file=a.yaml"]])
+def test_an_engine_file_is_not_overridden(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerate_launch, "main", lambda: None)
+    monkeypatch.setattr(sys, "argv", [])
+    command_line.run([*words, "pretrain"])
+    assert sys.argv == ["tessera", *words, "--module", "tessera", "pretrain"]
+
+
+def test_metrics_of_a_run_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 120}\n{"step": 14')
+    assert Run(tmp_path).metrics == [{"step": 0}, {"step": 120}]
