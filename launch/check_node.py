@@ -26,7 +26,7 @@ from rich.filesize import decimal
 from webdataset.shardlists import expand_urls
 
 from tessera.launch import network
-from tessera.launch.jobs import LaunchError, read_settings
+from tessera.launch.jobs import LaunchError, preset_file, read_settings_of_run
 
 SHARD_SETTINGS = ("data", "train", "val", "evaluation.train", "evaluation.val")
 """Names of the settings that hold shards, in pretraining and in evaluations."""
@@ -218,12 +218,18 @@ def shard_patterns(flags: list[str]) -> Iterator[str]:
         parser.add_argument(f"--{name}", action="append")
     for name in ("config", "output"):
         parser.add_argument(f"--{name}")
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume", nargs="?", const="true")
     given = vars(parser.parse_known_args(flags)[0])
-    files = [Path(given["config"])] if "config" in given else []
+    if given.get("resume", "true").lower() not in ("true", "false"):
+        given["output"] = given["resume"]
+    files = [preset_file(given["config"])] if "config" in given else []
     if "resume" in given and "output" in given and (own := Path(given["output"]) / "config.yaml").exists():
         files.append(own)  # a run keeps the settings that its flags and its settings file do not give
-    settings = [read_settings(file) for file in files]
+    settings = [read_settings_of_run(file) for file in files]
+    if isinstance(section := look_up(settings[-1], "data") if settings else None, dict):
+        for one in settings[:-1]:  # a file that changes another setting of this section keeps the shards
+            if isinstance(one.get("data"), dict) and one["data"].keys() & section.keys():
+                one["data"] = section | one["data"]
     for name in SHARD_SETTINGS:
         yield from as_patterns(given.get(name) or next(filter(None, (look_up(one, name) for one in settings)), None))
 

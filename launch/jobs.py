@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import glob
 import importlib.metadata
 import importlib.util
 import json
@@ -387,6 +388,42 @@ def read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(settings or {}, dict):
         raise LaunchError(f"the settings file {path} must hold `name: value` lines, not a {type(settings).__name__}")
     return settings or {}
+
+
+def read_settings_of_run(path: Path) -> dict[str, Any]:
+    """Read the config.yaml of a run, or another YAML file of settings.
+
+    Relative SHARDS that do not exist here become absolute if they exist in the folder in which the run was started, as
+    `pretrain.command_line.from_folder` does for the run.
+
+    Raises:
+        LaunchError: the file cannot be read, or it does not hold a mapping.
+    """
+    settings = read_settings(path)
+    try:
+        folder = Path(json.loads(path.with_name("machine.jsonl").read_text().splitlines()[-1])["folder"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return settings  # not the folder of a run that was started
+
+    def absolute(shards: Any) -> Any:
+        if isinstance(shards, list):
+            return [absolute(one) for one in shards]
+        if isinstance(shards, dict):
+            return {absolute(one): weight for one, weight in shards.items()}
+        if not isinstance(shards, str) or _exists(shards) or not _exists(str(folder / shards)):
+            return shards
+        return str(folder / shards)
+
+    found = settings | ({"labels": absolute(settings["labels"])} if "labels" in settings else {})
+    for section, names in {"data": ("shards",), "evaluation": ("train", "val")}.items():
+        if isinstance(given := settings.get(section), dict):
+            found[section] = {name: absolute(value) if name in names else value for name, value in given.items()}
+    return found
+
+
+def _exists(shards: str) -> bool:
+    """Return True if a file or folder matches a path, a glob or a brace range."""
+    return Path(shards).exists() or bool(glob.glob(re.sub(r"\{[^{}]*\}", "*", shards)))
 
 
 def frozen_files(config: Path | None, engine: Path, folder: Path) -> dict[str, str]:

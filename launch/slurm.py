@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.launch.jobs import (
+    Evaluation,
     Job,
     LaunchError,
     OneLineParser,
@@ -36,6 +37,7 @@ from tessera.launch.jobs import (
     quoted,
     read_jobs,
     read_settings,
+    read_settings_of_run,
     scancel,
     states,
     submit_chain,
@@ -202,9 +204,13 @@ def submit_run(options: argparse.Namespace, flags: list[str]) -> None:
     check_settings(options.config, [*given, *again, *flags])
     jobs = [pretraining_job(options, output, flags, kept=kept)]
     for kind in after:
-        own = shlex.split(getattr(options, f"{kind.replace('-', '_')}_flags"))
+        name = f"{kind}-flags"
+        own = split_words(f"--{name}", getattr(options, name.replace("-", "_")))
         shards = evaluation_shards(options.config, settings, flags, own)
-        jobs.append(evaluation_job(kind, evaluation_options(options), [*shards, *own], output))
+        if evaluation(kind).script == "pretrain.sbatch":
+            check_own_run(kind, output / evaluation(kind).command, own)
+        reading = reading_flags(evaluation(kind), settings, flags, own)
+        jobs.append(evaluation_job(kind, evaluation_options(options), [*shards, *reading, *own], output))
     for job in jobs:
         job.environment |= environment_of_jobs(options)
     texts = frozen_files(None if kept else options.config, options.accelerate, output / "submitted")
@@ -249,15 +255,16 @@ def settings_of_run(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
             missing = f"{output} holds no run to continue" if output else "submit needs the settings of the run"
             raise LaunchError(f"{missing}. Give --config FILE.yaml, or --config PRESET.")
         return settings, False
-    saved, last = read_settings(own), own.parent / "submitted" / "config.yaml"
+    saved, last = read_settings_of_run(own), own.parent / "submitted" / "config.yaml"
     if options.config is None or (last.exists() and read_settings(last) == settings):
         options.config = own
         print(f"# settings: {quoted(str(own))}, and the flags after --")
         return saved, True
     print(f"# settings: {quoted(str(own))}, {quoted(str(options.config))} over it, and the flags after --")
-    scores = [one.get("evaluation") for one in (saved, settings)]
-    if all(isinstance(one, dict) for one in scores):  # a file that changes one set of images keeps the other
-        settings = settings | {"evaluation": scores[0] | scores[1]}
+    for name in ("data", "evaluation"):  # a file that changes one setting of a section, and is no mixture, keeps others
+        old, new = saved.get(name), settings.get(name)
+        if isinstance(old, dict) and isinstance(new, dict) and new.keys() & old.keys():
+            settings = settings | {name: old | new}
     return saved | settings, False
 
 
@@ -287,7 +294,7 @@ def check_options(options: argparse.Namespace, settings: dict[str, Any], flags: 
             "--dry_run is an option of `submit`. Give --dry_run before the separator `--`. To see what a run needs, "
             "call `tessera pretrain --dry_run`."
         )
-    if "data" not in settings and not flag_values("data", flags):
+    if "data" not in settings and not (flag_values("data", flags) or flag_values("data.shards", flags)):
         raise LaunchError(f"{options.config} names no data. Add `data: SHARDS` there, or give `-- --data SHARDS`.")
     if not options.accelerate.is_file():
         raise LaunchError(f"there is no engine file {options.accelerate}. Choose a file of configs/accelerate/.")
@@ -357,6 +364,16 @@ def check_folder(output: Path, resume: bool) -> None:
         raise LaunchError(f"{output} holds a run. Continue it with --resume, or choose another --output.")
 
 
+def check_own_run(kind: str, folder: Path, own: Sequence[str]) -> None:
+    """Raise `LaunchError` if the job of an evaluation that is a run of its own would find an earlier run there."""
+    given = {word.partition("=")[0] for word in own}
+    if (folder / "config.yaml").exists() and not given & {"--resume", "--overwrite", "--output"}:
+        raise LaunchError(
+            f"{folder} holds a run of an earlier {kind}. Continue it with --{kind}-flags=--resume, delete it with "
+            f"--{kind}-flags=--overwrite, or leave {kind} out of --after-pretraining."
+        )
+
+
 def check_queue(output: Path) -> None:
     """Raise `LaunchError` if jobs of the run folder are still in the queue."""
     if (output / "submitted" / "jobs.json").exists():
@@ -408,10 +425,37 @@ def evaluation_shards(config: Path, settings: dict[str, Any], flags: Sequence[st
             raise LaunchError(f"evaluation.{name} in {config} must be SHARDS or a list of SHARDS")
         for pattern in patterns:
             arguments += [f"--{name}", pattern]
-    labels = flag_values("labels", flags)[-1:] or [settings.get("labels")]
-    if isinstance(labels[0], str) and not flag_values("labels", own):
-        arguments += ["--labels", labels[0]]
     return arguments
+
+
+def reading_flags(kind: Evaluation, settings: dict[str, Any], flags: Sequence[str], own: Sequence[str]) -> list[str]:
+    """Return the flags by which an evaluation takes images and labels from samples as the run does.
+
+    A flag that is among the `own` flags of the evaluation is left out.
+    """
+    section = settings.get("data")
+    section = section if isinstance(section, dict) else {}
+    arguments = []
+    for name in ("labels", "data.image", "data.label", "data.pages", "data.stages"):
+        values = flag_values(name, flags) or (settings if name == "labels" else section).get(name.removeprefix("data."))
+        values = [values] if isinstance(values, str) else values
+        # a run of its own has the flags of a run
+        here = name if kind.script == "pretrain.sbatch" else name.removeprefix("data.")
+        if isinstance(values, list) and not flag_values(here, own):
+            arguments += [f"--{here}", *(values if name == "data.stages" else values[-1:])]
+    return arguments
+
+
+def split_words(name: str, text: str) -> list[str]:
+    """Split the value of the option `name` into words as a shell does.
+
+    Raises:
+        LaunchError: a quote is not closed.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(f"{name}={text} is not a list of words: {error}. Quote each word as in a shell.") from error
 
 
 def pretraining_shards(settings: dict[str, Any], flags: Sequence[str]) -> Any:
@@ -430,7 +474,7 @@ def environment_of_jobs(options: argparse.Namespace) -> dict[str, str]:
 def common_options(options: argparse.Namespace) -> list[str]:
     """Return the options of sbatch that all jobs share."""
     given = [f"--{name}={value}" for name in ("partition", "account", "qos") if (value := getattr(options, name))]
-    return given + [word for text in options.sbatch for word in shlex.split(text)]
+    return given + [word for text in options.sbatch for word in split_words("--sbatch", text)]
 
 
 def pretraining_job(options: argparse.Namespace, output: Path, flags: list[str], *, kept: bool) -> Job:

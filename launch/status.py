@@ -41,7 +41,8 @@ def status(output: Path) -> None:
     """
     jobs = read_jobs(output)
     known = states([job.id for job in jobs])
-    print(f"run: {output}\ntraining: {_position(output)}\n")
+    trains = any(job.name == "pretrain" for job in jobs)  # the jobs of a comparison train runs in folders of their own
+    print(f"run: {output}\n" + (f"training: {_position(output)}\n" if trains else ""))
     rows = [[job.id, job.name, known[job.id], _meaning(known[job.id]), str(_log(job, output))] for job in jobs]
     _print_table([["job", "what", "state in SLURM", "meaning", "log"], *rows])
     rows = _results(output)
@@ -50,7 +51,9 @@ def status(output: Path) -> None:
         _print_table([["result (.json in evaluation/)", "metric", "value"], *rows])
     else:
         print("no results of evaluations yet")
-    if all(is_over(known[job.id]) for job in jobs) and not _finished(output):
+    if not trains and all(is_over(state) for state in known.values()) and {*known.values()} != {"COMPLETED"}:
+        print("\nNo job is left. To submit what is not done, start the same command again.")
+    if trains and all(is_over(known[job.id]) for job in jobs) and not _finished(output):
         begun = (output / "config.yaml").exists()
         how = (
             f"To continue it, call `tessera slurm submit --resume {quoted(str(output))}`"

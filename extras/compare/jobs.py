@@ -5,14 +5,13 @@ checkpoint, and the job is requeued. OUTPUT/submitted/ holds the logs, and jobs.
 `cancel`.
 """
 
-import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 
 from tessera.extras.compare.cells import CompareError, is_done, measure
 from tessera.extras.compare.plan import TRIALS, CompareSettings, other_cells, read_plan, write_plan
 from tessera.launch.jobs import Job, LaunchError, log_option, quoted, submit_stages, write_jobs
-from tessera.launch.slurm import check_queue
+from tessera.launch.slurm import check_queue, split_words
 
 
 def submit(
@@ -60,7 +59,7 @@ def _job(name: str, command: list[str], settings: CompareSettings) -> Job:
     """Return the job that runs `tessera COMMAND`. Options of the user come last, so that they take precedence."""
     folder = (settings.output / "submitted").absolute()
     own = [f"--job-name={settings.output.name}-{name}", log_option(folder, name), "--signal=USR1@300"]
-    return Job(name, [*own, *shlex.split(settings.jobs or "")], "evaluation.sbatch", command)
+    return Job(name, [*own, *split_words("--jobs", settings.jobs or "")], "evaluation.sbatch", command)
 
 
 def without_jobs(argv: Sequence[str]) -> list[str]:

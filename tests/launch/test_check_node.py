@@ -82,6 +82,26 @@ def test_shards_of_settings_and_flags(tmp_path: Path, data: object, found: list[
     assert list(check_node.shard_patterns(flags)) == ["a.tar", "b.tar", "c.tar"]
 
 
+def test_a_preset_names_the_settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d.tar").write_text("shard")
+    assert list(check_node.check_shards(["--config", "imagenet_dino_vit_small", "--data", "d.tar"])) == []
+
+
+def test_the_run_to_resume_names_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (run / "config.yaml").write_text("data: {shards: d.tar, exclude: null}\n")
+    (run / "machine.jsonl").write_text(f'{{"folder": "{tmp_path}"}}\n')
+    (elsewhere / "x.yaml").write_text("data: {exclude: x.txt}\n")
+    assert list(check_node.shard_patterns(["--resume", str(run)])) == ["d.tar"]
+    (tmp_path / "d.tar").write_text("shard")
+    for given in (["--resume", str(run)], ["--resume", "--output", str(run), "--config", "x.yaml"]):
+        assert list(check_node.shard_patterns(given)) == [str(tmp_path / "d.tar")]
+
+
 def test_unreadable_settings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_node.main(["--", "--config", str(tmp_path / "none.yaml")]) == 2
     assert "cannot tell which shards the job reads" in capsys.readouterr().err

@@ -281,3 +281,28 @@ def test_loader_processes_follow_the_allocation(
     if allocated is not None:
         monkeypatch.setenv("SLURM_CPUS_ON_NODE", allocated)
     assert free_cores(1) == workers
+
+
+@pytest.mark.parametrize("given", [["--resume", "a run"], ["--resume=a run"]])
+def test_the_run_to_resume_is_the_run_folder(pretrain: Script, given: list[str]) -> None:
+    assert pretrain.run(*given, "--steps", "9").returncode == 0
+    assert after("pretrain", pretrain.trained()[-1]["argv"]) == [*given, "--steps", "9"]
+    refused = pretrain.run("--resume", "--steps", "9")  # a new folder holds no run, and would start one
+    assert (refused.returncode, "--resume needs the folder of the run" in refused.stderr) == (2, True)
+    assert not (pretrain.folder / "runs").exists()
+
+
+def test_a_restart_does_not_overwrite_what_the_job_has_begun(pretrain: Script) -> None:
+    config = pretrain.folder / "run" / "config.yaml"
+    config.parent.mkdir()
+    config.touch()
+
+    def flags(**environment: str) -> list[str]:
+        assert pretrain.run("--output", "run", "--overwrite", **environment).returncode == 0
+        return after("pretrain", pretrain.trained()[-1]["argv"])[2:]
+
+    assert flags() == ["--overwrite"]
+    os.utime(config, (1, 1))
+    assert flags(SLURM_RESTART_COUNT="1") == ["--overwrite"]  # the job had not begun, so this is the other run
+    os.utime(config, (2**33, 2**33))
+    assert flags(SLURM_RESTART_COUNT="1") == ["--overwrite", "--no-overwrite", "--resume"]

@@ -398,3 +398,68 @@ def test_cancel_ends_what_is_not_over(slurm: Slurm) -> None:
 @pytest.mark.parametrize("command", ["status", "cancel"])
 def test_a_folder_without_jobs(slurm: Slurm, command: str) -> None:
     assert "nowhere has no jobs" in slurm.fails(command, "nowhere")
+
+
+def test_evaluations_read_samples_as_the_run_does(slurm: Slurm) -> None:
+    data = "data: {shards: d.tar, image: left.jpg, label: 'json:category.id', pages: first}\n"
+    (slurm.folder / "x.yaml").write_text(data + "evaluation: {train: a.tar, val: v.tar}\n")
+    slurm.accepted(
+        *("--after-pretraining", "knn,finetune", "--knn-flags=--image right.jpg", "--"),
+        *("--data.label", "cls", "--data.stages", "m:f", "m:g"),
+    )
+    _, knn, finetune = map(flags_of, slurm.submitted())
+    assert knn[7:] == ["--label", "cls", "--pages", "first", "--stages", "m:f", "m:g", "--image", "right.jpg"]
+    assert finetune[7:] == [
+        *("--data.image", "left.jpg", "--data.label", "cls", "--data.pages", "first", "--data.stages", "m:f", "m:g"),
+    ]
+
+
+def test_shards_of_a_run_are_found_from_another_folder(slurm: Slurm) -> None:
+    run, other = slurm.folder / "run", slurm.folder / "other"
+    run.mkdir()
+    other.mkdir()
+    (run / "config.yaml").write_text("data: {shards: d.tar}\nevaluation: {train: null, val: v.tar}\n")
+    (run / "machine.jsonl").write_text(json.dumps({"folder": str(slurm.folder)}) + "\n")
+    (slurm.folder / "d.tar").touch()
+    (slurm.folder / "v.tar").touch()
+    slurm.folder = other
+    slurm.does("submit", "--resume", str(run), "--after-pretraining", "knn")
+    assert flags_of(slurm.submitted()[-1])[3:] == ["--train", f"{run.parent}/d.tar", "--val", f"{run.parent}/v.tar"]
+
+
+def test_a_file_that_changes_a_part_of_the_data_keeps_the_shards(slurm: Slurm) -> None:
+    (slurm.folder / "run").mkdir()
+    (slurm.folder / "run" / "config.yaml").write_text(
+        "data: {shards: d.tar, exclude: null}\nevaluation: {val: v.tar}\n"
+    )
+    (slurm.folder / "x.yaml").write_text("data: {exclude: x.txt}\n")
+    slurm.accepted("--resume", "--after-pretraining", "knn")
+    assert flags_of(slurm.submitted()[-1])[3:] == ["--train", "d.tar", "--val", "v.tar"]
+    (slurm.folder / "nothing.yaml").write_text("steps: 3\n")
+    slurm.does("submit", "--config", "nothing.yaml", "--output", "new", "--", "--data.shards", "d.tar")
+
+
+def test_an_earlier_fine_tuning_is_named_before_submission(slurm: Slurm) -> None:
+    (slurm.folder / "run" / "finetune").mkdir(parents=True)
+    (slurm.folder / "run" / "finetune" / "config.yaml").touch()
+    assert "Continue it with --finetune-flags=--resume" in slurm.refused("--after-pretraining", "finetune")
+    slurm.accepted("--after-pretraining", "finetune", "--finetune-flags=--resume")
+
+
+@pytest.mark.parametrize("option", ["--sbatch", "--knn-flags"])
+def test_a_quote_that_is_not_closed_is_named(slurm: Slurm, option: str) -> None:
+    assert f"{option}=it's is not a list of words: No closing quotation" in slurm.refused(
+        "--after-pretraining", "knn", f"{option}=it's"
+    )
+
+
+def test_status_of_jobs_without_a_run(slurm: Slurm) -> None:
+    slurm.accepted()
+    file = slurm.folder / "run" / "submitted" / "jobs.json"
+    file.write_text(file.read_text().replace('"name": "pretrain"', '"name": "mae-0"'))
+    slurm.commands.answer({"squeue --noheader": [(0, "101|COMPLETED|None\n", "")]})
+    shown = slurm.does("status", "run")
+    assert "training" not in shown
+    assert "No job is left" not in shown
+    slurm.commands.answer({"squeue --noheader": [(0, "101|FAILED|None\n", "")]})
+    assert "start the same command again" in slurm.does("status", "run")
