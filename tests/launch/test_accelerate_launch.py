@@ -15,6 +15,7 @@ import pytest
 from tessera.__main__ import main as command
 from tessera.launch import accelerate_launch
 from tessera.runtime import stdio
+from tests.launched import wait_until
 
 # After a signal, saves for so many seconds. Or exits with its own code from a list.
 TRAINER = """
@@ -42,6 +43,7 @@ if what == "codes":
     sys.exit(code)
 while not asked:
     time.sleep(0.02)
+open(f"{folder}/asked-{rank}", "w").close()
 end = time.monotonic() + float(values[0])
 while time.monotonic() < end:
     time.sleep(0.02)
@@ -170,7 +172,7 @@ def test_the_number_of_processes_with_any_engine(start, tmp_path: Path, options:
 def test_signals_are_forwarded_to_the_trainers(start, tmp_path: Path, processes: int, number: signal.Signals) -> None:
     launcher = start("save", "2", processes=processes)
     os.kill(launcher.pid, number)
-    time.sleep(0.3)
+    wait_until(lambda: all((tmp_path / f"asked-{rank}").exists() for rank in range(processes)))
     os.killpg(launcher.pid, signal.SIGTERM)
     os.killpg(launcher.pid, signal.SIGUSR1)
     assert exit_code(launcher) == 75

@@ -23,24 +23,25 @@ from tests.pretrain.small import flags, losses
 @pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(launch, fork, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    log = fork([*TINY, "--output", str(whole), "--encoder.drop_path", "0.2"]).wait()
+    words = [*TINY, "--steps", "60", "--encoder.drop_path", "0.2"]  # a fast machine, too, is killed before the end
+    log = fork([*words, "--output", str(whole)]).wait()
     assert (whole / "encoder.safetensors").exists(), log
-    run = launch([*TINY, "--output", str(broken), "--encoder.drop_path", "0.2"])
+    run = launch([*words, "--output", str(broken)])
     run.wait_for((broken / "checkpoints" / "step-00000004").exists)
     run.kill()
     done = max(losses(broken), default=0)
-    assert done < 12, "the kill came too late to show anything"
+    assert done < 60, "the kill came too late to show anything"
     assert (broken / "checkpoints" / "latest").resolve().name >= "step-00000004"
     # the run's own settings are taken up again, also with another number of loader workers
     log = fork(["--output", str(broken), "--resume", "--workers", "2"]).wait()
     assert "resumed at step" in log
     assert losses(broken) == losses(whole)
-    assert sorted(losses(whole)) == list(range(1, 13))
+    assert sorted(losses(whole)) == list(range(1, 61))
     ours, theirs = (encoders.load(folder / "encoder.safetensors").state_dict() for folder in (whole, broken))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     knn = [{r["step"]: r["knn_top1"] for r in records(f) if "knn_top1" in r} for f in (whole, broken)]
     assert knn[0] == knn[1]
-    assert sorted(knn[0]) == [0, 12]
+    assert sorted(knn[0]) == [0, 60]
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_training_and_evaluations_set_up_the_device_alike(command: Callable[[], 
             assert machine._keeps_freed_memory
 
 
-CORES = len(os.sched_getaffinity(0))
+CORES = machine.cores()
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]  # sets OMP_NUM_THREADS=1 if the user sets nothing
 OTHER = ["bash", "-c", 'OMP_NUM_THREADS=1 "$0" "$1"; exit', sys.executable]
 
