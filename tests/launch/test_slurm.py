@@ -400,18 +400,24 @@ def test_a_folder_without_jobs(slurm: Slurm, command: str) -> None:
     assert "nowhere has no jobs" in slurm.fails(command, "nowhere")
 
 
+READ = "data: {shards: d.tar, image: left.jpg, label: 'json:category.id', pages: first}\n"
+READ += "evaluation: {train: a.tar, val: v.tar}\n"
+
+
 def test_evaluations_read_samples_as_the_run_does(slurm: Slurm) -> None:
-    data = "data: {shards: d.tar, image: left.jpg, label: 'json:category.id', pages: first}\n"
-    (slurm.folder / "x.yaml").write_text(data + "evaluation: {train: a.tar, val: v.tar}\n")
-    slurm.accepted(
-        *("--after-pretraining", "knn,finetune", "--knn-flags=--image right.jpg", "--"),
-        *("--data.label", "cls", "--data.stages", "m:f", "m:g"),
-    )
-    _, knn, finetune = map(flags_of, slurm.submitted())
-    assert knn[7:] == ["--label", "cls", "--pages", "first", "--stages", "m:f", "m:g", "--image", "right.jpg"]
-    assert finetune[7:] == [
-        *("--data.image", "left.jpg", "--data.label", "cls", "--data.pages", "first", "--data.stages", "m:f", "m:g"),
-    ]
+    (slurm.folder / "x.yaml").write_text(READ)
+    own = ["--", "--data.label", "cls", "--data.stages", "m:f", "m:g"]
+    slurm.accepted("--after-pretraining", "knn", "--knn-flags=--image right.jpg", *own)
+    found = flags_of(slurm.submitted()[-1])[7:]
+    assert found == ["--label", "cls", "--pages", "first", "--stages", "m:f", "m:g", "--image", "right.jpg"]
+
+
+def test_a_fine_tuning_reads_samples_as_the_run_does(slurm: Slurm) -> None:
+    pytest.importorskip("tessera.extras.finetune")
+    (slurm.folder / "x.yaml").write_text(READ)
+    slurm.accepted("--after-pretraining", "finetune", "--", "--data.label", "cls", "--data.stages", "m:f", "m:g")
+    read = ["--data.image", "left.jpg", "--data.label", "cls", "--data.pages", "first", "--data.stages", "m:f", "m:g"]
+    assert flags_of(slurm.submitted()[-1])[7:] == read
 
 
 def test_shards_of_a_run_are_found_from_another_folder(slurm: Slurm) -> None:
@@ -440,6 +446,7 @@ def test_a_file_that_changes_a_part_of_the_data_keeps_the_shards(slurm: Slurm) -
 
 
 def test_an_earlier_fine_tuning_is_named_before_submission(slurm: Slurm) -> None:
+    pytest.importorskip("tessera.extras.finetune")
     (slurm.folder / "run" / "finetune").mkdir(parents=True)
     (slurm.folder / "run" / "finetune" / "config.yaml").touch()
     assert "Continue it with --finetune-flags=--resume" in slurm.refused("--after-pretraining", "finetune")
