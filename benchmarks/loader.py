@@ -200,11 +200,12 @@ def pillow_dino(*, colors: bool) -> Callable[[bytes], object]:
 
     def crop(size: int, scale: tuple[float, float], *steps: Callable) -> transforms.Compose:
         box = transforms.RandomResizedCrop(size, scale, interpolation=transforms.InterpolationMode.BICUBIC)
-        jitter = transforms.RandomApply([transforms.ColorJitter(0.4, 0.4, 0.2, 0.1)], p=0.8)
         if not colors:
             return transforms.Compose([box, transforms.RandomHorizontalFlip(0.5), transforms.PILToTensor()])
+        jitter = transforms.RandomApply([transforms.ColorJitter(0.4, 0.4, 0.2, 0.1)], p=0.8)
         changes = [transforms.RandomHorizontalFlip(0.5), jitter, transforms.RandomGrayscale(0.2)]
-        return transforms.Compose([box, *changes, *steps, *normalized()])
+        model_input = [transforms.ToTensor(), transforms.Normalize(IMAGENET.mean, IMAGENET.std)]
+        return transforms.Compose([box, *changes, *steps, *model_input])
 
     def blur(image: Image.Image) -> Image.Image:
         return image.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0)))
@@ -234,11 +235,6 @@ def pillow_probe() -> Callable[[bytes], object]:
     shorter = transforms.Resize(256, transforms.InterpolationMode.BICUBIC)
     prepare = transforms.Compose([shorter, transforms.CenterCrop(224), transforms.PILToTensor()])
     return lambda encoded: prepare(pillow_decode(encoded))
-
-
-def normalized() -> list[Callable]:
-    """Return the last transforms of a pipeline: conversion to a tensor, and normalisation."""
-    return [transforms.ToTensor(), transforms.Normalize(IMAGENET.mean, IMAGENET.std)]
 
 
 def timed(work: Callable[[], int], seconds: float) -> Measured:

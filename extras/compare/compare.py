@@ -136,7 +136,7 @@ def train_all(
     """Train all cells that are not done. Return the methods that were stopped on the way.
 
     Raises:
-        CompareError: trainings failed. The other methods are trained.
+        CompareError: trainings failed. Before, the other methods are trained, with --halve to the next stop.
     """
     stopped, failed = dict[str, Stopped](), list[str]()
     for share in (*(RUNGS if settings.halve else ()), 1.0):
@@ -162,7 +162,7 @@ def train_all(
             check_data(settings.output, [one.name for one in cells(settings, plan)])
         if failed:
             raise CompareError(
-                f"A training of {', '.join(failed)} failed; its message is above. The other methods are trained. To "
+                f"A training of {', '.join(failed)} failed; its message is above. The other methods went on. To "
                 f"try again, start the same command. To compare the others, start it without {', '.join(failed)}."
             )
         if share < 1:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tessera.launch.jobs import OF_CORE, evaluations
+from tessera.launch.jobs import OF_CORE, evaluations, read_settings, read_settings_of_run
+from tessera.pretrain.command_line import from_folder
 from tests.launch.conftest import HARD, ROOT, SETTINGS, Slurm
 
 
@@ -384,7 +385,7 @@ def test_the_record_of_another_version_is_read(slurm: Slurm) -> None:
     record = json.loads(file.read_text())
     record["jobs"][0]["after"] = None
     file.write_text(json.dumps(record))
-    slurm.does("status", "run")
+    assert "101  pretrain" in slurm.does("status", "run")
 
 
 def test_cancel_ends_what_is_not_over(slurm: Slurm) -> None:
@@ -431,6 +432,27 @@ def test_shards_of_a_run_are_found_from_another_folder(slurm: Slurm) -> None:
     slurm.folder = other
     slurm.does("submit", "--resume", str(run), "--after-pretraining", "knn")
     assert flags_of(slurm.submitted()[-1])[3:] == ["--train", f"{run.parent}/d.tar", "--val", f"{run.parent}/v.tar"]
+
+
+def test_launchers_find_the_shards_that_the_run_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """launch/ needs no torch, so it has a function of its own."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    for folder in (run, elsewhere):
+        folder.mkdir()
+    for name in ("a-0.tar", "a-1.tar", "b.tar", "labels.csv", "elsewhere/c.tar"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(elsewhere)
+    file, machine = run / "config.yaml", run / "machine.jsonl"
+    file.write_text(
+        "data: {shards: {'a-{0..1}.tar': 1, 'a-*.tar': 1, c.tar: 2, 's3://x/y.tar': 1}, image: b.tar}\n"
+        f"evaluation: {{train: [b.tar, {tmp_path}/b.tar, none.tar], val: null}}\nlabels: labels.csv\n"
+    )
+    machine.write_text(json.dumps({"folder": str(tmp_path)}) + "\n")
+    found = read_settings_of_run(file)
+    assert found == from_folder(read_settings(file), machine)
+    assert found["evaluation"]["train"] == [f"{tmp_path}/b.tar", f"{tmp_path}/b.tar", "none.tar"]
+    machine.unlink()
+    assert read_settings_of_run(file) == from_folder(read_settings(file), machine) == read_settings(file)
 
 
 def test_a_file_that_changes_a_part_of_the_data_keeps_the_shards(slurm: Slurm) -> None:
